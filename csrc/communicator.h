@@ -1,0 +1,93 @@
+// The contract of a communicator: the collectives, their order, their threads and their errors.
+//
+// Ordering. Operations on one communicator match by issue order: the n-th call on one rank meets the n-th call on every
+//   other, and they complete in that order. send and recv match by (peer, tag) in issue order and are not ordered against
+//   collectives. Operations on different communicators are independent.
+//     right:  every rank: a.all_reduce(s); a.broadcast(t);
+//     wrong:  rank 0: a.all_reduce(s); a.broadcast(t);   rank 1: a.broadcast(t); a.all_reduce(s);   -> Mismatch on all
+// Threads. Calls on one communicator from several threads are safe, but then the program must give them an order itself.
+// In place. `in == out` is allowed wherever the two have the same size; all_gather also takes in == out + rank * count,
+//   reduce_scatter out == in + rank * count, gather / scatter the same at the root. Any other overlap is undefined.
+// Units. `count` is in elements, of one rank's part where the operation has parts. count == 0 is valid and still an
+//   operation that all ranks must issue.
+// Blocking. With CallOptions::blocking the call returns when the operation is complete, with a completed Work.
+// Errors. A wrong argument throws Error before anything is sent. What goes wrong later (PeerLost, Timeout, Mismatch,
+//   Aborted) is thrown by the blocking call or by Work::wait, on every rank that took part, and leaves the communicator
+//   aborted: later calls throw Aborted with the first reason.
+// Numbers. Sums of bf16 and fp16 accumulate in fp32 in rank order, so the same inputs give the same bits on every rank
+//   and in every run. avg = sum / size, rounded once.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "error.h"
+#include "types.h"
+#include "work.h"
+
+namespace axo {
+
+struct CallOptions {
+  bool blocking = false;
+  Milliseconds timeout = kNoTimeout;     // kNoTimeout: the communicator's own
+  std::shared_ptr<void> keep_alive = {};  // held until the operation is complete and its Work waited for or dropped
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  virtual const std::string& name() const = 0;
+  // "shared-memory", "nccl", "rccl": what moves the bytes.
+  virtual const char* transport() const = 0;
+
+  // out[i] = op over ranks of in[i].
+  virtual WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                             const CallOptions& options) = 0;
+  // out holds size() parts of `count` elements in rank order.
+  virtual WorkPtr all_gather(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) = 0;
+  // in holds size() parts of `count` elements; this rank receives the reduction of part rank().
+  virtual WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                 const CallOptions& options) = 0;
+  virtual WorkPtr broadcast(void* data, std::size_t count, DType dtype, int root, const CallOptions& options) = 0;
+  // `out` is read at the root only and may be null elsewhere.
+  virtual WorkPtr reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
+                         const CallOptions& options) = 0;
+  virtual WorkPtr gather(const void* in, void* out, std::size_t count, DType dtype, int root,
+                         const CallOptions& options) = 0;
+  virtual WorkPtr scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
+                          const CallOptions& options) = 0;
+  // Part p of `in` goes to rank p; part p of `out` came from rank p.
+  virtual WorkPtr all_to_all(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) = 0;
+  // The same with parts of any size. Counts and offsets are in elements, one entry a rank; send_counts[p] here must equal
+  // recv_counts[rank()] at p.
+  virtual WorkPtr all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
+                               const std::vector<std::size_t>& send_offsets, void* out,
+                               const std::vector<std::size_t>& recv_counts,
+                               const std::vector<std::size_t>& recv_offsets, DType dtype,
+                               const CallOptions& options) = 0;
+  virtual WorkPtr send(const void* data, std::size_t count, DType dtype, int peer, int tag,
+                       const CallOptions& options) = 0;
+  virtual WorkPtr recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) = 0;
+  virtual WorkPtr barrier(const CallOptions& options) = 0;
+
+  // Collective. Ranks of equal `color` form a new communicator, ordered by (key, rank); color < 0 takes no part and
+  // gets null.
+  virtual std::shared_ptr<Communicator> split(int color, int key, const std::string& name) = 0;
+
+  // Ends every pending operation of this communicator on every rank with Aborted(reason). Idempotent, never blocks.
+  virtual void abort(const std::string& reason) = 0;
+  // Waits for this rank's pending operations, says "left" to the peers and releases memory. Idempotent.
+  virtual void shutdown() = 0;
+};
+
+// Between group_start and group_end, of one thread, operations are recorded; group_end issues them as one launch, on
+// whatever communicators they are. Groups nest; the outermost end issues. Blocking calls inside a group throw Error.
+void group_start();
+void group_end();
+
+}  // namespace axo

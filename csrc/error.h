@@ -1,0 +1,61 @@
+// The errors of the core, and the check that prints what was wrong, what came and what was expected.
+//
+//   AXO_CHECK(root < size, "broadcast: root", root, "a rank below " + std::to_string(size));
+//   -> "broadcast: root: got 7, expected a rank below 4"
+#pragma once
+
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace axo {
+
+// A wrong argument or a call that the state forbids. Base of all errors of the core.
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A peer process died or left while an operation needed it.
+class PeerLost : public Error {
+ public:
+  PeerLost(const std::string& message, int peer) : Error(message), peer_(peer) {}
+  int peer() const { return peer_; }  // its rank in the communicator
+
+ private:
+  int peer_;
+};
+
+// An operation did not finish within its timeout; the message names who has arrived and who has not.
+class Timeout : public Error {
+ public:
+  using Error::Error;
+};
+
+// Ranks issued operations that do not match (kind, dtype, count, op, root, order).
+class Mismatch : public Error {
+ public:
+  using Error::Error;
+};
+
+// The communicator was aborted, by this rank or by another.
+class Aborted : public Error {
+ public:
+  using Error::Error;
+};
+
+namespace detail {
+template <class Got>
+std::string check_message(const char* what, const Got& got, const std::string& expected) {
+  std::ostringstream out;
+  out << what << ": got " << got << ", expected " << expected;
+  return out.str();
+}
+}  // namespace detail
+
+}  // namespace axo
+
+#define AXO_CHECK(cond, what, got, expected)                                        \
+  do {                                                                              \
+    if (!(cond)) throw ::axo::Error(::axo::detail::check_message(what, got, expected)); \
+  } while (0)

@@ -1,0 +1,47 @@
+// Work: one pending operation, and the three ways to wait for it.
+//
+// wait()         orders the caller after the operation. On a GPU it makes the caller's current stream wait and returns
+//                at once; on the host it blocks. Call it before you read a result or reuse an input.
+// synchronize(t) blocks the host thread until the operation is complete, at most `t`.
+// is_completed() never blocks.
+//
+// Any of them throws, or rethrows, the error that the operation ended with. A Work keeps its tensors alive
+// (CallOptions::keep_alive) until it is complete *and* has been waited for or dropped; it never relies on an allocator.
+// Dropping a Work does not cancel the operation.
+//
+//   auto work = comm.all_reduce(t, ...);  compute_on(other);  work->wait();  use(t);     // right
+//   auto work = comm.all_reduce(t, ...);  use(t);             work->wait();              // wrong: t is being written
+//
+// All functions may be called from any thread.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <functional>
+#include <memory>
+
+namespace axo {
+
+using Milliseconds = std::chrono::milliseconds;
+inline constexpr Milliseconds kNoTimeout{-1};
+
+class Work {
+ public:
+  virtual ~Work() = default;
+
+  virtual void wait() = 0;
+  // Throws Timeout when the operation is still pending after `timeout`; the operation itself goes on.
+  virtual void synchronize(Milliseconds timeout) = 0;
+  virtual bool is_completed() const = 0;
+  // The error that the operation ended with; null while it is pending or when it succeeded.
+  virtual std::exception_ptr exception() const = 0;
+  // Runs `callback` once when the operation is complete, with or without an error; at once when it already is.
+  // It runs on the thread that completed the operation: it must be short and must not call into the communicator.
+  virtual void on_completion(std::function<void()> callback) = 0;
+  // From issue to completion, in seconds; negative while pending or when timing was not asked for.
+  virtual double seconds() const = 0;
+};
+
+using WorkPtr = std::shared_ptr<Work>;
+
+}  // namespace axo

@@ -1,0 +1,130 @@
+"""The 4D grid: which rank stands where, and who its peers on an axis are.
+
+``rank = x + Gx * (y + Gy * (z + Gz * data))``: x is innermost, so the peers of x are neighbours in rank order and, with
+one rank a GPU, sit in the same node first. Written ``GxxGyxGzxGdata``, e.g. ``2x2x2x1``. Pure arithmetic: no torch, no
+process group.
+
+Source: "Democratizing AI" (AxoNN), section on the 4D algorithm; the hierarchy order of its equation (10).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+AXES = ("x", "y", "z", "data")
+
+
+class Coords(NamedTuple):
+    """Where a rank stands on each axis, counted from 0."""
+
+    x: int
+    y: int
+    z: int
+    data: int
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes of the four axes.
+
+    Args:
+        x: Ranks that split out_features of a normal layer (and in_features of a transposed one).
+        y: Ranks that split in_features of a normal layer (and out_features of a transposed one).
+        z: Ranks that split rows (batch), and shard each weight block by rows.
+        data: Data-parallel groups.
+
+    Raises:
+        ValueError: A size is not a whole number of at least 1.
+    """
+
+    x: int = 1
+    y: int = 1
+    z: int = 1
+    data: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"Grid: {axis}={size!r} is not a size; use a whole number of at least 1")
+
+    @classmethod
+    def parse(cls, text: str) -> Grid:
+        """Read ``"2x2x2x1"`` (or ``"2x2x2"``: data is then 1).
+
+        Raises:
+            ValueError: The text is not three or four sizes joined by ``x``.
+        """
+        if isinstance(text, Grid):
+            return text
+        if not isinstance(text, str) or not re.fullmatch(r"\s*\d+(\s*[xX]\s*\d+){2,3}\s*", text):
+            raise ValueError(f"grid {text!r} is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1")
+        return cls(*(int(size) for size in re.split(r"[xX]", text)))
+
+    @classmethod
+    def all(cls, world_size: int) -> Iterator[Grid]:
+        """Yield every ordered grid of ``world_size`` ranks: 35 of 16, 816 of 32,768."""
+        for x in _divisors(world_size):
+            for y in _divisors(world_size // x):
+                for z in _divisors(world_size // (x * y)):
+                    yield cls(x, y, z, world_size // (x * y * z))
+
+    def __str__(self) -> str:
+        return f"{self.x}x{self.y}x{self.z}x{self.data}"
+
+    @property
+    def world_size(self) -> int:
+        return self.x * self.y * self.z * self.data
+
+    def size(self, axis: str) -> int:
+        """Ranks along ``axis``."""
+        return getattr(self, _checked_axis(axis))
+
+    def stride(self, axis: str) -> int:
+        """Distance in rank numbers between neighbours on ``axis``."""
+        stride = 1
+        for inner in AXES[: AXES.index(_checked_axis(axis))]:
+            stride *= getattr(self, inner)
+        return stride
+
+    def coords(self, rank: int) -> Coords:
+        """Where ``rank`` stands.
+
+        Raises:
+            ValueError: The rank is not of this grid.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not of grid {self}; its ranks are 0 to {self.world_size - 1}")
+        return Coords(*(rank // self.stride(axis) % getattr(self, axis) for axis in AXES))
+
+    def rank(self, x: int = 0, y: int = 0, z: int = 0, data: int = 0) -> int:
+        """The rank that stands at these coordinates.
+
+        Raises:
+            ValueError: A coordinate is outside its axis.
+        """
+        for axis, coord in zip(AXES, (x, y, z, data), strict=True):
+            if not 0 <= coord < getattr(self, axis):
+                raise ValueError(f"{axis}={coord} is outside grid {self}; use 0 to {getattr(self, axis) - 1}")
+        return x + self.x * (y + self.y * (z + self.z * data))
+
+    def ranks(self, axis: str, rank: int) -> list[int]:
+        """The peers of ``rank`` along ``axis`` (itself too), in the order of their coordinate."""
+        here = self.coords(rank)
+        first = rank - getattr(here, _checked_axis(axis)) * self.stride(axis)
+        return [first + i * self.stride(axis) for i in range(self.size(axis))]
+
+
+def _checked_axis(axis: str) -> str:
+    if axis not in AXES:
+        raise ValueError(f"{axis!r} is not an axis; use one of {', '.join(AXES)}")
+    return axis
+
+
+def _divisors(number: int) -> list[int]:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"world_size={number!r} is not a count of ranks; use a whole number of at least 1")
+    return [d for d in range(1, number + 1) if number % d == 0]
