@@ -1,0 +1,98 @@
+"""What the machine offers the kernels: whether Triton is there, whether it interprets, and which device a tensor is on.
+
+Triton is optional: torch's CPU wheel brings none, and everything that does not need it works without.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from types import ModuleType
+
+import torch
+
+from axo_kernels.tiles import CPU_TARGET, Target
+
+
+@lru_cache(maxsize=None)
+def gemm_kernels() -> ModuleType | None:
+    """Return the module of matmul kernels, or None without Triton."""
+    try:
+        from axo_kernels import gemm_kernels as module
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("triton"):
+            raise
+        return None
+    return module
+
+
+@lru_cache(maxsize=None)
+def signal_kernels() -> ModuleType | None:
+    """Return the module of flag and signalling kernels, or None without Triton."""
+    if gemm_kernels() is None:
+        return None
+    from axo_kernels import signal_kernels as module
+
+    return module
+
+
+@lru_cache(maxsize=None)
+def interpreted() -> bool:
+    """Say whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this process first imported them)."""
+    module = gemm_kernels()
+    return module is not None and type(module.matmul_kernel).__name__ == "InterpretedFunction"
+
+
+def runs_triton(device: torch.device) -> bool:
+    """Say whether a Triton kernel can run on tensors of this device in this process."""
+    if device.type == "cuda":
+        return gemm_kernels() is not None and not interpreted()
+    return device.type == "cpu" and interpreted()
+
+
+@lru_cache(maxsize=None)
+def target_of(device: torch.device) -> Target:
+    """Describe a device; ``cuda`` stands for CUDA and ROCm devices alike."""
+    if device.type != "cuda":
+        return CPU_TARGET
+    properties = torch.cuda.get_device_properties(device)
+    shared = int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
+    if torch.version.hip:
+        arch = properties.gcnArchName.split(":")[0]
+    else:
+        arch = f"sm_{properties.major}{properties.minor}"
+    return Target(arch, properties.multi_processor_count, shared)
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device for the tuner's cache: model and architecture, or the CPU's model and thread count."""
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)} {target_of(device).arch}"
+    return f"cpu {_cpu_model()} threads={torch.get_num_threads()}"
+
+
+@lru_cache(maxsize=None)
+def _cpu_model() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            for line in lines:
+                if line.startswith(("model name", "CPU part")):
+                    return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return torch.backends.cpu.get_cpu_capability()
+
+
+def versions() -> dict[str, str]:
+    """Versions on which a measurement depends; part of the tuner's cache key."""
+    found = {"torch": torch.__version__, "triton": "none"}
+    try:
+        import triton
+
+        found["triton"] = triton.__version__
+    except ModuleNotFoundError:
+        pass
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    if torch.version.hip:
+        found["hip"] = torch.version.hip
+    return found

@@ -1,0 +1,197 @@
+"""Triton kernels of the matrix product: one for plain pointers, one for tensor descriptors (TMA).
+
+    C[batch, m, n] = act(sum_k A[batch, m, k] B[batch, k, n] + bias[n]) (* gate)  (+ C when accumulating, in fp32)
+
+Both are persistent (programs walk over tiles in grouped order) and flattened: the loop over tiles and the loop over K are
+one, so the loads of the next tile are issued before this tile's epilogue. Sums are fp32. Which tile sizes to use is none
+of this file's business (tiles.py), nor are checks and launches (gemm.py).
+
+``INTERPRETED`` is set under Triton's interpreter, which computes bf16 products wrongly (so operands become fp32 first) and
+has no reduction through descriptors (so accumulating loads, adds and stores).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def grouped_tile(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """Tile number -> (row tile, column tile), GROUP_M row tiles at a time so that both operands stay in the L2."""
+    per_group = GROUP_M * tiles_n
+    group = tile // per_group
+    first = group * GROUP_M
+    rows = min(tiles_m - first, GROUP_M)
+    within = tile % per_group
+    return first + within % rows, within // rows
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """GELU (exact, as torch's default, or its tanh form) or SiLU of an fp32 tile."""
+    if ACTIVATION == "gelu":
+        x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":
+        # tanh(u) = 1 - 2 / (exp(2u) + 1), which is exact at both ends: exp overflows to inf, or underflows to 0
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        x = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+    elif ACTIVATION == "silu" or ACTIVATION == "silu_gate":
+        x = x / (1.0 + tl.exp(-x))
+    return x
+
+
+@triton.jit
+def tile_product(
+    a, b, m_limit, n_limit, K, stride_am, stride_ak, stride_bk, stride_bn,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile's sum over K. a and b point at the tile's first row and column; m_limit, n_limit: rows that exist."""
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    depth = tl.arange(0, BLOCK_K)
+    a_offsets = rows[:, None] * stride_am + depth[None, :] * stride_ak
+    b_offsets = depth[:, None] * stride_bk + columns[None, :] * stride_bn
+    a_mask = rows[:, None] < m_limit
+    b_mask = columns[None, :] < n_limit
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        a_tile = a + k.to(tl.int64) * stride_ak
+        b_tile = b + k.to(tl.int64) * stride_bk
+        if EVEN_K:
+            x = tl.load(a_tile + a_offsets, mask=a_mask, other=0.0)
+            y = tl.load(b_tile + b_offsets, mask=b_mask, other=0.0)
+        else:
+            x = tl.load(a_tile + a_offsets, mask=a_mask & (depth[None, :] < K - k), other=0.0)
+            y = tl.load(b_tile + b_offsets, mask=b_mask & (depth[:, None] < K - k), other=0.0)
+        if INTERPRETED:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def store_tile(
+    acc, c, bias, gate, m_limit, n_limit, stride_cm, stride_cn, stride_gm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr,
+):  # fmt: skip
+    """Epilogue through plain pointers; c, bias and gate point at the tile's first element."""
+    rows = tl.arange(0, BLOCK_M)
+    columns = tl.arange(0, BLOCK_N)
+    mask = (rows[:, None] < m_limit) & (columns[None, :] < n_limit)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=columns < n_limit, other=0.0).to(tl.float32)[None, :]
+    acc = activate(acc, ACTIVATION)
+    if ACTIVATION == "silu_gate":
+        acc *= tl.load(gate + rows[:, None] * stride_gm + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    target = c + rows[:, None] * stride_cm + columns[None, :] * stride_cn
+    if ACCUMULATE:
+        acc += tl.load(target, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, acc.to(c.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def matmul_kernel(
+    a, b, c, bias, gate, batch, M, N, K,
+    stride_ab, stride_am, stride_ak, stride_bb, stride_bk, stride_bn, stride_cb, stride_cm, stride_cn,
+    stride_gb, stride_gm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr,
+    ACCUMULATE: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Plain pointers: any strides, any sizes, any device. The layout is in the strides."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    tiles = tiles_m * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles * batch, NUM_PROGRAMS, flatten=FLATTEN):
+        matrix = (tile // tiles).to(tl.int64)
+        tile_m, tile_n = grouped_tile(tile % tiles, tiles_m, tiles_n, GROUP_M)
+        # the tile's first row and column in 64 bits: a tensor may have more than 2**31 elements
+        m0 = tile_m * BLOCK_M
+        n0 = tile_n * BLOCK_N
+        m64 = m0.to(tl.int64)
+        n64 = n0.to(tl.int64)
+        acc = tile_product(
+            a + matrix * stride_ab + m64 * stride_am, b + matrix * stride_bb + n64 * stride_bn, M - m0, N - n0, K,
+            stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, INTERPRETED,
+        )  # fmt: skip
+        store_tile(
+            acc, c + matrix * stride_cb + m64 * stride_cm + n64 * stride_cn, bias + n0,
+            gate + matrix * stride_gb + m64 * stride_gm + n64, M - m0, N - n0, stride_cm, stride_cn, stride_gm,
+            BLOCK_M, BLOCK_N, HAS_BIAS, ACTIVATION, ACCUMULATE,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_through_descriptor(
+    acc, c, bias, gate, m0, n0, M, N, stride_gm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Epilogue of (a part of) a tile through the descriptor of C, which clips at the borders by itself."""
+    columns = n0 + tl.arange(0, BLOCK_N)
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    acc = activate(acc, ACTIVATION)
+    if ACTIVATION == "silu_gate":
+        rows = m0 + tl.arange(0, BLOCK_M)
+        mask = (rows[:, None] < M) & (columns[None, :] < N)
+        offsets = rows[:, None].to(tl.int64) * stride_gm + columns[None, :]
+        acc *= tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
+    if ACCUMULATE and not INTERPRETED:
+        c.atomic_add([m0, n0], acc.to(c.dtype))  # each element once a launch: the copy engine adds, nothing is read here
+    else:
+        if ACCUMULATE:
+            acc += c.load([m0, n0]).to(tl.float32)
+        c.store([m0, n0], acc.to(c.dtype))
+
+
+@triton.jit
+def matmul_descriptor_kernel(
+    a, b, c, bias, gate, M, N, K, stride_gm,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PARTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, ACCUMULATE: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRETED: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    """Host tensor descriptors: TMA loads and stores on Hopper and later; one matrix, 16-byte bases and strides.
+
+    a: blocks (BLOCK_M, BLOCK_K), or (BLOCK_K, BLOCK_M) when stored [K, M]; b: (BLOCK_K, BLOCK_N), or (BLOCK_N, BLOCK_K)
+    when stored [N, K]; c: (BLOCK_M, BLOCK_N // PARTS). PARTS = 2 halves the shared memory of the epilogue.
+    """
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    steps = tl.cdiv(K, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS, flatten=FLATTEN):
+        tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
+        m0 = tile_m * BLOCK_M
+        n0 = tile_n * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            k = step * BLOCK_K
+            x = a.load([k, m0]).T if A_TRANSPOSED else a.load([m0, k])
+            y = b.load([n0, k]).T if B_TRANSPOSED else b.load([k, n0])
+            if INTERPRETED:
+                x = x.to(tl.float32)
+                y = y.to(tl.float32)
+            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        if PARTS == 1:
+            store_through_descriptor(
+                acc, c, bias, gate, m0, n0, M, N, stride_gm,
+                BLOCK_M, BLOCK_N, HAS_BIAS, ACTIVATION, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+        else:
+            halves = acc.reshape(BLOCK_M, 2, BLOCK_N // 2).permute(0, 2, 1)
+            left, right = halves.split()
+            store_through_descriptor(
+                left, c, bias, gate, m0, n0, M, N, stride_gm,
+                BLOCK_M, BLOCK_N // 2, HAS_BIAS, ACTIVATION, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
+            store_through_descriptor(
+                right, c, bias, gate, m0, n0 + BLOCK_N // 2, M, N, stride_gm,
+                BLOCK_M, BLOCK_N // 2, HAS_BIAS, ACTIVATION, ACCUMULATE, INTERPRETED,
+            )  # fmt: skip
