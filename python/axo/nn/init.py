@@ -1,0 +1,106 @@
+"""First values: equal to the serial layer's for the same seed, shard by shard, whatever the seeds of the other ranks.
+
+Rank 0 of the grid is the source. Its generator's state goes to all ranks; each builds one whole layer at a time under
+that state, keeps its shards and drops the rest. Afterwards rank 0's generator stands where the serial program's would,
+and the generators of the others are as before. So a rank never holds more than one whole layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def source_generator(comms: Any, device: torch.device) -> Iterator[None]:
+    """Run the body under the state of rank 0's default generator for ``device``. Every rank must enter it."""
+    if comms.grid.world_size == 1:
+        yield
+        return
+    read, write = _generator_access(device)
+    before = read()
+    state = before.to(comms.device, copy=True)
+    comms.world.broadcast(state, root=0)
+    write(state.cpu())
+    try:
+        yield
+    finally:
+        if comms.rank != 0:
+            write(before)
+
+
+def _generator_access(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state, torch.set_rng_state
+    module = getattr(torch, device.type)
+    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+
+
+def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+    """Give a parallel model, on the meta device or not, the values that the serial model would get.
+
+    Equal to ``serial.to_empty(device=...); serial.apply(fn)`` under rank 0's generator, modules in the order of
+    ``Module.apply``. For a parallel layer ``fn`` is called with the serial layer of whole size that it stands for, every
+    other module is passed to ``fn`` itself. A parameter that ``fn`` leaves alone keeps its value, or, where it was on
+    the meta device, gets what the layer's own ``reset_parameters`` gives. Where a module's buffers were on the meta
+    device and it has no parameters of its own (litgpt's rotary cache), its ``reset_parameters`` is called too. Every
+    rank must call this.
+
+    Args:
+        model: What ``axo.parallelize`` returned, or any module that holds parallel layers.
+        fn: Fills one module; None calls ``reset_parameters`` of each module that has it.
+
+    Raises:
+        ValueError: The model holds no parallel layer.
+    """
+    comms = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
+    if comms is None:
+        raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
+    fill = _reset if fn is None else fn
+    with source_generator(comms, comms.device), torch.no_grad():
+        _init_module(model, fill, comms.device)
+    return model
+
+
+def _reset(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+def _init_module(module: nn.Module, fill: Callable[[nn.Module], Any], device: torch.device) -> None:
+    for child in module.children():
+        _init_module(child, fill, device)
+    own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+    was_meta = any(tensor.is_meta for tensor in own)
+    if was_meta:
+        module.to_empty(device=device, recurse=False)
+    if hasattr(module, "load_serial"):
+        _init_layer(module, fill, was_meta)
+        return
+    fill(module)
+    if was_meta and not any(True for _ in module.parameters(recurse=False)) and fill is not _reset:
+        _reset(module)
+
+
+def _init_layer(layer: Any, fill: Callable[[nn.Module], Any], was_meta: bool) -> None:
+    """Fill the serial layer that ``layer`` stands for and keep this rank's part of what was touched."""
+    if not layer.placements:
+        return
+    weight = getattr(layer, next(iter(layer.placements)))
+    serial = layer.serial(weight.device, weight.dtype)
+    parameters = dict(serial.named_parameters())
+    for parameter in parameters.values():
+        parameter.view(-1)[:1].fill_(torch.nan)  # still there afterwards: not touched
+    fill(serial)
+    untouched = [name for name, parameter in parameters.items() if parameter.view(-1)[:1].isnan().any()]
+    if untouched and was_meta:
+        default = layer.serial(weight.device, weight.dtype)
+        default.reset_parameters()
+        for name in untouched:
+            parameters[name].copy_(getattr(default, name))
+        untouched = []
+    layer.load_serial(serial, [name for name in layer.placements if name not in untouched])

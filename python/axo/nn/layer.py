@@ -1,0 +1,119 @@
+"""What every parallel layer shares: its shards, where they lie, how they are first filled, and how they are loaded.
+
+A layer holds this rank's shards as plain parameters under torch's names, and one immutable placement a parameter
+(``layer.placements["weight"]``, ``layer.weight.placement``). ``state_dict`` gives shards; ``load_state_dict`` takes a
+shard or the whole tensor, which is then cut.
+
+Not here: any arithmetic of a layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from axo.nn.init import source_generator
+from axo.placement import Placement
+from axo.sharding import unshard
+
+
+class ParallelLayer(nn.Module):
+    """Base of the parallel layers.
+
+    Attributes:
+        comms: The communicators of the grid.
+        placements: Parameter name -> :class:`axo.Placement`.
+        in_axis, out_axis: The axes that split the features of input and output; None: not split.
+        out_blocks: Feature blocks that the out axis splits one by one; None: one block.
+        in_features_whole, out_features_whole: Features over all ranks; None where the input has none (token ids).
+    """
+
+    in_axis: str | None = None
+    out_axis: str | None = None
+    out_blocks: tuple[int, ...] | None = None
+    in_features_whole: int | None = None
+    out_features_whole: int | None = None
+
+    def _start(self, comms: Any, name: str | None, placements: dict[str, Placement]) -> None:
+        """Take the place of ``nn.Module.__init__`` (the classes of torch.nn would allocate whole weights)."""
+        nn.Module.__init__(self)
+        self.comms = comms
+        self.name = name
+        self.placements = placements
+
+    def _add_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        """Register an empty shard for each placement."""
+        for name, placement in self.placements.items():
+            shape = placement.local_shape(self.comms.grid, self.comms.coords)
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        self._tag()
+
+    def _tag(self) -> None:
+        for name, placement in self.placements.items():
+            parameter = getattr(self, name)
+            if parameter is not None:
+                parameter.placement = placement
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The layer of torch.nn that this one stands for: whole, on one rank, its parameters not filled yet."""
+        raise NotImplementedError
+
+    def load_serial(self, serial: nn.Module, names: Iterable[str] | None = None) -> None:
+        """Copy this rank's shards out of a whole layer: all of them, or those of ``names``."""
+        with torch.no_grad():
+            for name in self.placements if names is None else names:
+                full = getattr(serial, name).detach()
+                getattr(self, name).copy_(self.placements[name].take(full, self.comms.grid, self.comms.coords))
+
+    def reset_parameters(self) -> None:
+        """Fill the shards with what the serial layer would get from rank 0's generator. Every rank must call it."""
+        if not self.placements or any(getattr(self, name).is_meta for name in self.placements):
+            return
+        weight = getattr(self, next(iter(self.placements)))
+        with source_generator(self.comms, weight.device):
+            serial = self.serial(weight.device, weight.dtype)
+            serial.reset_parameters()
+            self.load_serial(serial)
+
+    def full_weight(self) -> torch.Tensor:
+        """The whole weight, gathered from its shards. Every rank must call it."""
+        return unshard(self.weight.detach(), self.placements["weight"])
+
+    def label(self) -> str:
+        """``Linear 'mlp.fc'``: how messages call this layer."""
+        return f"{type(self).__name__} {self.name!r}" if self.name else type(self).__name__
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self._tag()  # a conversion may have made new parameters
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.comms)] = self.comms  # a copy of a layer talks over the same communicators
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        new._tag()
+        return new
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name, placement in self.placements.items():
+            value = state_dict.get(prefix + name)
+            if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.global_shape:
+                continue
+            if value.shape != getattr(self, name).shape:
+                state_dict[prefix + name] = placement.take(value, self.comms.grid, self.comms.coords).clone()
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self._tag()
+
+
+def default_device(device: torch.device | str | None, comms: Any) -> torch.device:
+    """``device`` if given, else torch's default device if one was set, else that of the communicators."""
+    if device is not None:
+        return torch.device(device)
+    default = torch.get_default_device()
+    return default if default.type != "cpu" else comms.device

@@ -1,0 +1,124 @@
+"""A drop-in for ``nn.Linear`` whose weight, input and output are split over the grid.
+
+    O[m, n] = I[m, k] @ weight[n, k]^T + bias[n]
+
+| | normal | transposed |
+|---|---|---|
+| in_features k split over  | y | x |
+| out_features n split over | x | y |
+| ``weight`` on a rank      | ``[n/Gx/Gz, k/Gy]`` | ``[n/Gy/Gz, k/Gx]`` |
+| ``bias`` on a rank        | ``[n/Gx]``          | ``[n/Gy]`` |
+
+A normal layer followed by a transposed one (and so on) needs no re-layout between them. What goes over which axis
+stands in ``axo.matmul.product``; the table is Algorithm 1 of the AxoNN papers.
+
+Not here: re-layout of activations; convolutions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.matmul.product import DistributedMatmul
+from axo.nn.layer import ParallelLayer, default_device
+from axo.placement import Placement, check_divides
+from axo.sharding import gather_features
+
+
+class Linear(ParallelLayer, nn.Linear):
+    """Multiply by a weight that the grid shares: (..., in_features/Gin) -> (..., out_features/Gout).
+
+    Args:
+        in_features: Whole size k of the input.
+        out_features: Whole size n of the output.
+        bias: Add a learned bias.
+        device: As in torch; default: torch's default device if set, else that of ``comms``.
+        dtype: As in torch.
+        comms: What ``axo.connect`` returned.
+        transposed: Swap the roles of x and y.
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        gather_cache: ``"all"`` keeps the weight gathered over z from forward to backward, ``"none"`` gathers it again.
+        out_blocks: Lengths of row blocks that are split one by one (q, k and v of a fused projection).
+        uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
+        gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
+        name: How error messages call the layer.
+
+    Raises:
+        ValueError: A size does not divide over its axis, or an option is not known.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comms: Any,
+        transposed: bool = False,
+        grad_reduce: str = "mean",
+        gather_cache: str = "all",
+        out_blocks: tuple[int, ...] | None = None,
+        uneven_out: bool = False,
+        gather_output: bool = False,
+        name: str | None = None,
+    ) -> None:
+        in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
+        splits = ((out_axis, "z"), (in_axis,))
+        placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms)}
+        if bias:
+            placements["bias"] = Placement((out_features,), ((out_axis,),), out_blocks, comms)
+        self._start(comms, name, placements)
+        check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
+        for block in () if uneven_out else out_blocks or (out_features,):
+            what = "out_features" if out_blocks is None else "a row block of out_features"
+            check_divides(self.label(), what, block, out_axis, comms.grid.size(out_axis))
+        self.in_features = self.in_features_whole = in_features
+        self.out_features = self.out_features_whole = out_features
+        self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
+        self.in_axis, self.out_axis = in_axis, out_axis
+        self.matmul = DistributedMatmul(
+            comms,
+            placements["weight"],
+            in_axis=in_axis,
+            out_axis=out_axis,
+            grad_reduce=grad_reduce,
+            gather_cache=gather_cache,
+        )
+        if not bias:
+            self.register_parameter("bias", None)
+        self._add_parameters(default_device(device, comms), dtype)
+        self.reset_parameters()
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, self.bias is not None, device=device, dtype=dtype
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply: (..., in_features/Gin) -> (..., out_features/Gout).
+
+        Raises:
+            ValueError: The input's last dim is not this rank's part of in_features.
+        """
+        if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
+            raise ValueError(
+                f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.weight.shape[1]}, this rank's"
+                f" part of in_features={self.in_features} over {self.in_axis}="
+                f"{self.comms.grid.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
+            )
+        output = self.matmul(input, self.weight, self.bias)
+        if self.gather_output:
+            output = gather_features(output, self.comms, self.out_axis, self.out_features, self.out_blocks)
+        return output
+
+    def extra_repr(self) -> str:
+        kind = "transposed" if self.transposed else "normal"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None},"
+            f" {kind}, grid={self.comms.grid}, weight on this rank={tuple(self.weight.shape)}"
+        )

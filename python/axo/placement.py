@@ -1,0 +1,173 @@
+"""Which part of a logical tensor a rank owns, and how to cut it out. Pure arithmetic: no process group.
+
+A placement says, for every tensor dim, which grid axes split it, outer to inner. The weight of a normal layer,
+``[n, k]``, is ``splits=(("x", "z"), ("y",))``: rows over x, the rows of that block again over z, columns over y. Bounds
+are those of ``torch.chunk``: parts of ``ceil(size / parts)``, the last ones short or empty. So nested parts stay
+contiguous, and parts padded to equal length and laid end to end hold the whole with the padding at the very end.
+
+A fused weight (litgpt's qkv) has row blocks: the outer axis splits every block by itself and the rank holds its parts
+one after the other; inner axes split that concatenation.
+
+Not here: moving data between ranks (``axo.sharding``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from axo.grid import AXES, Coords, Grid
+
+Range = tuple[int, int]
+
+
+def chunk_size(size: int, parts: int) -> int:
+    """Length of the first of ``parts`` parts of ``size``: ``ceil(size / parts)``."""
+    return -(-size // parts)
+
+
+def chunk_bounds(size: int, parts: int, index: int) -> Range:
+    """Start and stop of part ``index``, as ``torch.chunk`` cuts."""
+    step = chunk_size(size, parts)
+    return min(index * step, size), min((index + 1) * step, size)
+
+
+def check_divides(owner: str, what: str, size: int, axis: str, parts: int) -> None:
+    """Refuse a size that an axis does not divide.
+
+    Raises:
+        ValueError: Names owner, dimension, size, axis, and what would work.
+    """
+    if size % parts == 0:
+        return
+    down, up = size // parts * parts, chunk_size(size, parts) * parts
+    sizes = f"{down} or {up}" if down else f"{up}"
+    fits = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0)
+    raise ValueError(
+        f"{owner}: {what}={size} does not divide over {axis}={parts}; use {sizes}, or a grid with {axis} in {{{fits}}}"
+    )
+
+
+def split_ranges(ranges: list[Range], parts: int, index: int) -> list[Range]:
+    """Part ``index`` of the concatenation of ``ranges``, as ranges."""
+    start, stop = chunk_bounds(sum(b - a for a, b in ranges), parts, index)
+    taken, position = [], 0
+    for a, b in ranges:
+        low, high = max(start - position, 0), min(stop - position, b - a)
+        if low < high:
+            taken.append((a + low, a + high))
+        position += b - a
+    return taken
+
+
+@dataclass(frozen=True)
+class Placement:
+    """An immutable description of how a tensor lies on the grid.
+
+    Args:
+        global_shape: Shape of the whole tensor.
+        splits: For each dim the axes that split it, outer to inner. Dims left out are whole.
+        blocks: Lengths of the row blocks of dim 0 that its outer axis splits one by one; None: one block.
+        comms: The communicators that ``axo.shard`` and ``axo.unshard`` use; no part of equality.
+
+    Raises:
+        ValueError: The description contradicts itself.
+    """
+
+    global_shape: tuple[int, ...]
+    splits: tuple[tuple[str, ...], ...] = ()
+    blocks: tuple[int, ...] | None = None
+    comms: Any = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(int(size) for size in self.global_shape)
+        splits = tuple(tuple(axes) for axes in self.splits) + ((),) * (len(shape) - len(self.splits))
+        object.__setattr__(self, "global_shape", shape)
+        object.__setattr__(self, "splits", splits)
+        if len(splits) > len(shape):
+            raise ValueError(f"Placement: {len(splits)} splits for {len(shape)} dims of shape {shape}")
+        used = [axis for axes in splits for axis in axes]
+        for axis in used:
+            if axis not in AXES:
+                raise ValueError(f"Placement: {axis!r} is not an axis; use one of {', '.join(AXES)}")
+            if used.count(axis) > 1:
+                raise ValueError(f"Placement: axis {axis} splits twice in {splits}; an axis splits one dim once")
+        if self.blocks is not None:
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+            if not shape or sum(self.blocks) != shape[0]:
+                raise ValueError(f"Placement: row blocks {self.blocks} do not add up to dim 0 of shape {shape}")
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """The axes that split any dim; over the others the tensor is replicated."""
+        return frozenset(axis for axes in self.splits for axis in axes)
+
+    def without(self, *axes: str) -> Placement:
+        """The same tensor with these axes not splitting it: ``without("z")`` is the block of a weight."""
+        kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.splits)
+        return replace(self, splits=kept)
+
+    def ranges(self, dim: int, grid: Grid | None = None, coords: Coords | None = None) -> list[Range]:
+        """The global index ranges of ``dim`` that the rank holds, in local order."""
+        grid, coords = self._where(grid, coords)
+        size = self.global_shape[dim]
+        axes = self.splits[dim]
+        if dim == 0 and self.blocks is not None and axes:
+            ranges, start = [], 0
+            outer = axes[0]
+            for block in self.blocks:
+                low, high = chunk_bounds(block, grid.size(outer), getattr(coords, outer))
+                ranges.append((start + low, start + high))
+                start += block
+            axes = axes[1:]
+        else:
+            ranges = [(0, size)]
+        for axis in axes:
+            ranges = split_ranges(ranges, grid.size(axis), getattr(coords, axis))
+        return ranges
+
+    def local_shape(self, grid: Grid | None = None, coords: Coords | None = None) -> tuple[int, ...]:
+        """Shape of the rank's part."""
+        return tuple(sum(b - a for a, b in self.ranges(dim, grid, coords)) for dim in range(len(self.global_shape)))
+
+    def max_local_shape(self, grid: Grid | None = None) -> tuple[int, ...]:
+        """The largest part of any rank, which is that of the first: what a padded exchange moves."""
+        return self.local_shape(grid, Coords(0, 0, 0, 0))
+
+    def take(self, full: torch.Tensor, grid: Grid | None = None, coords: Coords | None = None) -> torch.Tensor:
+        """Cut the rank's part out of the whole tensor: a view where one is enough, else a copy.
+
+        Raises:
+            ValueError: The tensor is not of the global shape.
+        """
+        if tuple(full.shape) != self.global_shape:
+            raise ValueError(f"shard: the tensor has shape {tuple(full.shape)}, its placement says {self.global_shape}")
+        part = full
+        for dim in range(full.dim()):
+            pieces = [part.narrow(dim, a, b - a) for a, b in self.ranges(dim, grid, coords)]
+            part = pieces[0] if len(pieces) == 1 else torch.cat(pieces or [part.narrow(dim, 0, 0)], dim)
+        return part
+
+    def put(self, full: torch.Tensor, part: torch.Tensor, grid: Grid, coords: Coords) -> None:
+        """Write the part of the rank at ``coords`` into ``full``; ``part`` may be padded at the end of each dim."""
+        self._put(full, part, [self.ranges(dim, grid, coords) for dim in range(full.dim())], 0)
+
+    def _put(self, full: torch.Tensor, part: torch.Tensor, ranges: list[list[Range]], dim: int) -> None:
+        if dim == full.dim():
+            full.copy_(part)
+            return
+        position = 0
+        for a, b in ranges[dim]:
+            self._put(full.narrow(dim, a, b - a), part.narrow(dim, position, b - a), ranges, dim + 1)
+            position += b - a
+
+    def _where(self, grid: Grid | None, coords: Coords | None) -> tuple[Grid, Coords]:
+        if grid is None or coords is None:
+            if self.comms is None and (grid is None or coords is None):
+                raise ValueError(f"{self} knows no communicators; give the grid and the coordinates")
+            grid = self.comms.grid if grid is None else grid
+            coords = self.comms.coords if coords is None else coords
+        return grid, coords
+

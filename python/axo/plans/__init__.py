@@ -1,0 +1,1 @@
+"""Plans: which parallel layer stands for which module of a known model."""

@@ -1,0 +1,182 @@
+"""Between whole tensors and this rank's shards: parameters by their placement, activations as a layer splits them.
+
+    shard(full, where)            cut; no communication                      differentiable
+    unshard(local, where)         gather over the axes that split it         backward takes this rank's part
+    shard_input(layer, t)         rows over (data, z), features over the layer's in axis; no communication
+    unshard_output(layer, t)      the inverse for what the layer returns     backward takes this rank's part
+
+``where`` is a placement, or a layer: then its weight's. Gathers are exact also where parts are uneven: they travel
+padded to the longest. Backward of a gather assumes that all ranks go on with the same computation.
+
+For tests, checkpoints and the edges of a model; a training step has no need of them.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from axo.grid import AXES, Coords
+from axo.placement import Placement, Range
+
+
+def shard(full: torch.Tensor, where: Any) -> torch.Tensor:
+    """Cut this rank's part out of a whole tensor, as a tensor of its own.
+
+    Raises:
+        ValueError: The tensor is not of the placement's global shape.
+    """
+    return _placement(where).take(full).clone(memory_format=torch.contiguous_format)
+
+
+def unshard(local: torch.Tensor, where: Any) -> torch.Tensor:
+    """Gather the whole tensor from all ranks' parts, on every rank. Every rank must call it.
+
+    Raises:
+        ValueError: The tensor is not of this rank's local shape.
+    """
+    placement = _placement(where)
+    expected = placement.local_shape()
+    if tuple(local.shape) != expected:
+        raise ValueError(f"unshard: this rank's part has shape {tuple(local.shape)}, its placement says {expected}")
+    return _Unshard.apply(local, placement)
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, placement: Placement) -> torch.Tensor:
+        ctx.placement = placement
+        comms, grid = placement.comms, placement.comms.grid
+        axes = [axis for axis in AXES if axis in placement.axes and grid.size(axis) > 1]
+        if not axes:
+            return local.clone()
+        longest = placement.max_local_shape()
+        parts = pad_to(local, longest).contiguous().unsqueeze(0)
+        for axis in axes:  # the axis gathered last is the outermost of the index
+            parts = comms.axis(axis).all_gather(parts)
+        full = local.new_empty(placement.global_shape)
+        for index, outer_first in enumerate(product(*(range(grid.size(axis)) for axis in reversed(axes)))):
+            where = dict(zip(reversed(axes), outer_first, strict=True))
+            placement.put(full, parts[index], grid, Coords(*(where.get(axis, 0) for axis in AXES)))
+        return full
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.placement.take(grad_output).contiguous(), None
+
+
+def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Cut out what ``layer`` takes on this rank: rows (dim 0) over data and z, features over its in axis.
+
+    Raises:
+        ValueError: The last dim is not the layer's whole input size.
+    """
+    has_features = layer.in_features_whole is not None
+    if has_features and (tensor.dim() == 0 or tensor.shape[-1] != layer.in_features_whole):
+        raise ValueError(
+            f"{layer.label()}: shard_input wants a last dim of {layer.in_features_whole}, got {tuple(tensor.shape)}"
+        )
+    splits: list[tuple[str, ...]] = [()] * tensor.dim()
+    if has_features and layer.in_axis is not None:
+        splits[-1] = (layer.in_axis,)
+    if tensor.dim() > int(has_features):
+        splits[0] = ("data", "z")
+    return shard(tensor, Placement(tuple(tensor.shape), tuple(splits), comms=layer.comms))
+
+
+def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Gather what ``layer`` returned: features over its out axis, then rows (dim 0) over z and data.
+
+    Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
+    """
+    if layer.out_axis is not None and tensor.shape[-1] != layer.out_features_whole:
+        tensor = gather_features(tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks)
+    return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > 1 else tensor
+
+
+def gather_features(
+    tensor: torch.Tensor, comms: Any, axis: str, features: int, blocks: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """Gather the last dim over ``axis``: (..., features/G) -> (..., features); backward takes this rank's features."""
+    if comms.grid.size(axis) == 1:
+        return tensor
+    return _GatherFeatures.apply(tensor, comms, axis, Placement((features,), ((axis,),), blocks, comms))
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, features: Placement) -> torch.Tensor:
+        parts, longest = comms.grid.size(axis), features.max_local_shape()[0]
+        rows = tensor.reshape(-1, tensor.shape[-1])
+        gathered = comms.axis(axis).all_gather(pad_to(rows, (rows.shape[0], longest)).contiguous())
+        gathered = gathered.view(parts, rows.shape[0], longest)
+        full = rows.new_empty(rows.shape[0], features.global_shape[0])
+        for part in range(parts):
+            ranges = features.ranges(0, comms.grid, comms.coords._replace(**{axis: part}))
+            for (a, b), (c, d) in zip(ranges, _local(ranges), strict=True):
+                full[:, a:b] = gathered[part, :, c:d]
+        ctx.ranges = features.ranges(0)
+        return full.view(*tensor.shape[:-1], full.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        pieces = [grad_output[..., a:b] for a, b in ctx.ranges] or [grad_output[..., :0]]
+        return torch.cat(pieces, -1), None, None, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any) -> torch.Tensor:
+        grid, coords = comms.grid, comms.coords
+        me, parts = coords.data * grid.z + coords.z, grid.z * grid.data
+        ctx.rows = (0, tensor.shape[0])
+        if parts == 1:
+            return tensor.clone()
+        counts = torch.zeros(parts, dtype=torch.int64, device=comms.device)
+        counts[me] = tensor.shape[0]
+        axes = [axis for axis in ("z", "data") if grid.size(axis) > 1]
+        for axis in axes:
+            counts = comms.axis(axis).all_reduce(counts)
+        rows = counts.tolist()
+        gathered = pad_to(tensor, (max(rows), *tensor.shape[1:])).contiguous()
+        for axis in axes:
+            gathered = comms.axis(axis).all_gather(gathered)
+        pieces = gathered.split(max(rows)) if max(rows) else [gathered] * parts
+        ctx.rows = (sum(rows[:me]), rows[me])
+        return torch.cat([piece[:count] for piece, count in zip(pieces, rows, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad_output.narrow(0, *ctx.rows).contiguous(), None
+
+
+def pad_to(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """``tensor`` with zeros after the end of each dim that is shorter than ``shape``."""
+    missing = [want - have for want, have in zip(shape, tensor.shape, strict=True)]
+    if not any(missing):
+        return tensor
+    return F.pad(tensor, [amount for size in reversed(missing) for amount in (0, size)])
+
+
+def _local(ranges: list[Range]) -> list[Range]:
+    """Where each global range lies in the rank's own part."""
+    local, position = [], 0
+    for a, b in ranges:
+        local.append((position, position + b - a))
+        position += b - a
+    return local
+
+
+def _placement(where: Any) -> Placement:
+    if isinstance(where, Placement):
+        placement = where
+    elif isinstance(getattr(where, "placements", None), dict):
+        placement = where.placements["weight"]
+    else:
+        raise ValueError(f"{type(where).__name__} is neither a placement nor a parallel layer")
+    if placement.comms is None:
+        raise ValueError(f"{placement} knows no communicators; make it with comms=")
+    return placement
