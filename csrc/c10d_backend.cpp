@@ -1,0 +1,132 @@
+// C10dBackend: see c10d_backend.h. Its life, and the collectives without parts; the others are in c10d_collectives.cpp.
+// Each collective reads: checks, a Launch, buffers, one core call (or several as a group), end.
+#include "c10d_launch.h"
+#include "host_communicator.h"
+
+namespace axo {
+
+c10::intrusive_ptr<C10dBackend> C10dBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                    const std::string& name, Milliseconds timeout) {
+  C10dStore adapter(store);
+  return c10::make_intrusive<C10dBackend>(
+      create_host_communicator(adapter, "axo/" + name, rank, size, HostOptions{name, timeout}), timeout);
+}
+
+C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Milliseconds timeout)
+    : c10d::Backend(communicator->rank(), communicator->size()),
+      communicator_(std::move(communicator)),
+      options_(c10::make_intrusive<Options>("axo", timeout)) {
+  init();
+}
+
+C10dBackend::~C10dBackend() = default;
+
+c10d::ErrorType C10dBackend::getError() { return c10d::ErrorType::SUCCESS; }
+
+void C10dBackend::abort() { communicator_->abort("aborted through torch.distributed"); }
+
+void C10dBackend::shutdown() { communicator_->shutdown(); }
+
+c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
+                                                     const std::vector<int>& ranks,
+                                                     const c10::intrusive_ptr<Options>& options) {
+  const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
+  const int color = mine == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
+  auto part = communicator_->split(color, int(mine - ranks.begin()), options ? options->group_name : "split");
+  if (!part) return nullptr;
+  return c10::make_intrusive<C10dBackend>(std::move(part), options ? options->timeout : options_->timeout);
+}
+
+void C10dBackend::startCoalescing() {
+  TORCH_CHECK(!coalesced_, "axo: startCoalescing inside startCoalescing");
+  coalesced_ =
+      c10::make_intrusive<C10dWork>(getRank(), c10d::OpType::COALESCED, "axo:coalesced", Tensors{}, sequence_.load());
+  group_start();
+}
+
+C10dBackend::WorkHandle C10dBackend::endCoalescing() {
+  TORCH_CHECK(coalesced_, "axo: endCoalescing without startCoalescing");
+  WorkHandle work = std::move(coalesced_);
+  coalesced_ = nullptr;
+  group_end();
+  return work;
+}
+
+C10dBackend::WorkHandle C10dBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
+  const at::Tensor& t = only("broadcast", tensors);
+  Launch launch(*this, c10d::OpType::BROADCAST, "axo:broadcast", tensors, opts.timeout, opts.asyncOp);
+  const auto [dtype, count] = moved(t);
+  const at::Tensor buffer = launch.out(t, true);
+  launch.parts.push_back(launch.core().broadcast(buffer.data_ptr(), count, dtype, int(opts.rootRank), launch.options));
+  return launch.end({t});
+}
+
+C10dBackend::WorkHandle C10dBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  const at::Tensor& t = only("all_reduce", tensors);
+  const ReduceOp op = op_of(opts.reduceOp);
+  const auto [dtype, count] = reduced("all_reduce", t, op);
+  Launch launch(*this, c10d::OpType::ALLREDUCE, "axo:all_reduce", tensors, opts.timeout, opts.asyncOp);
+  const at::Tensor buffer = launch.out(t, true);
+  const void* in = launch.in(premultiplied(buffer, opts.reduceOp));
+  launch.parts.push_back(launch.core().all_reduce(in, buffer.data_ptr(), count, dtype, op, launch.options));
+  return launch.end({t});
+}
+
+C10dBackend::WorkHandle C10dBackend::allreduce_coalesced(Tensors& tensors,
+                                                         const c10d::AllreduceCoalescedOptions& opts) {
+  const ReduceOp op = op_of(opts.reduceOp);
+  for (const at::Tensor& t : tensors) {
+    check("all_reduce_coalesced", t);
+    reduced("all_reduce_coalesced", t, op);
+  }
+  Launch launch(*this, c10d::OpType::ALLREDUCE_COALESCED, "axo:all_reduce_coalesced", tensors, opts.timeout,
+                opts.asyncOp, Launch::grouped_launch);
+  for (const at::Tensor& t : tensors) {
+    const auto [dtype, count] = reduced("all_reduce_coalesced", t, op);
+    const at::Tensor buffer = launch.out(t, true);
+    const void* in = launch.in(premultiplied(buffer, opts.reduceOp));
+    launch.parts.push_back(launch.core().all_reduce(in, buffer.data_ptr(), count, dtype, op, launch.options));
+  }
+  return launch.end(tensors);
+}
+
+C10dBackend::WorkHandle C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
+  const at::Tensor& t = only("reduce", tensors);
+  const ReduceOp op = op_of(opts.reduceOp);
+  const auto [dtype, count] = reduced("reduce", t, op);
+  Launch launch(*this, c10d::OpType::REDUCE, "axo:reduce", tensors, opts.timeout, opts.asyncOp);
+  const void* in = launch.in(premultiplied(t, opts.reduceOp));
+  void* out = opts.rootRank == getRank() ? launch.out(t).data_ptr() : nullptr;
+  launch.parts.push_back(launch.core().reduce(in, out, count, dtype, op, int(opts.rootRank), launch.options));
+  return launch.end({t});
+}
+
+C10dBackend::WorkHandle C10dBackend::barrier(const c10d::BarrierOptions& opts) {
+  Launch launch(*this, c10d::OpType::BARRIER, "axo:barrier", {}, opts.timeout, opts.asyncOp);
+  launch.parts.push_back(launch.core().barrier(launch.options));
+  return launch.end({});
+}
+
+void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+  c10d::BarrierOptions blocking = opts;
+  blocking.asyncOp = false;
+  barrier(blocking);  // its Timeout names the ranks that have not arrived
+}
+
+C10dBackend::WorkHandle C10dBackend::send(Tensors& tensors, int peer, int tag) {
+  const at::Tensor& t = only("send", tensors);
+  Launch launch(*this, c10d::OpType::SEND, "axo:send", tensors, axo::kNoTimeout, true);
+  const auto [dtype, count] = moved(t);
+  launch.parts.push_back(launch.core().send(launch.in(t), count, dtype, peer, tag, launch.options));
+  return launch.end({t});
+}
+
+C10dBackend::WorkHandle C10dBackend::recv(Tensors& tensors, int peer, int tag) {
+  const at::Tensor& t = only("recv", tensors);
+  Launch launch(*this, c10d::OpType::RECV, "axo:recv", tensors, axo::kNoTimeout, true);
+  const auto [dtype, count] = moved(t);
+  launch.parts.push_back(launch.core().recv(launch.out(t).data_ptr(), count, dtype, peer, tag, launch.options));
+  return launch.end({t});
+}
+
+}  // namespace axo

@@ -1,0 +1,145 @@
+// The torch.distributed backend `axo`: c10d::Backend over a Communicator, for CPU tensors.
+//
+// All collectives in their tensor, list, `_base` and coalesced forms; parts of unequal size where torch's API can state
+// them (all_gather, gather, scatter, reduce_scatter, all_to_all). Any tensor may be non-contiguous: it then travels
+// through a copy, and the result is exact. dtypes that cannot be reduced (fp8, complex, unsigned 16 to 64) still move,
+// as bytes; complex sums and averages go as their real and imaginary parts. It does not receive from any source: the
+// core matches messages by (peer, tag).
+//
+// Completion. The list forms need copies after the operation; whoever first sees it complete makes them (wait,
+// isCompleted, or, when a future was asked for, the thread that completes futures). Futures are completed on one thread
+// of their own, since their callbacks may issue collectives, which the core's progress thread must not.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "communicator.h"
+#include "store.h"
+
+namespace axo {
+
+// axo::Store over a c10d::Store (TCPStore, FileStore, PrefixStore, or one written in Python).
+class C10dStore final : public Store {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  void set(const std::string& key, const std::string& value) override;
+  std::string get(const std::string& key, Milliseconds timeout) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+using Tensors = std::vector<at::Tensor>;
+
+// An empty list of tensors that a pending operation keeps alive. The core may let go of it on a thread of its own, and
+// a tensor that Python made may want the GIL to die: so what is let go waits for the next call or wait() of a caller.
+std::shared_ptr<Tensors> held_tensors();
+
+// A result that still has to be copied to where the caller wants it.
+struct Copy {
+  at::Tensor to;
+  at::Tensor from;
+};
+
+class C10dWork final : public c10d::Work {
+ public:
+  C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence);
+  // May be called several times: a coalesced launch is one Work of many operations.
+  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  Tensors result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  float getDuration() const override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  bool parts_completed() const;
+  void finish_copies();
+  void complete_future();
+
+  std::vector<WorkPtr> parts_;
+  Tensors outputs_;
+  std::vector<Copy> copies_;
+  std::mutex copies_mutex_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::uint64_t sequence_;
+};
+
+class C10dBackend final : public c10d::Backend {
+ public:
+  using WorkHandle = c10::intrusive_ptr<c10d::Work>;
+
+  static c10::intrusive_ptr<C10dBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                                                const std::string& name, Milliseconds timeout);
+  C10dBackend(std::shared_ptr<Communicator> communicator, Milliseconds timeout);
+  ~C10dBackend() override;
+
+  const std::string getBackendName() const override { return "axo"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  c10d::ErrorType getError() override;
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  void abort() override;
+  void shutdown() override;
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  void startCoalescing() override;
+  WorkHandle endCoalescing() override;
+
+  WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkHandle allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                 const c10d::AllgatherOptions& opts) override;
+  WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::AllgatherOptions& opts) override;
+  WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkHandle scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
+  WorkHandle reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                            const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                  const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkHandle send(Tensors& tensors, int peer, int tag) override;
+  WorkHandle recv(Tensors& tensors, int peer, int tag) override;
+  WorkHandle barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+ private:
+  struct Launch;  // one call on its way: options, works, copies (c10d_launch.h)
+
+  void gather_into(Launch& launch, const at::Tensor& output, const at::Tensor& input);
+  void gather_list(Launch& launch, const Tensors& outputs, const at::Tensor& input);
+  void scatter_from(Launch& launch, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
+
+  std::shared_ptr<Communicator> communicator_;
+  c10::intrusive_ptr<Options> options_;
+  std::atomic<std::uint64_t> sequence_{0};
+  // Non-null between startCoalescing and endCoalescing.
+  c10::intrusive_ptr<C10dWork> coalesced_;
+};
+
+}  // namespace axo

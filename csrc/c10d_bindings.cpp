@@ -1,0 +1,33 @@
+// pybind11 for what carries torch's types: the rendezvous over a c10d::Store, and the c10d backend.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+
+#include "c10d_backend.h"
+#include "host_communicator.h"
+
+namespace py = pybind11;
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
+
+namespace axo {
+
+void bind_c10d(py::module_& m) {
+  // c10d::Store and c10d::Backend are bound by torch; it must be loaded before they are named here.
+  py::module_::import("torch.distributed");
+  m.def(
+      "create_host_communicator",
+      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size,
+         const std::string& name, std::int64_t timeout_ms) {
+        C10dStore adapter(store);
+        return create_host_communicator(adapter, key, rank, size, HostOptions{name, Milliseconds(timeout_ms)});
+      },
+      py::call_guard<py::gil_scoped_release>());
+
+  py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& name,
+                       std::int64_t timeout_ms) {
+             return C10dBackend::create(store, rank, size, name, Milliseconds(timeout_ms));
+           }),
+           py::call_guard<py::gil_scoped_release>());
+}
+
+}  // namespace axo

@@ -1,0 +1,82 @@
+"""Axo: a kernel and communication runtime for training with four-dimensional parallelism.
+
+    grid = axo.Grid(x=2, y=2, z=2)
+    comms = axo.connect(grid)
+    model = axo.parallelize(model, comms, plan="litgpt")
+
+Names load on first use, so that planning (``axo.perf``, ``axo.Grid``) works where neither torch nor the compiled
+extension is installed. One thing happens at import: torch.distributed learns of the backend ``axo``, at once when torch
+is loaded already, else when it loads (see ``axo.registration``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+from axo import registration as _registration
+
+__version__ = "0.1.0"
+
+# Public name -> the module that holds it. This table is the only place to add a name to.
+_PUBLIC = {
+    "AXES": "axo.grid",
+    "Coords": "axo.grid",
+    "Grid": "axo.grid",
+    "Error": "axo.errors",
+    "PeerLost": "axo.errors",
+    "Timeout": "axo.errors",
+    "Mismatch": "axo.errors",
+    "Aborted": "axo.errors",
+    "Communicator": "axo.collectives",
+    "Work": "axo.collectives",
+    "count_collectives": "axo.collectives",
+    "empty_shared": "axo.collectives",
+    "group": "axo.collectives",
+    "Communicators": "axo.runtime",
+    "connect": "axo.runtime",
+    "Placement": "axo.placement",
+    "shard": "axo.placement",
+    "shard_input": "axo.placement",
+    "to_dtensor": "axo.placement",
+    "unshard": "axo.placement",
+    "unshard_output": "axo.placement",
+    "clip_grad_norm_": "axo.data_parallel",
+    "init_weights": "axo.parallelize",
+    "parallelize": "axo.parallelize",
+}
+_MODULES = ("grid", "nn", "perf", "matmul", "placement", "models", "data", "trainer", "config", "errors")
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        value = getattr(importlib.import_module(_PUBLIC[name]), name)
+        globals()[name] = value
+        return value
+    if name in _MODULES:
+        return importlib.import_module(f"axo.{name}")
+    raise AttributeError(f"module 'axo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC, *_MODULES})
+
+
+class _Package(types.ModuleType):
+    """Lets a public function share its name with the module that holds it (``axo.parallelize``).
+
+    The import system binds a submodule to its name in the package; for such a name the function wins.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _PUBLIC and isinstance(value, types.ModuleType):
+            value = getattr(value, name, value)
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+_registration.register_when_torch_loads()
