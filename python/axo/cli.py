@@ -1,0 +1,284 @@
+"""The command ``axo``. This file reads options and prints results; what they mean is in the modules that it calls.
+
+Those are imported inside the commands, so that ``axo --help`` answers at once and planning needs no torch.
+Wrong input ends with one line and exit code 2, a failed check or run with 1, Ctrl-C with 130.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="axo",
+    help="Train large models with four-dimensional parallelism; measure, plan and inspect.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_WRONG_INPUT, _FAILED, _INTERRUPTED = 2, 1, 128 + signal.SIGINT
+
+
+@app.command()
+def train(
+    paths: Annotated[
+        list[str] | None, typer.Argument(metavar="[PATH]...", help="More text, so that '--data A B C' is A, B and C.")
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.", rich_help_panel="Model"),
+    ] = "tiny",
+    model_override: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FIELD=VALUE", help="Set a field of litgpt.Config; repeatable.", rich_help_panel="Model"),
+    ] = None,
+    grid: Annotated[
+        str, typer.Option(metavar="XxYxZxDATA", help="Ranks on each axis.", rich_help_panel="Ranks")
+    ] = "1x1x1x1",
+    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel="Ranks")] = "cpu",
+    threads: Annotated[
+        int, typer.Option(help="CPU threads of a rank; 0: its share of the cores.", rich_help_panel="Ranks")
+    ] = 0,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH...", help="Text: files or folders. Default: Python's library.", rich_help_panel="Data"
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(metavar="PATH", help="A tokenizer.json; default: bytes.", rich_help_panel="Data")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.", rich_help_panel="Data")] = 200,
+    batch_size: Annotated[
+        int, typer.Option(help="Rows of the global batch, whatever the grid.", rich_help_panel="Data")
+    ] = 16,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.", rich_help_panel="Data")] = 128,
+    accumulate: Annotated[
+        int, typer.Option(help="Pieces that a rank's rows are cut into.", rich_help_panel="Data")
+    ] = 1,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel="Optimizer")] = 1e-3,
+    min_lr: Annotated[
+        float | None,
+        typer.Option(help="Last learning rate; default: a tenth of the peak.", rich_help_panel="Optimizer"),
+    ] = None,
+    warmup: Annotated[int, typer.Option(help="Steps of linear warm-up.", rich_help_panel="Optimizer")] = 20,
+    weight_decay: Annotated[float, typer.Option(help="Of weights only.", rich_help_panel="Optimizer")] = 0.1,
+    beta1: Annotated[float, typer.Option(help="AdamW.", rich_help_panel="Optimizer")] = 0.9,
+    beta2: Annotated[float, typer.Option(help="AdamW.", rich_help_panel="Optimizer")] = 0.95,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: off.", rich_help_panel="Optimizer")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of initial weights and data order.", rich_help_panel="Optimizer")] = 0,
+    precision: Annotated[
+        str, typer.Option(help="bf16-mixed, 32-true or bf16-true.", rich_help_panel="Optimizer")
+    ] = "bf16-mixed",
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Run each block again in backward.", rich_help_panel="Optimizer")
+    ] = False,
+    out: Annotated[
+        str, typer.Option(metavar="DIR", help="Where the log and the plot go.", rich_help_panel="Output")
+    ] = "runs/train",
+    log_every: Annotated[int, typer.Option(help="Steps between lines of the log.", rich_help_panel="Output")] = 1,
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="Dense peak of a rank's device, for MFU.", rich_help_panel="Output")
+    ] = None,
+    compare_serial: Annotated[
+        bool,
+        typer.Option(
+            "--compare-serial", help="Train on one rank without Axo too, and compare.", rich_help_panel="Output"
+        ),
+    ] = False,
+    expect_drop: Annotated[
+        float | None,
+        typer.Option(
+            metavar="NATS",
+            help="Fail unless the last 10 losses average at least this far under ln(vocabulary).",
+            rich_help_panel="Output",
+        ),
+    ] = None,
+) -> None:
+    """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
+    with _one_message("train"):
+        from axo.grid import Grid
+        from axo.trainer import TrainConfig, run
+
+        config = TrainConfig(
+            model=model,
+            model_overrides=_fields(model_override or []),
+            grid=Grid.parse(grid),
+            data=(*(data or ()), *(paths or ())),
+            tokenizer=tokenizer,
+            steps=steps,
+            batch_size=batch_size,
+            seq_len=seq_len,
+            accumulate=accumulate,
+            lr=lr,
+            min_lr=lr / 10 if min_lr is None else min_lr,
+            warmup=warmup,
+            weight_decay=weight_decay,
+            beta1=beta1,
+            beta2=beta2,
+            clip=clip,
+            seed=seed,
+            precision=precision,
+            recompute=recompute,
+            device=device,
+            threads=threads,
+            out=out,
+            log_every=log_every,
+            peak_tflops=peak_tflops,
+            compare_serial=compare_serial,
+        )
+        outcome = run(config)
+    if outcome is not None and not _tell(outcome, expect_drop):
+        raise typer.Exit(_FAILED)
+
+
+def _tell(outcome: Any, expect_drop: float | None) -> bool:
+    """Print a run's result; return whether all that was asked of it holds. The verdict of the parity comes last."""
+    import math
+
+    seconds = f"{outcome.seconds:.0f} s" + (f", serial {outcome.serial_seconds:.0f} s" if outcome.serial else "")
+    _say(f"log {outcome.log} · loss curve {outcome.plot} · training {seconds}")
+    line = (
+        f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "
+        f"{len(outcome.losses)} steps, {outcome.drop:.3f} nats under "
+        f"ln({outcome.vocabulary}) = {math.log(outcome.vocabulary):.3f}"
+    )
+    fell = expect_drop is None or outcome.drop >= expect_drop
+    if expect_drop is not None:
+        line += f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}"
+    _say(line)
+    if outcome.parity is not None:
+        _say(str(outcome.parity))
+    return fell and (outcome.parity is None or outcome.parity.ok)
+
+
+@app.command()
+def info(
+    grid: Annotated[
+        str, typer.Option(metavar="XxYxZxDATA", help="Start these local ranks and check each axis.")
+    ] = "1x1x1x1",
+) -> None:
+    """Show versions and cores, and check that the ranks of a grid can talk."""
+    with _one_message("info"):
+        from axo import report
+        from axo.grid import Grid
+
+        for name, value in report.facts().items():
+            _say(f"{name:<12} {value}")
+        for line in report.check_grid(Grid.parse(grid)):
+            _say(line)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which; without it, they are listed.")] = "",
+) -> None:
+    """Run a benchmark with the arguments that follow its name, e.g. 'axo bench collectives --help'."""
+    known = _benchmarks()
+    if name in ("", "--help", "-h"):
+        _say("usage: axo bench NAME [ARGUMENTS]")
+        _say("benchmarks: " + (", ".join(known) or "none installed"))
+        return
+    with _one_message("bench"):
+        if name not in known:
+            raise ValueError(f"bench: {name!r} is not one of {', '.join(known) or 'the installed benchmarks (none)'}")
+        sys.argv = [f"axo bench {name}", *context.args]
+        runpy.run_module(f"axo_bench.{name}", run_name="__main__", alter_sys=False)
+
+
+def _benchmarks() -> list[str]:
+    if importlib.util.find_spec("axo_bench") is None:
+        return []
+    package = importlib.import_module("axo_bench")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+
+
+def _fields(overrides: list[str]) -> dict[str, str]:
+    fields = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ValueError(f"train: --model-override {override!r} is not of the form FIELD=VALUE")
+        fields[key.strip()] = value
+    return fields
+
+
+@contextmanager
+def _one_message(command: str) -> Iterator[None]:
+    """Turn errors into one message and an exit code; under torchrun rank 0 speaks for all where all fail alike."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _show_cursor()
+        _complain(f"axo {command}: interrupted; all ranks have ended")
+        raise typer.Exit(_INTERRUPTED) from None
+    except (ValueError, FloatingPointError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            _complain(f"axo {command}: error: {error}")
+        raise typer.Exit(_WRONG_INPUT) from None
+    except RuntimeError as error:
+        from axo.errors import Aborted, PeerLost
+
+        if isinstance(error, (PeerLost, Aborted)):  # under torchrun: the rank that is the cause has said more
+            _complain(f"axo {command}: rank {os.environ.get('RANK', '0')}: {error}")
+            raise typer.Exit(_FAILED) from None
+        # Of the launcher's making: see axo.trainer.launch. Anything else keeps its traceback.
+        if not hasattr(error, "user_error"):
+            raise
+        _show_cursor()
+        if getattr(error, "trace", ""):
+            sys.stderr.write(error.trace)  # type: ignore[attr-defined]
+        _complain(f"axo {command}: error: {error}")
+        raise typer.Exit(_WRONG_INPUT if error.user_error else _FAILED) from None
+
+
+def _say(line: str) -> None:
+    Console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _complain(line: str) -> None:
+    sys.stdout.flush()
+    Console(stderr=True).print(line, style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_cursor() -> None:
+    """A rank that was ended while it drew a progress bar could not bring the cursor back."""
+    if sys.stdout.isatty():
+        Console().show_cursor(True)
+
+
+def _mount(module: str) -> None:
+    """Add the commands of another part's typer application, if that part is there."""
+    if importlib.util.find_spec(module) is None:
+        return
+    part: typer.Typer = importlib.import_module(module).app
+    app.registered_commands += part.registered_commands
+    app.registered_groups += part.registered_groups
+
+
+_mount("axo.perf.cli")
+
+
+def main() -> None:
+    """Entry point of the command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Text on disk as tokens, and the rows of a batch, which depend on (seed, step, data coordinate) only.
+
+A corpus is the files' tokens one after another. Byte-level tokens are read straight from the files; with a
+``tokenizer.json`` they are written once, next to the run or in a cache, and memory-mapped from then on. Nothing of the
+size of the corpus is ever held in memory.
+
+A window is ``seq_len + 1`` tokens: inputs ``[0, seq_len)``, targets shifted by one. Window w starts at token ``w *
+seq_len``, so that an epoch shows every target once. Row r of step s is window ``permutation(seed, epoch)(g mod
+windows)`` with ``g = s * batch_size + r`` and ``epoch = g // windows``; the permutation is a Feistel network and holds
+no state. The global batch is therefore the same for every grid, and a resumed run goes on exactly where it stopped.
+
+The rows of the global batch are split over (data, z), data outermost, as the grid's rank order has it; peers on x and y
+read the same rows. Not here: document masks, mixing weights, padding.
+"""
+
+from __future__ import annotations
+
+import bisect
+import fcntl
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from axo.grid import Coords, Grid
+
+BYTE_VOCABULARY = 256
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_MASK64 = (1 << 64) - 1
+_ENCODE_BYTES = 1 << 20  # text handed to the tokenizer at once; cut at line ends
+
+
+def default_text() -> list[Path]:
+    """The Python standard library's ``*.py`` sources, sorted by path: real text that every machine has.
+
+    Raises:
+        ValueError: This Python came without its sources.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = _walk(root, suffix=".py", skip=_NOT_LIBRARY)
+    if not files:
+        raise ValueError(f"data: the standard library at {root} holds no *.py sources; name your own text with --data")
+    return files
+
+
+def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Resolve files and folders to a list of files; a folder gives everything under it but hidden names, sorted.
+
+    Raises:
+        ValueError: A path does not exist, or a folder holds no file.
+    """
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            found = _walk(path)
+            if not found:
+                raise ValueError(f"data: the folder {path} holds no files")
+            files.extend(found)
+        else:
+            raise ValueError(f"data: {path} does not exist; give files or folders of text")
+    return files
+
+
+def _walk(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> list[Path]:
+    files: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
+        files += [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+class ByteCorpus:
+    """The bytes of files, one after another; token = byte.
+
+    Args:
+        files: What to read, in this order.
+
+    Raises:
+        ValueError: A file cannot be read.
+    """
+
+    vocab_size = BYTE_VOCABULARY
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = tuple(files)
+        self._starts = [0]
+        for file in self._files:
+            if not os.access(file, os.R_OK):
+                raise ValueError(f"data: {file} cannot be read; check its permissions")
+            self._starts.append(self._starts[-1] + file.stat().st_size)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens ``[start, start + count)`` as int64 ``(count,)``."""
+        pieces, index = [], bisect.bisect_right(self._starts, start) - 1
+        end = start + count
+        while start < end:
+            stop = min(end, self._starts[index + 1])
+            if stop > start:
+                with open(self._files[index], "rb") as file:
+                    file.seek(start - self._starts[index])
+                    piece = file.read(stop - start)
+                if len(piece) != stop - start:
+                    raise RuntimeError(f"data: {self._files[index]} became shorter while it was read")
+                pieces.append(piece)
+            start, index = stop, index + 1
+        return np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.int64)
+
+
+class TokenCorpus:
+    """A file of little-endian token ids, memory-mapped.
+
+    Args:
+        path: The ids.
+        dtype: ``uint16`` or ``uint32``.
+        vocab_size: Ids are below this.
+    """
+
+    def __init__(self, path: Path, dtype: str, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+        empty = path.stat().st_size == 0
+        self._tokens = (
+            np.empty(0, dtype) if empty else np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
+        )
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def read(self, start: int, count: int) -> np.ndarray:
+        """Return tokens ``[start, start + count)`` as int64 ``(count,)``."""
+        return self._tokens[start : start + count].astype(np.int64)
+
+
+Corpus = ByteCorpus | TokenCorpus
+
+
+def tokenizer_vocab_size(tokenizer: Path) -> int:
+    """One more than the largest id of a ``tokenizer.json``.
+
+    Raises:
+        ValueError: The file is missing or is not a tokenizer.
+    """
+    return max(_load_tokenizer(tokenizer).get_vocab().values()) + 1
+
+
+def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
+    """Tokenize ``files`` into ``cache`` and map the result; once: its name hashes tokenizer, paths, sizes and times.
+
+    Of several ranks that ask at the same time one works and the others wait for its file. Text is cut into pieces of
+    about 1 MiB at line ends, so a token never spans two pieces; bytes that are not UTF-8 become U+FFFD.
+
+    Raises:
+        ValueError: The tokenizer cannot be loaded.
+    """
+    loaded = _load_tokenizer(tokenizer)
+    vocab_size = tokenizer_vocab_size(tokenizer)
+    dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+    stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(tokenizer.read_bytes() + json.dumps(stamps).encode()).hexdigest()[:24]
+    target = cache / f"tokens-{key}.{dtype}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with open(cache / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
+        if not target.exists():
+            _encode_into(target, files, loaded, dtype)
+    return TokenCorpus(target, dtype, vocab_size)
+
+
+def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> None:
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tokens-", delete=False) as out:
+        try:
+            for piece in _pieces(files):
+                ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids
+                out.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
+            out.flush()
+            os.replace(out.name, target)
+        except BaseException:
+            os.unlink(out.name)
+            raise
+
+
+def _pieces(files: Sequence[Path]):
+    for file in files:
+        with open(file, "rb") as handle:
+            while lines := handle.readlines(_ENCODE_BYTES):
+                yield b"".join(lines)
+
+
+def _load_tokenizer(path: Path):
+    if not path.is_file():
+        raise ValueError(f"tokenizer: {path} does not exist; give a tokenizer.json, or leave it out for bytes")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive the fork of the ranks
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises a bare Exception
+        raise ValueError(f"tokenizer: {path} is not a tokenizer.json: {error}") from error
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows ``[start, stop)`` of the global batch."""
+
+    start: int
+    stop: int
+
+    @property
+    def count(self) -> int:
+        return self.stop - self.start
+
+
+def rank_rows(batch_size: int, grid: Grid, coords: Coords) -> Rows:
+    """The rows of the global batch that a rank reads: contiguous, data outermost, then z; equal for peers on x and y.
+
+    Raises:
+        ValueError: ``batch_size`` does not divide over z*data.
+    """
+    ranks = grid.z * grid.data
+    if batch_size < 1 or batch_size % ranks:
+        near = sorted({max(1, batch_size // ranks) * ranks, -(-max(1, batch_size) // ranks) * ranks})
+        raise ValueError(
+            f"batch: batch-size={batch_size} rows do not divide over z*data={ranks} of grid {grid}; "
+            f"use {' or '.join(map(str, near))}"
+        )
+    each = batch_size // ranks
+    first = (coords.data * grid.z + coords.z) * each
+    return Rows(first, first + each)
+
+
+class Batches:
+    """Batches of windows of a corpus. Stateless: any (step, rows) can be asked for in any order.
+
+    Args:
+        corpus: Tokens.
+        seq_len: Tokens of a row.
+        batch_size: Rows of the global batch.
+        seed: Chooses the order of the windows.
+
+    Raises:
+        ValueError: The corpus is too short for one global batch of different windows.
+    """
+
+    def __init__(self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int) -> None:
+        self._corpus, self._seq_len, self._batch_size, self._seed = corpus, seq_len, batch_size, seed
+        self.vocab_size = corpus.vocab_size
+        self.windows = max(0, (len(corpus) - 1) // seq_len)
+        if self.windows < batch_size:
+            raise ValueError(
+                f"data: {len(corpus)} tokens hold {self.windows} windows of seq-len={seq_len}, fewer than "
+                f"batch-size={batch_size}; give at least {batch_size * seq_len + 1} tokens, or reduce one of the two"
+            )
+
+    def window(self, step: int, row: int) -> int:
+        """Which window row ``row`` of the global batch of ``step`` is."""
+        epoch, index = divmod(step * self._batch_size + row, self.windows)
+        return permute(index, self.windows, key=_mix(self._seed * 0x9E3779B97F4A7C15 + epoch))
+
+    def read(self, step: int, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """Return inputs and targets, int64 ``(rows, seq_len)`` each."""
+        tokens = np.empty((rows.count, self._seq_len + 1), dtype=np.int64)
+        for i in range(rows.count):
+            start = self.window(step, rows.start + i) * self._seq_len
+            tokens[i] = self._corpus.read(start, self._seq_len + 1)
+        return np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+
+
+def permute(index: int, size: int, *, key: int) -> int:
+    """Where a permutation of ``[0, size)``, chosen by ``key``, sends ``index``.
+
+    Four Feistel rounds over the next even power of two, walked until the value falls inside (at most 4 times as large,
+    so fewer than 4 walks on average).
+    """
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    value = index
+    while True:
+        left, right = value >> half, value & mask
+        for turn in range(4):
+            left, right = right, left ^ (_mix(key ^ (right << 8) ^ turn) & mask)
+        value = left << half | right
+        if value < size:
+            return value
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finalizer: 64 bits in, 64 well-mixed bits out."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ value >> 27) * 0x94D049BB133111EB) & _MASK64
+    return value ^ value >> 31

@@ -1,0 +1,6 @@
+"""Plain models: LitGPT's GPT, from a configuration's name or file. Nothing here knows of a grid."""
+
+from axo.models.configs import TINY, check_sequence, resolve
+from axo.models.summary import Shape, shape_of
+
+__all__ = ["TINY", "Shape", "check_sequence", "resolve", "shape_of"]

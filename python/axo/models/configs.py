@@ -1,0 +1,130 @@
+"""Find a LitGPT configuration: by name, from a YAML or JSON file, with single fields overridden.
+
+``tiny`` is Axo's own addition: a Llama-like model (RMSNorm, SwiGLU, rotary embedding, grouped queries) over bytes,
+small enough for eight ranks on a laptop. Sources: ``litgpt.config``; nothing here builds a model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from litgpt.config import Config, configs, name_to_config
+
+TINY = "tiny"
+_TINY: dict[str, Any] = {
+    "name": TINY,
+    "block_size": 1024,
+    "n_layer": 4,
+    "n_embd": 128,
+    "n_head": 8,
+    "n_query_groups": 4,
+    "vocab_size": 256,
+    "padded_vocab_size": 256,
+    "norm_class_name": "RMSNorm",
+    "mlp_class_name": "LLaMAMLP",
+    "intermediate_size": 384,
+    "rotary_percentage": 1.0,
+    "parallel_residual": False,
+    "bias": False,
+}
+
+
+def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Return the configuration that ``model`` names, with ``overrides`` applied.
+
+    Args:
+        model: ``tiny``, a LitGPT name (``pythia-160m``, ``meta-llama/Llama-3.2-1B``) or a ``.yaml`` / ``.json`` file.
+        overrides: Fields of ``litgpt.Config`` and their values; text is read as YAML (``"4"`` is 4, ``"null"`` is
+        None).
+
+    Raises:
+        ValueError: The name or a field is unknown, the file is missing or malformed, or LitGPT refuses the values.
+    """
+    fields = dict(_from_file(Path(model)) if _looks_like_file(model) else _from_name(model))
+    fields.update({key: _parse(value) for key, value in (overrides or {}).items()})
+    fields.setdefault("name", Path(model).stem)
+    _check_fields(model, fields)
+    try:
+        config = Config(**fields)
+    except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
+        reason = str(error) or _explain(fields)
+        raise ValueError(f"model {model!r}: LitGPT refuses this configuration: {reason}") from error
+    return config
+
+
+def check_sequence(config: Config, seq_len: int) -> None:
+    """Check that the model can attend to ``seq_len`` tokens.
+
+    Raises:
+        ValueError: It cannot.
+    """
+    if not 1 <= seq_len <= config.block_size:
+        raise ValueError(
+            f"model {config.name!r}: seq-len={seq_len} is not in [1, block_size={config.block_size}]; "
+            f"use a shorter sequence, or --model-override block_size={seq_len}"
+        )
+
+
+def _looks_like_file(model: str) -> bool:
+    return Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
+
+
+def _from_file(path: Path) -> dict[str, Any]:
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"model: the file {path} does not exist")
+    try:
+        loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # YAML holds JSON
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"model: {path} is neither YAML nor JSON: {error}") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"model: {path} holds no fields; write lines such as 'n_layer: 4' (see litgpt.Config)")
+    return loaded
+
+
+def _from_name(name: str) -> dict[str, Any]:
+    if name == TINY:
+        return _TINY
+    if name in name_to_config:
+        return name_to_config[name]
+    for fields in configs:
+        hugging_face = fields["hf_config"]
+        if name in (hugging_face.get("name"), f"{hugging_face.get('org')}/{hugging_face.get('name')}"):
+            return fields
+    by_lower = {known.lower(): known for known in [TINY, *name_to_config]}
+    near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
+    hint = f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
+    raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{hint}")
+
+
+def _parse(value: Any) -> Any:
+    import yaml
+
+    return yaml.safe_load(value) if isinstance(value, str) else value
+
+
+def _check_fields(model: str, fields: Mapping[str, Any]) -> None:
+    known = {field.name: field.type for field in dataclasses.fields(Config)}
+    for key, value in fields.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ValueError(f"model {model!r}: litgpt.Config has no field {key!r}{hint}")
+        if known[key] in (int, "int") and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"model {model!r}: {key}={value!r} is not a whole number")
+
+
+def _explain(fields: Mapping[str, Any]) -> str:
+    heads, width = fields.get("n_head", 32), fields.get("n_embd", 4096)
+    groups = fields.get("n_query_groups")
+    if fields.get("head_size") is None and width % heads:
+        return f"n_embd={width} does not divide over n_head={heads}"
+    if groups and heads % groups:
+        return f"n_head={heads} does not divide over n_query_groups={groups}"
+    return "its values do not fit together (see litgpt.Config)"

@@ -1,0 +1,157 @@
+"""Start a function on N local ranks, and turn whatever goes wrong into one message.
+
+TorchElastic launches and watches the ranks (``torch.distributed.launcher``). On a CPU they are forked from this process
+after its imports, so eight of them cost little; that is safe only because this process never runs a parallel torch
+operation and each rank sets its thread count before anything else. With a GPU they are spawned.
+
+Each rank that fails writes a report; of several the cause is shown, not its consequences: first an error of the rank's
+own, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks.
+Under torchrun nothing is launched: the process is a rank already.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from axo.errors import Aborted, PeerLost
+
+_CONSEQUENCES = (PeerLost, Aborted)
+_GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
+_CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
+
+
+class RankFailed(RuntimeError):
+    """A rank did not finish.
+
+    Attributes:
+        rank: Which.
+        user_error: True when the message explains all (a ``ValueError``), so that a traceback would only hide it.
+        trace: The rank's traceback, or "".
+    """
+
+    def __init__(self, message: str, *, rank: int, user_error: bool = False, trace: str = "") -> None:
+        super().__init__(message)
+        self.rank, self.user_error, self.trace = rank, user_error, trace
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Who this process is among the ranks of a launch."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def from_environment(cls) -> Rank | None:
+        """Read what torchrun sets; None outside of it."""
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return None
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_RANK", rank))
+        return cls(rank, world, local, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+
+
+def set_threads(threads: int, local_ranks: int) -> None:
+    """Give this rank ``threads`` CPU threads; 0: its share of the cores, at least one. Call before any operation."""
+    import torch
+
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+
+
+def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: bool = True) -> Any:
+    """Run ``function(*args)`` on ``ranks`` new local ranks; return what rank 0 returned.
+
+    Raises:
+        RankFailed: A rank raised or died; all others have been ended.
+        KeyboardInterrupt: A signal came; all ranks have been ended.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
+    with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
+        config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id="axo",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            monitor_interval=0.1,
+            start_method="fork" if fork else "spawn",
+            shutdown_timeout=_GRACE_SECONDS,
+        )
+        try:
+            return elastic_launch(config, _rank_main)(reports, function, args)[0]
+        except ChildFailedError as error:
+            failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            raise _cause(_read_reports(Path(reports)), failures) from None
+        except SignalException as error:
+            raise KeyboardInterrupt(str(error)) from None
+
+
+def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    # The default action ends a rank even while it is blocked outside of Python.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        return function(*args)
+    except Exception as error:
+        _write_report(Path(reports), error)
+        if isinstance(error, _CONSEQUENCES):
+            time.sleep(_CAUSE_FIRST_SECONDS)
+        raise
+
+
+def _write_report(reports: Path, error: Exception) -> None:
+    rank = int(os.environ["RANK"])
+    report = {
+        "rank": rank,
+        "time": time.monotonic(),
+        "kind": type(error).__name__,
+        "message": str(error),
+        "user_error": isinstance(error, (ValueError, FloatingPointError)),
+        "consequence": isinstance(error, _CONSEQUENCES),
+        "trace": traceback.format_exc(),
+    }
+    unfinished = reports / f".{rank}"
+    unfinished.write_text(json.dumps(report), encoding="utf-8")
+    unfinished.rename(reports / f"{rank}.json")
+
+
+def _read_reports(reports: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
+
+
+def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFailed:
+    """Choose what to tell of the failures of one launch."""
+    own = [report for report in reports if not report["consequence"]]
+    for rank, code in exit_codes.items():
+        if not own and all(report["rank"] != rank for report in reports):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
+            return RankFailed(f"rank {rank} {how}{hint}", rank=rank)
+    if not reports:
+        return RankFailed("a rank ended without saying why", rank=-1)
+    report = min(own or reports, key=lambda report: report["time"])
+    if report["user_error"]:
+        return RankFailed(report["message"], rank=report["rank"], user_error=True)
+    return RankFailed(
+        f"rank {report['rank']}: {report['kind']}: {report['message']}", rank=report["rank"], trace=report["trace"]
+    )

@@ -1,0 +1,153 @@
+"""The step loop of a parallel run.
+
+One step, on a rank with D = z*data data ranks and n tokens in all ranks' rows together:
+
+    for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
+                     loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
+                     backward                                    gradients come back averaged over the D ranks
+    clip the gradient norm, AdamW
+
+The weight D/n makes unequal local batches exact: what counts is tokens, not ranks. One all-reduce of a few doubles a
+step brings the loss of all ranks and each axis' blocked time together. Reading a loss waits for the device, so that is
+left to the lines of the log. Not here: files, pictures, terminals (``log``, ``plot``, ``progress``), launching
+(``launch``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from litgpt.model import GPT
+
+import axo
+from axo import data, models
+from axo.grid import AXES
+from axo.trainer.config import TrainConfig
+from axo.trainer.recipe import autocast, build_optimizer, finish_model, learning_rate, set_learning_rate
+
+_AXES = (*AXES, "world")
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks."""
+
+    index: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens: int
+    blocked: dict[str, float]
+
+
+class Trainer:
+    """A model on its grid, its optimizer and its data.
+
+    Args:
+        config: The run.
+        comms: Communicators of the run's grid.
+        batches: Its data.
+    """
+
+    def __init__(self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> None:
+        self.config, self.comms, self.batches = config, comms, batches
+        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords)
+        self.model = build_model(config, comms)
+        self.loss = axo.nn.CrossEntropyLoss(comms=comms, reduction="sum")
+        self.optimizer = build_optimizer(self.model, config)
+
+    def run(self) -> Iterator[Step]:
+        """Train; yield each step as it ends."""
+        for index in range(self.config.steps):
+            yield self.step(index)
+
+    def step(self, index: int) -> Step:
+        """Do one optimizer step.
+
+        Raises:
+            FloatingPointError: The loss is not finite on any rank's rows; every rank raises.
+        """
+        started, blocked = time.perf_counter(), self._blocked()
+        config, device = self.config, self.comms.device
+        lr = learning_rate(index, config)
+        set_learning_rate(self.optimizer, lr)
+        inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
+        loss, tokens = self.accumulate(inputs, targets)
+        norm = axo.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = self._share(
+            [float(loss)] + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
+        )
+        world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
+        step = Step(
+            index=index,
+            loss=total[0] / split / tokens,
+            lr=lr,
+            grad_norm=float(norm),
+            seconds=time.perf_counter() - started,
+            tokens=tokens,
+            blocked={axis: seconds / world for axis, seconds in zip(_AXES, total[1:], strict=True)},
+        )
+        if not torch.isfinite(torch.tensor(step.loss)):
+            raise FloatingPointError(
+                f"train: the loss of step {index} is {step.loss} (learning rate {lr:g}, gradient norm "
+                f"{step.grad_norm:g}); use a smaller lr or a longer warmup"
+            )
+        return step
+
+    def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
+
+        Args:
+            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks.
+
+        Returns:
+            The sum of this rank's token losses, and the tokens of all data ranks.
+        """
+        grid = self.comms.grid
+        count = torch.tensor([targets.numel()], dtype=torch.int64, device=targets.device)
+        for axis in ("z", "data"):
+            if grid.size(axis) > 1:
+                self.comms.axis(axis).all_reduce(count)
+        tokens = int(count)
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        pieces = self.config.accumulate
+        for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+            with autocast(self.config):
+                logits = self.model(piece_in)
+            loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
+            (loss * (grid.z * grid.data / tokens)).backward()
+            total += loss.detach().double()
+        return total, tokens
+
+    def _blocked(self) -> list[float]:
+        seconds = self.comms.blocked_seconds
+        return [seconds.get(axis, 0.0) for axis in _AXES]
+
+    def _share(self, values: list[float]) -> list[float]:
+        vector = torch.tensor(values, dtype=torch.float64, device=self.comms.device)
+        if self.comms.grid.world_size > 1:
+            self.comms.world.all_reduce(vector)
+        return vector.tolist()
+
+
+def build_model(config: TrainConfig, comms: axo.Communicators) -> torch.nn.Module:
+    """Build the run's model as this rank's shards; the whole model never exists on a rank.
+
+    Raises:
+        ValueError: The plan cannot split this configuration on this grid.
+    """
+    model_config = models.resolve(config.model, config.model_overrides)
+    with torch.device("meta"):
+        model = GPT(model_config)
+    model.max_seq_length = config.seq_len
+    axo.parallelize(model, comms, plan="litgpt")
+    torch.manual_seed(config.seed)
+    axo.init_weights(model, model._init_weights)  # LitGPT's own, layer by layer
+    finish_model(model, config)
+    return model

@@ -1,0 +1,208 @@
+"""One training run from its options to its outcome: what every rank does, and how it is launched.
+
+A run is checked here, before ranks exist, as far as that is possible. Ranks then connect, agree that all of them can
+read the data, train, and part; rank 0 alone holds the log and, with ``compare_serial``, trains the serial model
+afterwards on all cores, when the other ranks are gone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import axo
+from axo import data, models
+from axo.trainer import parity, plot
+from axo.trainer.config import TrainConfig, check, open_batches, open_corpus
+from axo.trainer.launch import Rank, launch_local, set_threads
+from axo.trainer.log import LOG_NAME, TrainLog
+from axo.trainer.loop import Trainer
+from axo.trainer.progress import Display
+from axo.trainer.serial import train_serial
+
+_MESSAGE_BYTES = 2048
+TAIL = 10  # steps whose mean loss is a run's result
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one."""
+
+    losses: list[float]
+    seconds: float
+    vocabulary: int
+    log: Path
+    plot: Path
+    serial: list[float] | None = None
+    serial_seconds: float = 0.0
+    parity: parity.Parity | None = None
+
+    @property
+    def tail_loss(self) -> float:
+        """Mean of the last ``TAIL`` losses."""
+        return _tail(self.losses)
+
+    @property
+    def drop(self) -> float:
+        """How far that lies under a guess, ln(vocabulary)."""
+        return math.log(self.vocabulary) - self.tail_loss
+
+
+def run(config: TrainConfig) -> Outcome | None:
+    """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
+
+    Raises:
+        ValueError: The options are wrong.
+        axo.trainer.launch.RankFailed: A local rank failed.
+    """
+    rank = Rank.from_environment()
+    if rank is not None:
+        return train_rank(config)
+    check(config)
+    open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
+    if config.device != "cpu":
+        return launch_local(train_rank, config.grid.world_size, config, fork=False)
+    return launch_local(train_rank, config.grid.world_size, config)
+
+
+def train_rank(config: TrainConfig) -> Outcome | None:
+    """What each rank runs. Returns the outcome on rank 0, None elsewhere.
+
+    Raises:
+        ValueError: The grid does not match the ranks, or some rank cannot take part; the same on every rank.
+    """
+    rank = Rank.from_environment()
+    assert rank is not None
+    if rank.world_size != config.grid.world_size:
+        raise ValueError(
+            f"train: grid {config.grid} has {config.grid.world_size} ranks, but {rank.world_size} were started; "
+            f"start {config.grid.world_size}, or use a grid such as {_grid_for(rank.world_size)}"
+        )
+    set_threads(config.threads, rank.local_world_size)
+    batches, problem = _prepare(config)
+    comms = axo.connect(config.grid, device=config.device)
+    try:
+        agree(comms, problem)
+        assert batches is not None
+        losses, seconds = _train(config, comms, batches)
+    finally:
+        comms.close()
+    if rank.rank != 0:
+        return None
+    return _finish(config, batches, losses, seconds)
+
+
+def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
+    try:
+        check(config)
+        return open_batches(config, open_corpus(config)), ""
+    except (ValueError, OSError) as error:
+        return None, str(error)
+
+
+def agree(comms: axo.Communicators, problem: str) -> None:
+    """Meet all ranks; go on only if none has a problem ("" = none).
+
+    Raises:
+        ValueError: Some rank has one: the same message on every rank.
+    """
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    text = problem.encode()[:_MESSAGE_BYTES]
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    theirs = comms.world.all_gather(mine.to(comms.device)).cpu()
+    messages = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in theirs]
+    wrong = {rank: message for rank, message in enumerate(messages) if message}
+    if wrong:
+        first, message = next(iter(wrong.items()))
+        raise ValueError(message if len(wrong) == len(messages) else f"rank {first}: {message}")
+
+
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> tuple[list[float], float]:
+    trainer = Trainer(config, comms, batches)
+    losses: list[float] = []
+    started = time.perf_counter()
+    if comms.rank != 0:
+        losses.extend(step.loss for step in trainer.run())
+        return losses, time.perf_counter() - started
+    shape = models.shape_of(models.resolve(config.model, config.model_overrides))
+    log = TrainLog(config, shape, comms.world.transport)
+    with Display(Console(), f"axo {config.grid}", config.steps) as display:
+        for step in trainer.run():
+            losses.append(step.loss)
+            if len(losses) % config.log_every == 0 or len(losses) == config.steps:
+                display.show(len(losses), log.step(step))
+    seconds = time.perf_counter() - started
+    log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
+    log.close()
+    return losses, seconds
+
+
+def _finish(config: TrainConfig, batches: data.Batches, losses: list[float], seconds: float) -> Outcome:
+    out, vocabulary = Path(config.out), batches.vocab_size
+    serial: list[float] | None = None
+    verdict: parity.Parity | None = None
+    started = time.perf_counter()
+    if config.compare_serial:
+        set_threads(config.threads, local_ranks=1)
+        serial = []
+        with Display(Console(), "serial", config.steps) as display:
+            for loss in train_serial(config, batches):
+                serial.append(loss)
+                display.show(len(serial), {"loss": loss})
+        verdict = parity.compare(losses, serial, config.precision)
+    serial_seconds = time.perf_counter() - started
+    plot.draw(
+        out / plot.PLOT_NAME,
+        losses,
+        title=f"{config.model} on {config.grid}",
+        subtitle=_subtitle(config, seconds),
+        vocabulary=vocabulary,
+        serial=serial,
+        limit=verdict.limit if verdict is not None and not verdict.relative else None,
+    )
+    return Outcome(
+        losses=losses,
+        seconds=seconds,
+        vocabulary=vocabulary,
+        log=out / LOG_NAME,
+        plot=out / plot.PLOT_NAME,
+        serial=serial,
+        serial_seconds=serial_seconds,
+        parity=verdict,
+    )
+
+
+def _tail(losses: list[float]) -> float:
+    tail = losses[-TAIL:]
+    return sum(tail) / len(tail)
+
+
+def _subtitle(config: TrainConfig, seconds: float) -> str:
+    ranks = config.grid.world_size
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
+        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {config.steps} steps in {seconds:.0f} s"
+    )
+
+
+def _grid_for(ranks: int) -> str:
+    sizes, axis = [1, 1, 1, 1], 0
+    for prime in _primes(ranks):
+        sizes[axis % 3] *= prime
+        axis += 1
+    return "x".join(map(str, sizes))
+
+
+def _primes(number: int) -> list[int]:
+    primes, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            primes.append(divisor)
+            number //= divisor
+        divisor += 1
+    return primes
