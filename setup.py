@@ -2,9 +2,9 @@
 
 The rest of the project's description stands in pyproject.toml. What setuptools' own build_ext lacks, and is done here:
   - units compile in parallel, and only those whose source or headers changed (dependency files, as make would);
-  - only the units that see torch get torch's include folders (and C++20, as torch's headers want): the core must compile
+  - only the units that see torch get torch's include folders (and C++20, as its headers want): the core must compile
     without them;
-  - the finished library is renamed into place, so that processes that run from an editable install never see half a file;
+  - the finished library is renamed into place, so that processes that run from an editable install never see half of it;
   - two builds at once wait for each other.
 torch's bundled pybind11 is used, never pip's: another version has other internals, and a module built with it cannot
 exchange torch's types.
@@ -27,13 +27,14 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
 CORE_FLAGS = ["-std=c++17"]
 TORCH_FLAGS = ["-std=c++20", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 
 def sees_torch(source: Path) -> bool:
-    """Only the bindings and the c10d files may include torch's headers (DESIGN: the core knows no Python and no torch)."""
+    """Only the bindings and the c10d files may include torch's headers: the core knows no Python and no torch."""
     return source.name == "bindings.cpp" or source.name.startswith("c10d_")
 
 

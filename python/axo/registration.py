@@ -1,10 +1,10 @@
 """Tells torch.distributed of the backend ``axo``, without importing torch.
 
-``init_process_group("axo")`` must work after ``import axo``, whichever of the two was imported first, and ``import axo``
-must stay light where only planning is wanted. So: if torch.distributed is loaded, register now. If not, put one finder at
-the head of ``sys.meta_path`` that waits for the module ``torch.distributed.distributed_c10d``; it lets the ordinary
-finders locate it, lets it execute, registers, and has removed itself by then. (torch's own entry point for plug-ins,
-``torch.backends``, would run in every program that imports torch, with or without Axo.)
+``init_process_group("axo")`` must work after ``import axo``, whichever of the two was imported first, and ``import
+axo`` must stay light where only planning is wanted. So: if torch.distributed is loaded, register now. If not, put one
+finder at the head of ``sys.meta_path`` that waits for the module ``torch.distributed.distributed_c10d``; it lets the
+ordinary finders locate it, lets it execute, registers, and has removed itself by then. (torch's own entry point for
+plug-ins, ``torch.backends``, would run in every program that imports torch, with or without Axo.)
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ def register_when_torch_loads() -> None:
 
 
 def _register(distributed_c10d: ModuleType) -> None:
-    # A list of devices: a plain string is iterated letter by letter by torch. "cpu" keeps Gloo as torch's default there.
+    # A list of devices: a plain string is iterated letter by letter by torch. "cpu" keeps Gloo as torch's default
+    # there.
     distributed_c10d.Backend.register_backend("axo", _create_backend, extended_api=True, devices=["cpu"])
 
 

@@ -1,0 +1,310 @@
+"""Runs a function on N CPU ranks, each a process forked from a zygote.
+
+    from tests.launcher import run_ranks
+
+    def check_sum(count):                      # a module-level function of the test module; runs on every rank
+        comms = axo.connect("2x2x1x1")         # RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT are set
+        return comms.world.all_reduce(torch.ones(count)).sum().item()
+
+    def test_sum():
+        assert run_ranks(check_sum, 4, 10) == [40.0] * 4            # the results in rank order
+
+``run_ranks`` fails the test when a rank raises, dies or is late, and shows the first failing rank's traceback.
+``rank_outcomes`` takes the same arguments and returns an ``Outcome`` a rank instead, for tests of what goes wrong:
+
+    for outcome in rank_outcomes(check_bad_grid, 4):
+        assert outcome.error == "ValueError" and "4 ranks" in outcome.message
+
+Why a zygote: 16 ranks fork in 0.2 s and spawn in 13 s; but a process that has run one parallel torch operation cannot
+be forked (libgomp's pool is lost, and the child hangs). So a process that imports torch, axo and litgpt and never
+computes forks the ranks, and pytest itself, which computes, does not. Each rank first calls
+``torch.set_num_threads(1)``. The zygote and the ranks die with pytest. The rendezvous store lives in the pytest
+process, so that no rank's death takes it along; every job has its own. ``AXO_TEST_SLOWNESS=3`` multiplies all time
+limits on a busy machine.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import importlib
+import os
+import pickle
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed import TCPStore
+
+_GRACE_S = 15.0  # what the other ranks get to finish in once one has failed
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass
+class Outcome:
+    """How one rank ended: with a value, an exception (``error``, ``message``), a signal, or not in time."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None  # name of the exception's class
+    message: str = ""
+    traceback: str = ""
+    signal: str | None = None  # "SIGKILL", ...
+    exit_code: int | None = None  # when the process left without a word
+    timed_out: bool = False
+    seconds: float = 0.0  # from the start of the job to the end of this rank
+    output: str = ""  # stdout and stderr
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.signal is None and self.exit_code is None and not self.timed_out
+
+    def describe(self) -> str:
+        if self.ok:
+            return f"rank {self.rank}: finished after {self.seconds:.1f} s"
+        if self.error:
+            return f"rank {self.rank}: {self.error}: {self.message}"
+        if self.timed_out:
+            return f"rank {self.rank}: not finished after {self.seconds:.1f} s, killed"
+        return f"rank {self.rank}: " + (f"died of {self.signal}" if self.signal else f"exit code {self.exit_code}")
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+) -> list[Any]:
+    """Call ``fn(*args)`` on every rank; return the results in rank order, or fail with the failing rank's traceback."""
+    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, env=env)
+    failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.seconds)
+    if failed:
+        first = failed[0]
+        lines = [f"{fn.__name__} failed on {len(failed)} of {world_size} ranks; first was {first.describe()}"]
+        lines += [first.traceback, first.output] + [outcome.describe() for outcome in failed[1:]]
+        raise AssertionError("\n".join(line for line in lines if line))
+    return [outcome.value for outcome in outcomes]
+
+
+def rank_outcomes(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+) -> list[Outcome]:
+    """Call ``fn(*args)`` on every rank; return how each rank ended, in rank order. Never raises for a rank."""
+    global _zygote
+    if _zygote is None or not _zygote.alive():
+        _zygote = Zygote()
+    return _zygote.run(fn, world_size, args, timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1")), env or {})
+
+
+class Zygote:
+    """The pytest side of the zygote: starts it, sends jobs, and hosts the store."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-c", "from tests.launcher import zygote_main; zygote_main()"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        atexit.register(self.close)
+
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def run(self, fn: Any, world_size: int, args: tuple, timeout: float, env: dict[str, str]) -> list[Outcome]:
+        # One for each job: torch puts no prefix before the keys of a store that it finds running.
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        job = {
+            "module": fn.__module__,
+            "name": fn.__qualname__,
+            "args": pickle.dumps(args),
+            "timeout": timeout,
+            "path": sys.path,
+            "env": {
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",  # connect to that store, start none
+                **env,
+            },
+        }
+        assert self._process.stdin is not None and self._process.stdout is not None
+        _send(self._process.stdin, (world_size, job))
+        outcomes = _receive(self._process.stdout)
+        if outcomes is None:
+            raise RuntimeError(f"the zygote died (exit code {self._process.wait()}); its output is above")
+        for outcome in outcomes:
+            if isinstance(outcome.value, bytes):
+                outcome.value = pickle.loads(outcome.value)
+        return outcomes
+
+
+_zygote: Zygote | None = None
+
+
+def zygote_main() -> None:
+    """Imports what ranks need, then forks ranks on request until pytest is gone. Computes nothing."""
+    _die_with_parent()
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what ranks and imports print must not reach the answers
+    import pytest  # noqa: F401
+    import torch
+    import torch.distributed.fsdp  # noqa: F401
+
+    import axo.runtime  # noqa: F401
+
+    _rewrite_asserts()
+    try:
+        import litgpt.model  # noqa: F401
+    except ImportError:
+        pass  # an extra; the tests that need it say so
+    while (request := _receive(requests)) is not None:
+        _send(answers, _run_job(*request))
+
+
+def _rewrite_asserts() -> None:
+    """Let failing asserts in test modules show their values in ranks too, as pytest does in its own process."""
+    try:
+        from _pytest.assertion import install_importhook
+        from _pytest.config import get_config
+
+        config = get_config()
+        config.parse([])
+        install_importhook(config)
+    except Exception as error:  # private to pytest; asserts work without it, only less talkative
+        print(f"launcher: asserts in ranks show no values ({error!r})", file=sys.stderr)
+
+
+def _run_job(world_size: int, job: dict) -> list[Outcome]:
+    start = time.monotonic()
+    selector = selectors.DefaultSelector()
+    ranks: dict[int, tuple[int, Any]] = {}  # rank -> pid, output file
+    group = 0
+    for rank in range(world_size):
+        reader, writer = os.pipe()
+        output = tempfile.TemporaryFile()
+        pid = os.fork()
+        if pid == 0:
+            selector.close()
+            os.close(reader)
+            _rank_main(rank, job, writer, output.fileno(), group)
+        os.close(writer)
+        group = group or pid
+        _join_group(pid, group)
+        ranks[rank] = (pid, output)
+        selector.register(reader, selectors.EVENT_READ, rank)
+    data = {rank: bytearray() for rank in ranks}
+    outcomes: dict[int, Outcome] = {}
+    deadline = start + job["timeout"]
+    while len(outcomes) < world_size:
+        events = selector.select(max(0.0, deadline - time.monotonic()))
+        for key, _ in events:
+            piece = os.read(key.fd, 1 << 20)
+            data[key.data] += piece
+            if not piece:  # closed: this rank is gone, or will be at once
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                outcomes[key.data] = _reap(key.data, ranks[key.data], bytes(data[key.data]), start)
+                if not outcomes[key.data].ok:
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if not events and time.monotonic() >= deadline:
+            _kill_late(selector, ranks, outcomes, data, start)
+    try:
+        os.killpg(group, signal.SIGKILL)  # whatever ranks have started
+    except ProcessLookupError:
+        pass
+    selector.close()
+    return [outcomes[rank] for rank in range(world_size)]
+
+
+def _kill_late(selector: Any, ranks: dict, outcomes: dict, data: dict, start: float) -> None:
+    late = {key.data: key.fd for key in list(selector.get_map().values())}
+    for rank in late:
+        os.kill(ranks[rank][0], signal.SIGUSR2)  # faulthandler: where it stands, on stderr
+    time.sleep(0.5)
+    for rank, fd in late.items():
+        os.kill(ranks[rank][0], signal.SIGKILL)
+        selector.unregister(fd)
+        os.close(fd)
+        outcomes[rank] = _reap(rank, ranks[rank], bytes(data[rank]), start)
+        outcomes[rank].timed_out, outcomes[rank].signal = True, None
+
+
+def _reap(rank: int, process: tuple[int, Any], data: bytes, start: float) -> Outcome:
+    pid, output = process
+    status = os.waitpid(pid, 0)[1]
+    seconds = time.monotonic() - start
+    output.seek(0)
+    text = output.read().decode(errors="replace")
+    output.close()
+    if data:
+        outcome = pickle.loads(data)
+    elif os.WIFSIGNALED(status):
+        outcome = Outcome(rank, signal=signal.Signals(os.WTERMSIG(status)).name)
+    else:
+        outcome = Outcome(rank, exit_code=os.WEXITSTATUS(status))
+    outcome.seconds, outcome.output = seconds, text
+    return outcome
+
+
+def _rank_main(rank: int, job: dict, writer: int, output: int, group: int) -> None:
+    """The life of a rank, from fork to exit. Never returns."""
+    try:
+        _die_with_parent()
+        _join_group(0, group)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        faulthandler.enable(sys.__stderr__, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, sys.__stderr__, all_threads=True)
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.update(job["env"], RANK=str(rank), LOCAL_RANK=str(rank))
+        sys.path[:] = job["path"]
+        outcome = Outcome(rank)
+        try:
+            function: Any = importlib.import_module(job["module"])
+            for part in job["name"].split("."):
+                function = getattr(function, part)
+            outcome.value = pickle.dumps(function(*pickle.loads(job["args"])))
+            atexit._run_exitfuncs()  # a normal end closes communicators; os._exit below would not
+        except BaseException as error:
+            outcome.error, outcome.message = type(error).__name__, str(error)
+            outcome.traceback = traceback.format_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(pickle.dumps(outcome))
+    finally:
+        os._exit(0)
+
+
+def _join_group(pid: int, group: int) -> None:
+    try:
+        os.setpgid(pid, group)
+    except (PermissionError, ProcessLookupError):
+        pass  # the other side was first, or the rank is gone already
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _send(stream: Any, message: Any) -> None:
+    data = pickle.dumps(message)
+    stream.write(struct.pack("<Q", len(data)) + data)
+    stream.flush()
+
+
+def _receive(stream: Any) -> Any:
+    header = stream.read(8)
+    return pickle.loads(stream.read(struct.unpack("<Q", header)[0])) if len(header) == 8 else None
