@@ -238,7 +238,7 @@ def _one_message(command: str) -> Iterator[None]:
         if isinstance(error, (PeerLost, Aborted)):  # under torchrun: the rank that is the cause has said more
             _complain(f"axo {command}: rank {os.environ.get('RANK', '0')}: {error}")
             raise typer.Exit(_FAILED) from None
-        # Of the launcher's making: see axo.trainer.launch. Anything else keeps its traceback.
+        # Of the launcher's making: see axo.launch. Anything else keeps its traceback.
         if not hasattr(error, "user_error"):
             raise
         _show_cursor()

@@ -26,9 +26,9 @@ def check_grid(grid: Grid) -> Iterator[str]:
     """Start ``grid.world_size`` local ranks, sum rank numbers on every axis, and tell the result line by line.
 
     Raises:
-        axo.trainer.launch.RankFailed: A rank failed, or a sum was wrong.
+        axo.launch.RankFailed: A rank failed, or a sum was wrong.
     """
-    from axo.trainer.launch import launch_local
+    from axo.launch import launch_local
 
     transport = launch_local(_check_rank, grid.world_size, grid)
     yield f"{'grid':<12} {grid}: {grid.world_size} rank{'s' if grid.world_size > 1 else ''} over {transport}"

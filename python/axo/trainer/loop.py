@@ -57,7 +57,9 @@ class Trainer:
         self.config, self.comms, self.batches = config, comms, batches
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords)
         self.model = build_model(config, comms)
-        self.loss = axo.nn.CrossEntropyLoss(comms=comms, reduction="sum")
+        self.loss = axo.nn.CrossEntropyLoss(
+            reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
+        )
         self.optimizer = build_optimizer(self.model, config)
 
     def run(self) -> Iterator[Step]:
@@ -136,7 +138,7 @@ class Trainer:
         return vector.tolist()
 
 
-def build_model(config: TrainConfig, comms: axo.Communicators) -> torch.nn.Module:
+def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
     """Build the run's model as this rank's shards; the whole model never exists on a rank.
 
     Raises:

@@ -17,9 +17,9 @@ from rich.console import Console
 
 import axo
 from axo import data, models
+from axo.launch import Rank, launch_local, set_threads
 from axo.trainer import parity, plot
 from axo.trainer.config import TrainConfig, check, open_batches, open_corpus
-from axo.trainer.launch import Rank, launch_local, set_threads
 from axo.trainer.log import LOG_NAME, TrainLog
 from axo.trainer.loop import Trainer
 from axo.trainer.progress import Display
@@ -58,7 +58,7 @@ def run(config: TrainConfig) -> Outcome | None:
 
     Raises:
         ValueError: The options are wrong.
-        axo.trainer.launch.RankFailed: A local rank failed.
+        axo.launch.RankFailed: A local rank failed.
     """
     rank = Rank.from_environment()
     if rank is not None:
