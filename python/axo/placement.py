@@ -170,4 +170,3 @@ class Placement:
             grid = self.comms.grid if grid is None else grid
             coords = self.comms.coords if coords is None else coords
         return grid, coords
-

@@ -78,6 +78,7 @@ class Exchange:
         self.op = GRAD_REDUCE[grad_reduce]
         self.block_rows = placement.without("z").local_shape(comms.grid, comms.coords)[0]
         self.shard_rows = placement.local_shape(comms.grid, comms.coords)[0]
+        self.padded_rows = comms.grid.z * chunk_size(self.block_rows, comms.grid.z)
 
     def size(self, axis: str | None) -> int:
         """Ranks along ``axis``; 1 for no axis."""
@@ -88,31 +89,30 @@ class Exchange:
         shard = shard.detach().to(dtype)
         if self.size("z") == 1:
             return shard
-        padded_rows = chunk_size(self.block_rows, self.size("z"))
-        if shard.shape[0] != padded_rows:
-            shard = F.pad(shard, (0, 0, 0, padded_rows - shard.shape[0]))
+        missing = self.padded_rows // self.size("z") - shard.shape[0]
+        if missing:
+            shard = F.pad(shard, (0, 0, 0, missing))
         return self.comms.axis("z").all_gather(shard.contiguous())[: self.block_rows]
 
     def reduce(self, tensor: torch.Tensor, axis: str | None, op: str = "sum") -> torch.Tensor:
-        """All-reduce ``tensor`` over ``axis``, in place."""
-        return tensor if self.size(axis) == 1 else self.comms.axis(axis).all_reduce(tensor, op)
+        """All-reduce ``tensor`` over ``axis``, in place where it is contiguous."""
+        return tensor if self.size(axis) == 1 else self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
 
     def start_reduce(self, tensor: torch.Tensor, axis: str | None) -> Pending:
-        """Begin to add up partial sums over ``axis``, in place."""
-        return Pending(tensor, *self._reductions(tensor, [axis], "sum"))
+        """Begin to add up partial sums over ``axis``, in place where they are contiguous."""
+        return Pending(tensor.contiguous(), *self._reductions([axis], "sum"))
 
     def start_gradient(self, grad: torch.Tensor, sum_over: tuple[str, ...] = ()) -> Pending:
-        """Begin to reduce the gradient of a tensor that z and data replicate, in place.
+        """Begin to reduce the gradient of a tensor that z and data replicate.
 
         ``sum_over`` names axes whose ranks hold partial sums, whatever ``grad_reduce`` says.
         """
-        steps = self._reductions(grad, list(sum_over), "sum") + self._reductions(grad, ["z", "data"], self.op)
-        return Pending(grad, *steps)
+        steps = self._reductions(list(sum_over), "sum") + self._reductions(["z", "data"], self.op)
+        return Pending(grad.contiguous(), *steps)
 
     def weight_gradient_buffer(self, columns: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the gradient of the block: the padded buffer, and the block as a view of it."""
-        parts = self.size("z")
-        buffer = like.new_empty((parts * chunk_size(self.block_rows, parts), columns))
+        buffer = like.new_empty((self.padded_rows, columns))
         buffer[self.block_rows :].zero_()
         return buffer, buffer[: self.block_rows]
 
@@ -121,13 +121,13 @@ class Exchange:
         steps: list[Step] = []
         if self.size("z") > 1:
             steps.append(lambda tensor: self.comms.axis("z").reduce_scatter(tensor, op=self.op, async_op=True))
-        return Pending(buffer, *steps, *self._reductions(buffer, ["data"], self.op))
+        return Pending(buffer, *steps, *self._reductions(["data"], self.op))
 
     def finish_weight_gradient(self, pending: Pending, dtype: torch.dtype) -> torch.Tensor:
         """The finished gradient of this rank's rows, padding dropped, in ``dtype``."""
         return pending.wait()[: self.shard_rows].to(dtype)
 
-    def _reductions(self, tensor: torch.Tensor, axes: list[str | None], op: str) -> list[Step]:
+    def _reductions(self, axes: list[str | None], op: str) -> list[Step]:
         def over(axis: str | None) -> Step:
             return lambda value: self.comms.axis(axis).all_reduce(value, op, async_op=True)
 

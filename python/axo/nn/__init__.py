@@ -3,8 +3,24 @@
 What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.placement``.
 """
 
+from axo.nn.clip import clip_grad_norm_
+from axo.nn.dropout import Dropout
+from axo.nn.embedding import Embedding
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
+from axo.nn.loss import CrossEntropyLoss, cross_entropy
+from axo.nn.norm import LayerNorm, RMSNorm
 
-__all__ = ["Linear", "ParallelLayer", "init_weights"]
+__all__ = [
+    "CrossEntropyLoss",
+    "Dropout",
+    "Embedding",
+    "LayerNorm",
+    "Linear",
+    "ParallelLayer",
+    "RMSNorm",
+    "clip_grad_norm_",
+    "cross_entropy",
+    "init_weights",
+]

@@ -44,7 +44,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None)
     """Give a parallel model, on the meta device or not, the values that the serial model would get.
 
     Equal to ``serial.to_empty(device=...); serial.apply(fn)`` under rank 0's generator, modules in the order of
-    ``Module.apply``. For a parallel layer ``fn`` is called with the serial layer of whole size that it stands for, every
+    ``Module.apply``. For a parallel layer ``fn`` is called with the whole serial layer that it stands for, every
     other module is passed to ``fn`` itself. A parameter that ``fn`` leaves alone keeps its value, or, where it was on
     the meta device, gets what the layer's own ``reset_parameters`` gives. Where a module's buffers were on the meta
     device and it has no parameters of its own (litgpt's rotary cache), its ``reset_parameters`` is called too. Every

@@ -1,0 +1,92 @@
+"""The norm of all gradients over all ranks, and clipping by it.
+
+    total = (sum over parameters and elements of |g|^p)^(1/p);   g *= min(1, max_norm / (total + 1e-6))
+
+Every element counts once: a rank adds what it holds of a parameter only if it is the first (coordinate 0) on each axis
+that replicates the parameter. One number is then all-reduced over the world, so all ranks see the same bits.
+
+Semantics of ``torch.nn.utils.clip_grad_norm_``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from axo.grid import AXES
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale all gradients so that their common norm is at most ``max_norm``. Every rank must call it.
+
+    A parameter without a placement (made outside Axo) is taken to be replicated on all ranks.
+
+    Args:
+        parameters: The model's parameters on this rank.
+        max_norm: Largest norm that is left alone.
+        norm_type: p > 0, or inf.
+        error_if_nonfinite: Raise, on every rank, when the norm is nan or infinite.
+
+    Returns:
+        The norm before clipping (fp32), the same bits on every rank.
+
+    Raises:
+        ValueError: norm_type is not positive, or parameters are of two grids.
+        RuntimeError: The norm is not finite and error_if_nonfinite is set.
+    """
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type={norm_type} is not supported; use a positive number or inf")
+    comms = _communicators(parameters)
+    if comms is None:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+    counted = [p.grad for p in parameters if p.grad is not None and p.grad.numel() and _counts_here(p, comms)]
+    total = _local_total(counted, norm_type, comms.device)
+    if comms.grid.world_size > 1:
+        total = comms.world.all_reduce(total, "max" if math.isinf(norm_type) else "sum")
+    norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"clip_grad_norm_: the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped; pass"
+            " error_if_nonfinite=False to go on"
+        )
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def _communicators(parameters: list[torch.Tensor]) -> Any:
+    found = [p.placement.comms for p in parameters if getattr(p, "placement", None) is not None]
+    if any(comms is not found[0] for comms in found):
+        raise ValueError("clip_grad_norm_: the parameters lie on different grids; clip each grid by itself")
+    return found[0] if found else None
+
+
+def _counts_here(parameter: torch.Tensor, comms: Any) -> bool:
+    placement = getattr(parameter, "placement", None)
+    split = frozenset() if placement is None else placement.axes
+    return all(getattr(comms.coords, axis) == 0 for axis in AXES if axis not in split)
+
+
+def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    """Sum of |g|^p over this rank's elements (for p = inf the maximum, nan counted as inf), as one fp64 number."""
+    if not grads:
+        return torch.zeros(1, dtype=torch.float64, device=device)
+    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double() for g in grads])
+    if math.isinf(norm_type):  # a maximum over ranks need not carry nan along
+        return norms.nan_to_num(nan=torch.inf, posinf=torch.inf).max().reshape(1)
+    return norms.pow(norm_type).sum().reshape(1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

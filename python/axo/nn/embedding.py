@@ -1,0 +1,152 @@
+"""A drop-in for ``nn.Embedding``: vocabulary over x, hidden size over y, rows of the block over z.
+
+    block  = all-gather_z(weight)                       [V/Gx/Gz, h/Gy] -> [V/Gx, h/Gy]
+    output = all-reduce_x(block[id] where the id is of this rank's vocabulary, else 0)          [..., h/Gy]
+
+Backward adds the rows of dO into the block's gradient, reduce-scatters it over z and all-reduces it over data. The
+vocabulary may be uneven over x (bounds of ``torch.chunk``); the hidden size must divide over y.
+
+Not here: ``max_norm``, ``scale_grad_by_freq`` and ``sparse``; their meaning depends on all ranks' ids: refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from axo.matmul.exchange import Exchange
+from axo.matmul.product import refuse_create_graph
+from axo.nn.layer import ParallelLayer, default_device
+from axo.placement import Placement, check_divides
+
+
+class Embedding(ParallelLayer, nn.Embedding):
+    """Look ids up in a table that the grid shares: (...) -> (..., embedding_dim/Gy).
+
+    Args:
+        num_embeddings: Whole vocabulary V.
+        embedding_dim: Whole hidden size h.
+        padding_idx: As in torch: this row starts at zero and gets no gradient.
+        max_norm, norm_type, scale_grad_by_freq, sparse: As in torch; anything but the defaults is refused.
+        device, dtype: As in torch; the default device is that of ``comms``.
+        comms: What ``axo.connect`` returned.
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        name: How error messages call the layer.
+
+    Raises:
+        ValueError: embedding_dim does not divide over y, or an option is not supported.
+    """
+
+    in_axis = None
+    out_axis = "y"
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comms: Any,
+        grad_reduce: str = "mean",
+        name: str | None = None,
+    ) -> None:
+        placement = Placement((num_embeddings, embedding_dim), (("x", "z"), ("y",)), comms=comms)
+        self._start(comms, name, {"weight": placement})
+        for option, asked in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+            if asked:
+                raise ValueError(f"{self.label()}: {option}={asked!r} is not supported; leave it at torch's default")
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"{self.label()}: padding_idx={padding_idx} is not of num_embeddings={num_embeddings}")
+        check_divides(self.label(), "embedding_dim", embedding_dim, "y", comms.grid.y)
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.out_features_whole = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings  # type: ignore[assignment]
+        self.max_norm, self.norm_type = None, norm_type
+        self.scale_grad_by_freq = self.sparse = False
+        self.exchange = Exchange(comms, placement, grad_reduce)
+        self.vocabulary = (placement.without("z").ranges(0) or [(num_embeddings, num_embeddings)])[0]
+        self._add_parameters(default_device(device, comms), dtype)
+        self.reset_parameters()
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return nn.utils.skip_init(
+            nn.Embedding, self.num_embeddings, self.embedding_dim, self.padding_idx, device=device, dtype=dtype
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up: (...) of whole-vocabulary ids -> (..., embedding_dim/Gy).
+
+        Raises:
+            IndexError: An id is negative or not below num_embeddings (on CPU; other devices assert later).
+        """
+        self._check_range(input)
+        if self.comms.grid.world_size == 1:
+            return F.embedding(input, self.weight, self.padding_idx)
+        return _Lookup.apply(input, self.weight, self.vocabulary, self.padding_idx, self.exchange)
+
+    def _check_range(self, ids: torch.Tensor) -> None:
+        if ids.numel() == 0:
+            return
+        if ids.device.type != "cpu":
+            torch._assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
+            return
+        low, high = (int(bound) for bound in torch.aminmax(ids))
+        if low < 0 or high >= self.num_embeddings:
+            bad = low if low < 0 else high
+            raise IndexError(f"{self.label()}: id {bad} is out of range; num_embeddings={self.num_embeddings}")
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, grid={self.comms.grid},"
+            f" weight on this rank={tuple(self.weight.shape)}"
+        )
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        ids: torch.Tensor,
+        weight: torch.Tensor,
+        vocabulary: tuple[int, int],
+        padding_idx: int | None,
+        exchange: Exchange,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids, weight)
+        ctx.vocabulary, ctx.padding_idx, ctx.exchange = vocabulary, padding_idx, exchange
+        block = exchange.gather_weight(weight, weight.dtype)
+        if exchange.size("x") == 1:
+            return F.embedding(ids, block)
+        low, high = vocabulary
+        if low == high:
+            output = weight.new_zeros((*ids.shape, weight.shape[1]))
+        else:
+            elsewhere = (ids < low) | (ids >= high)
+            output = F.embedding((ids - low).masked_fill_(elsewhere, 0), block)
+            output.masked_fill_(elsewhere.unsqueeze(-1), 0)
+        return exchange.reduce(output, "x")
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("Embedding")
+        ids, weight = ctx.saved_tensors
+        exchange: Exchange = ctx.exchange
+        low, high = ctx.vocabulary
+        skipped = (ids < low) | (ids >= high)
+        if ctx.padding_idx is not None:
+            skipped |= ids == ctx.padding_idx
+        rows = exchange.padded_rows
+        # Row `rows` collects what is skipped; what lies before it is the padded buffer of the reduce-scatter.
+        local = (ids - low).masked_fill_(skipped, rows)
+        buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
+        pending = exchange.start_weight_gradient(buffer)
+        return None, exchange.finish_weight_gradient(pending, weight.dtype), None, None, None

@@ -1,0 +1,257 @@
+"""Cross-entropy of logits whose vocabulary is split over x, without gathering them and without a copy of them.
+
+    m = max_v l_v                       all-reduce (max) over x, fp32, one number a row
+    s = sum_v exp(l_v - m)              all-reduce (sum) over x: s and l_target together (and sum_v l_v when smoothing)
+    loss = m + log s - (1 - e) l_target - e * sum_v l_v / V
+    dl_v = exp(l_v - m - log s) - (1 - e) [v = target] - e / V
+
+(e = label_smoothing). Statistics and gradient are taken in chunks of rows, so that the largest temporary is some
+megabytes; the gradient goes into one tensor of the size of this rank's logits, or with ``inplace_backward`` into the
+logits themselves. Columns from ``vocab_size`` on are padding: they count for nothing and get a zero gradient.
+
+Source: the vocabulary-parallel loss of Megatron-LM (arXiv:1909.08053, section 3); semantics of
+``torch.nn.functional.cross_entropy``, with the classes in the last dim. Not here: class weights, class probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.matmul.product import refuse_create_graph
+from axo.placement import chunk_bounds
+
+REDUCTIONS = ("mean", "sum", "none")
+_CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32: stays in the cache, and launches few enough kernels on a GPU
+
+
+class CrossEntropyLoss(nn.Module):
+    """``nn.CrossEntropyLoss`` for logits (..., V/Gx) and targets (...); arguments as for :func:`cross_entropy`."""
+
+    def __init__(
+        self,
+        weight: None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        comms: Any,
+        vocab_size: int | None = None,
+        columns: int | None = None,
+        inplace_backward: bool = False,
+    ) -> None:
+        super().__init__()
+        _check(weight, reduction, label_smoothing)
+        self.comms, self.ignore_index, self.reduction = comms, ignore_index, reduction
+        self.label_smoothing, self.vocab_size, self.columns = label_smoothing, vocab_size, columns
+        self.inplace_backward = inplace_backward
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        """(..., V/Gx), (...) -> scalar, or (...) with reduction "none"."""
+        return cross_entropy(
+            input,
+            target,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+            comms=self.comms,
+            vocab_size=self.vocab_size,
+            columns=self.columns,
+            inplace_backward=self.inplace_backward,
+        )
+
+
+def cross_entropy(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    weight: None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    comms: Any,
+    vocab_size: int | None = None,
+    columns: int | None = None,
+    inplace_backward: bool = False,
+) -> torch.Tensor:
+    """Cross-entropy of this rank's rows; equal on all ranks along x and y.
+
+    Args:
+        input: Logits (..., V/Gx), any float dtype; this rank's columns of a vocabulary cut as ``torch.chunk`` does.
+        target: Ids (...), of the whole vocabulary.
+        weight: Not supported; None.
+        ignore_index, reduction, label_smoothing: As in torch. "mean" is over this rank's rows that are not ignored.
+        comms: What ``axo.connect`` returned.
+        vocab_size: Real vocabulary; columns from there on are padding. None: all columns are real.
+        columns: Columns over all ranks; needed where they do not divide over x. None: Gx times this rank's.
+        inplace_backward: Write the gradient into the logits' storage. Nothing may read the logits after backward.
+
+    Returns:
+        The loss, in fp32 (fp64 for fp64 logits). The mean over no rows is nan, as in torch.
+
+    Raises:
+        ValueError: An option or shape is wrong, or the ranks' columns are not a cut of ``columns``.
+        IndexError: A target is neither ``ignore_index`` nor of the vocabulary.
+    """
+    _check(weight, reduction, label_smoothing)
+    if input.dim() == 0 or input.shape[:-1] != target.shape:
+        raise ValueError(
+            f"cross_entropy: targets of shape {tuple(target.shape)} do not fit logits of shape {tuple(input.shape)};"
+            " the classes are the last dim of the logits"
+        )
+    columns = input.shape[-1] * comms.grid.x if columns is None else columns
+    classes = columns if vocab_size is None else vocab_size
+    if not 0 < classes <= columns:
+        raise ValueError(
+            f"cross_entropy: vocab_size={vocab_size} is not between 1 and the {columns} columns of the logits"
+        )
+    options = _Options(comms, columns, classes, ignore_index, label_smoothing, inplace_backward)
+    losses = _CrossEntropy.apply(input, target, options)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def _check(weight: Any, reduction: str, label_smoothing: float) -> None:
+    if weight is not None:
+        raise ValueError("cross_entropy: class weights are not supported; use weight=None")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"cross_entropy: reduction={reduction!r} is not known; use one of {REDUCTIONS}")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"cross_entropy: label_smoothing={label_smoothing} is not between 0 and 1")
+
+
+class _Options:
+    def __init__(
+        self, comms: Any, columns: int, classes: int, ignore_index: int, smoothing: float, inplace: bool
+    ) -> None:
+        self.comms, self.columns, self.classes = comms, columns, classes
+        self.ignore_index, self.smoothing, self.inplace = ignore_index, smoothing, inplace
+        self.low, high = chunk_bounds(columns, comms.grid.x, comms.coords.x)
+        self.width = high - self.low  # columns that this rank must have
+        self.real = max(0, min(high, classes) - self.low)  # of them, those that are no padding
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, target: torch.Tensor, options: _Options) -> torch.Tensor:
+        wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+        ids = target.reshape(-1)
+        kept = ids != options.ignore_index
+        _check_targets(ids, kept, options.classes)
+        rows = ids.numel()
+        peak = torch.full((rows + 3,), -torch.inf, dtype=wide, device=logits.device)
+        sums = torch.zeros((3 if options.smoothing else 2, rows), dtype=wide, device=logits.device)
+        if options.real and logits.shape[-1] == options.width:
+            for start, chunk in _row_chunks(logits.detach()):
+                _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
+        own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
+        sums[0] *= torch.exp(torch.where(own_peak == -torch.inf, 0, own_peak) - peak)
+        if options.comms.grid.x > 1:
+            sums = options.comms.x.all_reduce(sums)
+        log_sum = peak + sums[0].log()
+        losses = log_sum - (1 - options.smoothing) * sums[1]
+        if options.smoothing:
+            losses -= options.smoothing / options.classes * sums[2]
+        ctx.options, ctx.used = options, False
+        ctx.logits = logits.detach() if options.inplace else None  # not saved: its version is about to change
+        ctx.save_for_backward(None if options.inplace else logits, ids, log_sum)
+        return losses.masked_fill_(~kept, 0).view(target.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        refuse_create_graph("cross_entropy")
+        options: _Options = ctx.options
+        logits, ids, log_sum = ctx.saved_tensors
+        if options.inplace:
+            if ctx.used:
+                raise RuntimeError(
+                    "cross_entropy: with inplace_backward=True the logits are gone after one backward pass"
+                )
+            logits = ctx.logits
+        ctx.used, ctx.logits = True, None
+        grad = logits if options.inplace else torch.empty_like(logits)
+        scale = grad_output.reshape(-1).to(log_sum.dtype).masked_fill(ids == options.ignore_index, 0)
+        local = ids - options.low
+        mine = (local >= 0) & (local < options.real)
+        local.masked_fill_(~mine, 0)
+        hit = torch.where(mine, -(1 - options.smoothing) * scale, 0)
+        for (start, source), (_, out) in zip(_row_chunks(logits.detach()), _row_chunks(grad), strict=True):
+            part = slice(start, start + source.shape[0])
+            share = source[:, : options.real].to(log_sum.dtype, copy=True)
+            share.sub_(log_sum[part, None]).exp_()
+            if options.smoothing:
+                share.sub_(options.smoothing / options.classes)
+            share.mul_(scale[part, None])
+            if options.real:
+                share.scatter_add_(1, local[part, None], hit[part, None])
+            # An ignored row may hold anything, inf too; 0 * inf must not leak.
+            share.masked_fill_((scale[part] == 0)[:, None], 0)
+            out[:, : options.real] = share
+            out[:, options.real :] = 0
+        return grad, None, None
+
+
+def _chunk_statistics(
+    chunk: torch.Tensor, start: int, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: _Options
+) -> None:
+    """Fill in this rank's peak, and its sums around that peak, for the rows of one chunk (r, real columns)."""
+    part = slice(start, start + chunk.shape[0])
+    wide = chunk.to(peak.dtype, copy=True)
+    torch.amax(wide, 1, out=peak[part])
+    local = ids[part] - options.low
+    mine = (local >= 0) & (local < options.real)
+    picked = wide.gather(1, local.masked_fill(~mine, 0)[:, None]).squeeze(1)
+    sums[1, part] = torch.where(mine, picked, 0)
+    if options.smoothing:
+        sums[2, part] = wide.sum(1)
+    base = torch.where(peak[part] == -torch.inf, 0, peak[part])
+    sums[0, part] = wide.sub_(base[:, None]).exp_().sum(1)
+
+
+def _reduce_peak(peak: torch.Tensor, width: int, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's peaks and those over x. Three more numbers ride along, so that all ranks agree on bad columns."""
+    own = peak[:-3].clone()
+    peak[-3] = float(width != options.width or options.classes > options.columns)
+    peak[-2], peak[-1] = options.columns, -options.columns
+    if options.comms.grid.x > 1:
+        peak = options.comms.x.all_reduce(peak, "max")
+    agreed = (peak[-3] == 0) & (peak[-2] == -peak[-1])
+    if agreed.device.type != "cpu":
+        torch._assert_async(agreed)
+    elif not bool(agreed):
+        raise ValueError(
+            f"cross_entropy: this rank's {width} columns of logits are not its part of {options.columns} columns over"
+            f" x={options.comms.grid.x} with vocab_size={options.classes}; pass columns= with all ranks' columns"
+        )
+    return own, peak[:-3]
+
+
+def _check_targets(ids: torch.Tensor, kept: torch.Tensor, classes: int) -> None:
+    valid = ~kept | ((ids >= 0) & (ids < classes))
+    if ids.device.type != "cpu":
+        torch._assert_async(valid.all())
+    elif not bool(valid.all()):
+        bad = int(ids[~valid][0])
+        raise IndexError(f"cross_entropy: target {bad} is out of range; the vocabulary has {classes} entries")
+
+
+def _row_chunks(tensor: torch.Tensor, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+    """Views (r, V) of consecutive rows of (..., V), with the number of their first row; never a copy."""
+    if tensor.dim() == 1:
+        tensor = tensor.unsqueeze(0)
+    if tensor.dim() > 2:
+        try:
+            tensor = tensor.view(-1, tensor.shape[-1])
+        except RuntimeError:  # the leading dims do not merge: one at a time
+            for part in tensor.unbind(0):
+                yield from _row_chunks(part, start)
+                start += part[..., 0].numel()
+            return
+    step = max(1, _CHUNK_ELEMENTS // max(1, tensor.shape[-1]))
+    for first in range(0, tensor.shape[0], step):
+        yield start + first, tensor[first : first + step]

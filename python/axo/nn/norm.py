@@ -1,0 +1,249 @@
+"""Drop-ins for ``nn.LayerNorm`` and ``nn.RMSNorm`` over a hidden dim that an axis splits (y, for the residual stream).
+
+    mean = sum_h(x) / h                  (LayerNorm only; else 0)
+    rstd = (sum_h((x - mean)^2) / h + eps)^(-1/2)
+    x^   = (x - mean) * rstd;   y = x^ * w + b
+    dx   = rstd * (g - x^ * sum_h(g x^)/h - sum_h(g)/h),   g = dy * w      (last term: LayerNorm only)
+    dw   = sum over rows of dy * x^,   db = sum over rows of dy            both reduced over z and data
+
+The sums over h, one or two numbers a token, are all-reduced over the axis in fp32 (fp64 for fp64 inputs). LayerNorm
+takes the mean first and then the squares around it, two small all-reduces: the sum of squares alone would lose digits
+where the mean is large beside the deviation. Weights are split like the hidden dim and replicated elsewhere.
+
+Not here: norms over more than the last dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from axo.matmul.exchange import Exchange, wait_all
+from axo.matmul.product import refuse_create_graph
+from axo.nn.layer import ParallelLayer, default_device
+from axo.placement import Placement, check_divides
+
+
+class _Norm(ParallelLayer):
+    """What both norms share."""
+
+    centered: bool
+    unit_offset = False
+
+    def _build(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        parameters: tuple[str, ...],
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        comms: Any,
+        axis: str | None,
+        sum_grad_over: tuple[str, ...],
+        grad_reduce: str,
+        name: str | None,
+    ) -> None:
+        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        placement = Placement(shape[-1:], ((axis,) if axis else (),), comms=comms)
+        self._start(comms, name, dict.fromkeys(parameters, placement))
+        if len(shape) != 1:
+            raise ValueError(
+                f"{self.label()}: normalized_shape={shape} spans {len(shape)} dims; only the last one can be"
+            )
+        if axis is not None:
+            check_divides(self.label(), "normalized_shape", shape[0], axis, comms.grid.size(axis))
+        self.normalized_shape = shape  # type: ignore[assignment]
+        self.in_axis = self.out_axis = axis
+        self.in_features_whole = self.out_features_whole = shape[0]
+        self.local_features = placement.local_shape()[0]
+        self.sum_grad_over = sum_grad_over
+        self.exchange = Exchange(comms, placement, grad_reduce)
+        for absent in {"weight", "bias"} - set(parameters):
+            self.register_parameter(absent, None)
+        self._add_parameters(default_device(device, comms), dtype)
+        self.reset_parameters()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise: (..., h/G) -> (..., h/G).
+
+        Raises:
+            ValueError: The last dim is not this rank's part of the hidden dim.
+        """
+        if input.dim() == 0 or input.shape[-1] != self.local_features:
+            raise ValueError(
+                f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.local_features}, this"
+                f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.size(self.out_axis)}"
+            )
+        return _Normalize.apply(input, self.weight, self.bias, self)
+
+    def epsilon(self, wide: torch.dtype) -> float:
+        """What keeps the root from zero; torch's default for RMSNorm is the epsilon of the dtype computed in."""
+        return torch.finfo(wide).eps if self.eps is None else self.eps
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape[0]}, eps={self.eps}, split over {self.out_axis}, grid={self.comms.grid}"
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """Layer normalisation over a split hidden dim.
+
+    Args:
+        normalized_shape: Whole hidden size h.
+        eps, elementwise_affine, bias, device, dtype: As in torch.
+        comms: What ``axo.connect`` returned.
+        axis: The axis that splits h; None: every rank has all of it.
+        sum_grad_over: Axes whose ranks normalise different things with the same weight (heads over x).
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        name: How error messages call the layer.
+
+    Raises:
+        ValueError: h does not divide over the axis.
+    """
+
+    centered = True
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comms: Any,
+        axis: str | None = "y",
+        sum_grad_over: tuple[str, ...] = (),
+        grad_reduce: str = "mean",
+        name: str | None = None,
+    ) -> None:
+        parameters = () if not elementwise_affine else ("weight", "bias") if bias else ("weight",)
+        self._build(normalized_shape, parameters, device, dtype, comms, axis, sum_grad_over, grad_reduce, name)
+        self.eps, self.elementwise_affine = eps, elementwise_affine
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return nn.LayerNorm(
+            self.normalized_shape, self.eps, self.elementwise_affine, self.bias is not None, device=device, dtype=dtype
+        )
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.comms.grid.world_size == 1:
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        return super().forward(input)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """Root-mean-square normalisation over a split hidden dim.
+
+    Args:
+        normalized_shape: Whole hidden size h.
+        eps, elementwise_affine, device, dtype: As in torch.
+        comms: What ``axo.connect`` returned.
+        axis: The axis that splits h; None: every rank has all of it.
+        sum_grad_over: Axes whose ranks normalise different things with the same weight (heads over x).
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        add_unit_offset: Multiply by ``1 + weight`` (Gemma).
+        name: How error messages call the layer.
+
+    Raises:
+        ValueError: h does not divide over the axis.
+    """
+
+    centered = False
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        comms: Any,
+        axis: str | None = "y",
+        sum_grad_over: tuple[str, ...] = (),
+        grad_reduce: str = "mean",
+        add_unit_offset: bool = False,
+        name: str | None = None,
+    ) -> None:
+        parameters = ("weight",) if elementwise_affine else ()
+        self._build(normalized_shape, parameters, device, dtype, comms, axis, sum_grad_over, grad_reduce, name)
+        self.eps, self.elementwise_affine, self.unit_offset = eps, elementwise_affine, add_unit_offset
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return nn.RMSNorm(self.normalized_shape, self.eps, self.elementwise_affine, device=device, dtype=dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.comms.grid.world_size == 1 and not self.unit_offset:
+            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+        return super().forward(input)
+
+
+class _Normalize(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, norm: _Norm
+    ) -> torch.Tensor:
+        exchange, axis, h = norm.exchange, norm.out_axis, norm.out_features_whole
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        # CUDA autocast runs layer_norm in fp32 and returns fp32; nothing else changes the dtype.
+        lifted = norm.centered and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
+        ctx.input_dtype, ctx.norm, ctx.wide = x.dtype, norm, wide
+        xw = x.to(wide)
+        mean = None
+        if norm.centered:
+            mean = exchange.reduce(xw.sum(-1, keepdim=True), axis) / h
+            xw = xw - mean
+        rstd = torch.rsqrt(exchange.reduce(xw.square().sum(-1, keepdim=True), axis) / h + norm.epsilon(wide))
+        y = xw * rstd
+        if weight is not None:
+            y = y * _scale(weight, norm, wide)
+        if bias is not None:
+            y = y + bias.to(wide)
+        ctx.save_for_backward(x, weight, mean, rstd)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.to(wide if lifted else x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        norm: _Norm = ctx.norm
+        refuse_create_graph(type(norm).__name__)
+        x, weight, mean, rstd = ctx.saved_tensors
+        exchange, h = norm.exchange, norm.out_features_whole
+        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grad = grad_output.to(ctx.wide)
+        normalized = (x.to(ctx.wide) if mean is None else x.to(ctx.wide) - mean) * rstd
+        pending = []
+        sums = scaled = grad_weight = grad_bias = None
+        if needs_input:
+            scaled = grad if weight is None else grad * _scale(weight, norm, ctx.wide)
+            columns = [(scaled * normalized).sum(-1)] + ([scaled.sum(-1)] if norm.centered else [])
+            sums = exchange.start_reduce(torch.stack(columns), norm.out_axis)
+            pending.append(sums)
+        if needs_weight:
+            dw = (grad * normalized).reshape(-1, grad.shape[-1]).sum(0)
+            grad_weight = exchange.start_gradient(dw, norm.sum_grad_over)
+            pending.append(grad_weight)
+        if needs_bias:
+            grad_bias = exchange.start_gradient(grad.reshape(-1, grad.shape[-1]).sum(0), norm.sum_grad_over)
+            pending.append(grad_bias)
+        wait_all(*pending)
+        grad_input = None
+        if sums is not None and scaled is not None:
+            means = sums.wait().unsqueeze(-1) / h
+            grad_input = scaled - normalized * means[0]
+            if norm.centered:
+                grad_input -= means[1]
+            grad_input = (grad_input * rstd).to(ctx.input_dtype)
+        return (
+            grad_input,
+            None if grad_weight is None else grad_weight.wait().to(weight.dtype),
+            None if grad_bias is None else grad_bias.wait().to(ctx.bias_dtype),
+            None,
+        )
+
+
+def _scale(weight: torch.Tensor, norm: _Norm, wide: torch.dtype) -> torch.Tensor:
+    return 1 + weight.to(wide) if norm.unit_offset else weight.to(wide)

@@ -1,0 +1,83 @@
+"""Turn a serial model into a parallel one, in place, by a plan that says which layer stands where.
+
+Plans: ``"litgpt"`` (``axo.plans.litgpt``). All ranks call it with the same model; that is checked first, by one small
+collective, so that a difference is an error on every rank and not a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.matmul.exchange import GRAD_REDUCE
+from axo.matmul.product import GATHER_CACHE
+from axo.nn.init import init_weights
+from axo.plans.replace import Replacer
+
+__all__ = ["init_weights", "parallelize"]
+
+PLANS = ("litgpt",)
+
+
+def parallelize(
+    model: nn.Module,
+    comms: Any,
+    plan: str = "litgpt",
+    *,
+    grad_reduce: str = "mean",
+    gather_cache: str = "all",
+    gather_logits: bool = False,
+) -> nn.Module:
+    """Replace the layers of ``model`` by parallel ones and return it. Every rank must call it.
+
+    A model on the meta device stays there: fill it with ``axo.init_weights`` or ``load_state_dict``, and no rank ever
+    holds more than one whole layer. A real model gives up rank 0's values tensor by tensor, and the whole are freed.
+
+    Args:
+        model: A serial model that the plan knows.
+        comms: What ``axo.connect`` returned.
+        plan: ``"litgpt"`` for an unmodified ``litgpt.GPT``.
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        gather_cache: ``"all"`` keeps weights gathered over z from forward to backward, ``"none"`` gathers them again.
+        gather_logits: Return whole logits on every rank; else the vocabulary stays split over x, for
+            ``axo.nn.CrossEntropyLoss``. All ranks along x must then compute the same loss from them.
+
+    Raises:
+        ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
+    """
+    for option, value, known in (
+        ("plan", plan, PLANS),
+        ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
+        ("gather_cache", gather_cache, GATHER_CACHE),
+    ):
+        if value not in known:
+            raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
+    check_same_model(model, comms)
+    replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache)
+    from axo.plans import litgpt
+
+    return litgpt.apply(model, replacer, gather_logits=gather_logits)
+
+
+def check_same_model(model: nn.Module, comms: Any) -> None:
+    """Compare names, shapes, dtypes and configuration of the model with the other ranks'.
+
+    Raises:
+        ValueError: They differ; on every rank.
+    """
+    if comms.grid.world_size == 1:
+        return
+    lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.is_meta} {p.requires_grad}" for name, p in model.named_parameters()]
+    text = "\n".join([type(model).__qualname__, repr(getattr(model, "config", None)), *lines])
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    mine = torch.tensor([digest], dtype=torch.int64, device=comms.device)
+    digests = comms.world.all_gather(mine).tolist()
+    differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if differ:
+        raise ValueError(
+            f"parallelize: the models of ranks {differ} differ from rank 0's in configuration, shapes, dtypes, frozen"
+            " parameters or meta device; build the same model on every rank"
+        )

@@ -1,0 +1,169 @@
+"""The plan for an unmodified ``litgpt.GPT``: which layer is normal, which transposed, and who owns which heads.
+
+    wte              Embedding                        token ids -> residual stream (features over y, replicated over x)
+    norm_1, norm_2, post_*_norm, ln_f                 over y
+    attn.qkv         normal, rows [q | k | v]         each block split by heads over x
+    attn.proj        transposed                       back to features over y
+    mlp.fc(_1, _2)   normal;   mlp.proj transposed
+    lm_head          normal                           logits: vocabulary over x, uneven where it does not divide
+
+The attention module computes with n_head/Gx heads and n_query_groups/Gx groups: it alone gets a shallow copy of the
+configuration. ``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping, scaled
+embeddings, rotary variants, sliding windows) need nothing. A norm over each head's queries and keys is replicated over
+x, so its gradient is summed there; OLMo 2's norm over all heads is split over x.
+
+Not here, refused by name: fewer query groups than x, mixtures of experts, latent attention, tied embeddings, LoRA,
+adapters, quantised layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.nn import RMSNorm
+from axo.placement import check_divides
+from axo.plans.replace import Replacer, check_exact
+
+
+class LitRMSNorm(RMSNorm):
+    """``litgpt.model.RMSNorm`` over a split hidden dim; ``axo.init_weights`` sees litgpt's class."""
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        from litgpt.model import RMSNorm as Serial
+
+        with torch.device(device):
+            return Serial(self.normalized_shape[0], eps=self.eps, add_unit_offset=self.unit_offset).to(dtype)
+
+
+def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) -> nn.Module:
+    """Replace the layers of a ``litgpt.GPT`` in place.
+
+    Args:
+        model: An unmodified GPT, real or on the meta device.
+        replacer: Makes the parallel layers.
+        gather_logits: Let the head return whole logits on every rank instead of its part of the vocabulary.
+
+    Raises:
+        ValueError: The model has a feature that the plan does not know, or a size that does not divide.
+    """
+    check(model, replacer.comms)
+    gpt: Any = model
+    replacer.embedding(gpt.transformer, "wte", "transformer.wte")
+    for index, block in enumerate(gpt.transformer.h):
+        _replace_block(block, f"transformer.h.{index}", replacer)
+    _replace_norm(gpt.transformer, "ln_f", "transformer.ln_f", replacer)
+    replacer.linear(gpt, "lm_head", "lm_head", uneven_out=True, gather_output=gather_logits)
+    _move_buffers(gpt, replacer.comms.device)
+    return model
+
+
+def check(model: nn.Module, comms: Any) -> None:
+    """Refuse what the plan cannot do, before anything has changed.
+
+    Raises:
+        ValueError: Names the feature or the size.
+    """
+    from litgpt.model import GPT, CausalSelfAttention, GemmaMLP, GptNeoxMLP, LLaMAMLP
+
+    if not isinstance(model, GPT):
+        raise ValueError(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
+    config = model.config
+    owner = f"parallelize: litgpt model {config.name!r}"
+    if config.latent_attention:
+        raise ValueError(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
+    if config.mlp_class_name == "LLaMAMoE":
+        raise ValueError(f"{owner}: mixture of experts (mlp_class_name='LLaMAMoE') is not supported by plan 'litgpt'")
+    if model.lm_head.weight is model.transformer.wte.weight:
+        raise ValueError(f"{owner}: tied embeddings (lm_head.weight is wte.weight) are not supported by plan 'litgpt'")
+    for index, block in enumerate(model.transformer.h):
+        for part, kinds in ((block.attn, (CausalSelfAttention,)), (block.mlp, (GptNeoxMLP, LLaMAMLP, GemmaMLP))):
+            if type(part) not in kinds:
+                raise ValueError(
+                    f"{owner}: block {index} holds a {type(part).__module__}.{type(part).__qualname__}, which plan"
+                    f" 'litgpt' does not know; it knows {', '.join(kind.__qualname__ for kind in kinds)}"
+                )
+        linears = {"attn.qkv": block.attn.qkv, "attn.proj": block.attn.proj}
+        linears |= {f"mlp.{child}": module for child, module in block.mlp.named_children()}
+        for name, module in linears.items():
+            check_exact(module, nn.Linear, f"transformer.h.{index}.{name}")
+    check_exact(model.lm_head, nn.Linear, "lm_head")
+    check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
+    check_divides(owner, "n_embd", config.n_embd, "y", comms.grid.y)
+    check_divides(owner, "n_head", config.n_head, "x", comms.grid.x)
+    if config.n_query_groups % comms.grid.x and config.n_query_groups < comms.grid.x:
+        raise ValueError(
+            f"{owner}: n_query_groups={config.n_query_groups} is less than x={comms.grid.x}, and key-value heads are"
+            f" not replicated yet; use at most x={config.n_query_groups}"
+        )
+    check_divides(owner, "n_query_groups", config.n_query_groups, "x", comms.grid.x)
+    check_divides(owner, "intermediate_size", config.intermediate_size, "x", comms.grid.x)
+
+
+def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
+    attn, mlp, config = block.attn, block.mlp, block.config
+    for norm in ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm"):
+        if not isinstance(getattr(block, norm), nn.Identity | None):
+            _replace_norm(block, norm, f"{name}.{norm}", replacer)
+    sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
+    replacer.linear(attn, "qkv", f"{name}.attn.qkv", out_blocks=sizes)
+    replacer.linear(attn, "proj", f"{name}.attn.proj", transposed=True)
+    for norm in ("norm_q", "norm_k"):
+        if getattr(attn, norm) is not None:
+            spans_heads = config.norm_qk_type == "olmo2"
+            over = {"axis": "x"} if spans_heads else {"axis": None, "sum_grad_over": ("x",)}
+            _replace_norm(attn, norm, f"{name}.attn.{norm}", replacer, **over)
+    for child, module in list(mlp.named_children()):
+        if isinstance(module, nn.Linear):
+            replacer.linear(mlp, child, f"{name}.mlp.{child}", transposed=child == "proj")
+    parts = replacer.comms.grid.x
+    attn.config = copy.copy(config)
+    attn.config.n_head //= parts
+    attn.config.n_query_groups //= parts
+    if attn.kv_cache is not None:
+        for buffer in ("k", "v"):
+            groups = getattr(attn.kv_cache, buffer).chunk(parts, 1)
+            setattr(attn.kv_cache, buffer, groups[replacer.comms.coords.x].contiguous())
+    block.register_load_state_dict_pre_hook(_reassemble_legacy_qkv)
+
+
+def _replace_norm(parent: Any, child: str, name: str, replacer: Replacer, **over: Any) -> None:
+    from litgpt.model import RMSNorm as Serial
+
+    old = getattr(parent, child)
+    if type(old) is not Serial:
+        replacer.layer_norm(parent, child, name, **over)
+        return
+    new = LitRMSNorm(
+        old.weight.shape[0],
+        old.eps,
+        True,
+        "meta",
+        old.weight.dtype,
+        comms=replacer.comms,
+        grad_reduce=replacer.grad_reduce,
+        add_unit_offset=old.add_unit_offset,
+        name=name,
+        **over,
+    )
+    replacer.put(parent, child, new)
+
+
+def _reassemble_legacy_qkv(block: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Translate ``attn.attn.*`` of old checkpoints with the whole configuration; litgpt would use attention's own."""
+    from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
+
+    for kind in ("weight", "bias"):
+        legacy = f"{prefix}attn.attn.{kind}"
+        if legacy in state_dict:
+            state_dict[f"{prefix}attn.qkv.{kind}"] = qkv_reassemble(state_dict.pop(legacy), block.config)
+
+
+def _move_buffers(model: nn.Module, device: torch.device) -> None:
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                setattr(module, name, buffer.to(device))

@@ -1,0 +1,124 @@
+"""Put a parallel layer where a serial one was, with rank 0's values.
+
+A serial layer on the meta device gives a parallel one on the meta device (``axo.init_weights`` or ``load_state_dict``
+fills it). A real one gives up its tensors one by one: rank 0's is broadcast, each rank keeps its part, and the whole
+tensor is freed when the serial layer is dropped. What else a plan replaces is its own business.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.nn import Embedding, LayerNorm, Linear, ParallelLayer
+
+
+class Replacer:
+    """Makes parallel layers for one model on one grid.
+
+    Args:
+        comms: The communicators of the grid.
+        grad_reduce: Given to every layer.
+        gather_cache: Given to every linear layer.
+    """
+
+    def __init__(self, comms: Any, *, grad_reduce: str = "mean", gather_cache: str = "all") -> None:
+        self.comms = comms
+        self.grad_reduce = grad_reduce
+        self.gather_cache = gather_cache
+
+    def linear(self, parent: nn.Module, child: str, name: str, *, transposed: bool = False, **options: Any) -> None:
+        """Replace ``parent.child``, an ``nn.Linear``; ``options`` are keyword arguments of :class:`axo.nn.Linear`."""
+        old = _exactly(parent, child, nn.Linear, name)
+        new = Linear(
+            old.in_features,
+            old.out_features,
+            old.bias is not None,
+            "meta",
+            old.weight.dtype,
+            comms=self.comms,
+            transposed=transposed,
+            grad_reduce=self.grad_reduce,
+            gather_cache=self.gather_cache,
+            name=name,
+            **options,
+        )
+        self.put(parent, child, new)
+
+    def embedding(self, parent: nn.Module, child: str, name: str) -> None:
+        """Replace ``parent.child``, an ``nn.Embedding``."""
+        old = _exactly(parent, child, nn.Embedding, name)
+        new = Embedding(
+            old.num_embeddings,
+            old.embedding_dim,
+            old.padding_idx,
+            old.max_norm,
+            old.norm_type,
+            old.scale_grad_by_freq,
+            old.sparse,
+            "meta",
+            old.weight.dtype,
+            comms=self.comms,
+            grad_reduce=self.grad_reduce,
+            name=name,
+        )
+        self.put(parent, child, new)
+
+    def layer_norm(
+        self, parent: nn.Module, child: str, name: str, *, axis: str | None = "y", sum_grad_over: tuple[str, ...] = ()
+    ) -> None:
+        """Replace ``parent.child``, an ``nn.LayerNorm``."""
+        old = _exactly(parent, child, nn.LayerNorm, name)
+        new = LayerNorm(
+            old.normalized_shape,
+            old.eps,
+            old.elementwise_affine,
+            old.bias is not None,
+            "meta",
+            old.weight.dtype if old.elementwise_affine else None,
+            comms=self.comms,
+            axis=axis,
+            sum_grad_over=sum_grad_over,
+            grad_reduce=self.grad_reduce,
+            name=name,
+        )
+        self.put(parent, child, new)
+
+    def put(self, parent: nn.Module, child: str, new: ParallelLayer) -> None:
+        """Give ``new`` the values and flags of ``parent.child`` and put it in its place."""
+        old = getattr(parent, child)
+        if new.placements and not any(parameter.is_meta for parameter in old.parameters(recurse=False)):
+            new.to_empty(device=self.comms.device)
+            self._take_values(new, old)
+        for name, parameter in old.named_parameters(recurse=False):
+            getattr(new, name).requires_grad_(parameter.requires_grad)
+        new.train(old.training)
+        setattr(parent, child, new)
+
+    @torch.no_grad()
+    def _take_values(self, new: ParallelLayer, old: nn.Module) -> None:
+        for name, placement in new.placements.items():
+            full = getattr(old, name).detach().to(self.comms.device).contiguous()
+            if self.comms.grid.world_size > 1:
+                self.comms.world.broadcast(full, root=0)
+            getattr(new, name).copy_(placement.take(full))
+
+
+def check_exact(module: nn.Module, kind: type, name: str) -> None:
+    """Refuse a module that is not of this very class: a subclass may compute something else.
+
+    Raises:
+        ValueError: It is of another class.
+    """
+    if type(module) is not kind:
+        raise ValueError(
+            f"parallelize: {name!r} is a {type(module).__module__}.{type(module).__qualname__}, and the plan knows only"
+            f" torch.nn.{kind.__name__} there; LoRA, quantised and already parallel layers are not supported"
+        )
+
+
+def _exactly(parent: nn.Module, child: str, kind: type, name: str) -> Any:
+    check_exact(getattr(parent, child), kind, name)
+    return getattr(parent, child)
