@@ -1,5 +1,17 @@
 """Matrix products in the layouts NN, NT and TN, fused with chunked communication, and the tuner that chooses."""
 
+from axo_kernels.comm import Communicator, FusedCommunicator, Ran, SignalTimeout, adapt
+from axo_kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.gemm import matmul
 
-__all__ = ["matmul"]
+__all__ = [
+    "Communicator",
+    "FusedCommunicator",
+    "Ran",
+    "SignalTimeout",
+    "adapt",
+    "all_gather_matmul",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]

@@ -134,9 +134,11 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, accumu
             return Config(64, 64, 32, warps=4, stages=3, descriptors=descriptors)
         if int(target.arch[3:]) < 90:
             return Config(128, 128, 64, warps=8, stages=3)
-        if accumulate:
-            return Config(128, 128, 64, warps=8, stages=4, descriptors=descriptors, parts=2 if descriptors else 1)
-        return Config(128, 256, 64, stages=3, descriptors=descriptors, parts=2 if descriptors else 1)
+        if accumulate and descriptors:
+            return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)
+        if descriptors:
+            return Config(128, 256, 64, warps=8, stages=3, descriptors=True, parts=2)
+        return Config(128, 128, 64, warps=8, stages=4)  # 128x256 through pointers spills registers for TN
     if wide:
         return Config(64, 64, 32, warps=4, stages=2)
     if target.arch == "gfx90a":

@@ -1,0 +1,125 @@
+"""Flags, counters and packed buffers of fused operations: allocated once for each shape, then reused.
+
+    flags     int32[chunks]   the epoch that each chunk has reached; only ever grows (cyclically)
+    counters  int32[chunks]   finished tiles of each chunk; back to 0 when the chunk is complete
+    epoch     int32[1]        of the operation that runs now; in device memory, so that a captured graph advances it too
+    status    int32[4]        (1, flag number, epoch, value seen) once a wait inside a kernel has given up
+    table     int32[6, S]     the schedule in tiles, as segment_matmul_kernel reads it
+
+Packed buffers have two slots, taken in turn by the epoch's parity.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from axo_kernels.host_stream import SignalTimeout
+from axo_kernels.schedule import NO_FLAG, Schedule, TileTable, reached
+
+_NEVER = 2**31 - 1
+_TABLE_ROWS = 6
+
+
+class Workspace:
+    """The device memory of one fused operation at one shape."""
+
+    def __init__(self, name: str, schedule: Schedule, device: torch.device, first_epoch: int = 0) -> None:
+        self.name = name
+        self.schedule = schedule
+        words = max(1, schedule.chunks)
+        self.flags = torch.full((words,), first_epoch, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(words, dtype=torch.int32, device=device)
+        self.epoch = torch.full((1,), first_epoch, dtype=torch.int32, device=device)
+        self.status = torch.zeros(4, dtype=torch.int32, device=device)
+        self.turn = 0
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._tables: dict[Any, torch.Tensor] = {}
+
+    def advance(self) -> None:
+        """Begin the next operation: a new epoch, the other slot. Wraps around after 2**31 - 1."""
+        self.epoch.add_(1)
+        self.turn ^= 1
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the packed buffer of this turn."""
+        key = (self.turn, shape, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
+        return self._buffers[key]
+
+    def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
+        """Return the schedule as the kernel reads it, and its width (a power of two)."""
+        segments = self.schedule.segments
+        width = max(16, 1 << (len(segments) - 1).bit_length())
+        if tiles not in self._tables:
+            rows = [
+                [*tiles.first_tile[:-1]],
+                [segment.source for segment in segments],
+                [segment.target for segment in segments],
+                [segment.rows for segment in segments],
+                [segment.flag for segment in segments],
+                [tiles.tiles_of_flag[segment.flag] if segment.flag != NO_FLAG else 0 for segment in segments],
+            ]
+            padding = [_NEVER] + [0] * (_TABLE_ROWS - 1)
+            full = [row + [pad] * (width - len(row)) for row, pad in zip(rows, padding, strict=True)]
+            self._tables[tiles] = torch.tensor(full, dtype=torch.int32).to(self.flags.device)
+        return self._tables[tiles], width
+
+    def wait_on_host(self, number: int, timeout: float, rank: int) -> None:
+        """Wait for a flag from a thread of this process.
+
+        Raises:
+            SignalTimeout: It was not set within ``timeout`` seconds.
+        """
+        epoch = int(self.epoch)
+        deadline = time.monotonic() + timeout
+        pause = 2e-5
+        while not reached(int(self.flags[number]), epoch):
+            if time.monotonic() > deadline:
+                raise SignalTimeout(self._complaint(rank, number, epoch, int(self.flags[number]), timeout))
+            time.sleep(pause)
+            pause = min(2e-3, pause * 1.5)
+
+    def write_on_host(self, number: int) -> None:
+        """Set a flag to the current epoch from a thread of this process."""
+        self.flags[number] = self.epoch[0]
+
+    def check(self, rank: int, timeout: float) -> None:
+        """Raise what a kernel left in ``status``, and clear it.
+
+        Raises:
+            SignalTimeout: A wait inside a kernel gave up.
+        """
+        failed, number, epoch, seen = self.status.tolist()
+        if failed:
+            self.status.zero_()
+            raise SignalTimeout(self._complaint(rank, number, epoch, seen, timeout))
+
+    def _complaint(self, rank: int, number: int, epoch: int, seen: int, timeout: float) -> str:
+        peers = sorted({s.peer for s in self.schedule.segments if s.flag == number and s.peer != self.schedule.rank})
+        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.schedule.signals else ""
+        return (
+            f"{self.name}: rank {rank} of {self.schedule.size} waited {timeout:g} s for chunk {number}{whose} of epoch "
+            f"{epoch}; its flag stands at {seen}: a peer has not signalled"
+        )
+
+
+class Workspaces:
+    """All workspaces of one communicator."""
+
+    def __init__(self) -> None:
+        self._all: dict[Any, Workspace] = {}
+
+    def get(self, name: str, schedule: Schedule, key: Any, device: torch.device) -> Workspace:
+        """Return the workspace of an operation at a shape, making it at the first call."""
+        found = self._all.get((name, schedule, key, device))
+        if found is None:
+            found = self._all[(name, schedule, key, device)] = Workspace(name, schedule, device)
+        return found
+
+    def all(self) -> Iterator[Workspace]:
+        return iter(self._all.values())
