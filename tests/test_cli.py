@@ -1,13 +1,12 @@
 """The command ``axo``: what it prints, how it fails, and that it leaves no rank behind.
 
-Most tests run the command's ``main`` inside a process forked from the zygote, which saves the imports; it starts its ranks
-itself, as it does for people. Oracles: the serial run, exact lines, exit codes, the process table.
+Most tests run the command's ``main`` inside a process forked from the zygote, which saves the imports; it starts its
+ranks itself, as it does for people. Oracles: the serial run, exact lines, exit codes, the process table.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ from typing import Any
 import pytest
 import torch
 
-import axo
 from axo import cli
 from tests.launcher import Outcome, rank_outcomes
 from tests.test_trainer import NEOX, TEXT
@@ -307,7 +305,3 @@ def test_bench_lists_and_refuses(tmp_path: Path) -> None:
     assert code == 0 and lines[0] == "usage: axo bench NAME [ARGUMENTS]"
     code, lines = run_axo("bench", "nothing-like-it")
     assert code == 2 and lines[0].startswith("axo bench: error: bench: 'nothing-like-it' is not one of")
-
-
-def test_ln_256_is_what_a_guess_costs() -> None:
-    assert round(math.log(256), 3) == 5.545 and axo.Grid.parse("2x2x2x1").world_size == 8

@@ -13,6 +13,7 @@ import pkgutil
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -28,6 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+_RANK_0_FIRST_SECONDS = 10.0
 _WRONG_INPUT, _FAILED, _INTERRUPTED = 2, 1, 128 + signal.SIGINT
 
 
@@ -221,7 +223,11 @@ def _fields(overrides: list[str]) -> dict[str, str]:
 
 @contextmanager
 def _one_message(command: str) -> Iterator[None]:
-    """Turn errors into one message and an exit code; under torchrun rank 0 speaks for all where all fail alike."""
+    """Turn errors into one message and an exit code.
+
+    Under torchrun all ranks fail alike on wrong input and rank 0 speaks for them: the others give it time to, after
+    which torchrun ends them. One that is still there has an error of its own.
+    """
     try:
         yield
     except KeyboardInterrupt:
@@ -229,8 +235,10 @@ def _one_message(command: str) -> Iterator[None]:
         _complain(f"axo {command}: interrupted; all ranks have ended")
         raise typer.Exit(_INTERRUPTED) from None
     except (ValueError, FloatingPointError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            _complain(f"axo {command}: error: {error}")
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            time.sleep(_RANK_0_FIRST_SECONDS)
+        _complain(f"axo {command}: error: {'' if rank == '0' else f'rank {rank}: '}{error}")
         raise typer.Exit(_WRONG_INPUT) from None
     except RuntimeError as error:
         from axo.errors import Aborted, PeerLost

@@ -1,8 +1,8 @@
 """What one training run is: the options of ``axo train`` as a frozen dataclass, and every check that needs no rank.
 
 The checks run before ranks start (and again, cheaply, on each rank under torchrun), so that bad input costs one
-message and no process. They read the configuration of the model and the sizes of the files; they run no torch
-operation, since the ranks are forked from this process (a parallel operation here would leave them without their
+message and no process. They build the model without storage and read the sizes of the files; they run no torch
+operation on data, since the ranks are forked from this process (a parallel operation here would leave them without their
 thread pool).
 """
 
@@ -11,10 +11,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from axo import data, models
 from axo.grid import Grid
+from axo.plans import litgpt as litgpt_plan
 
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true")
 
@@ -109,6 +111,7 @@ def check(config: TrainConfig) -> None:
             f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
+    litgpt_plan.check(models.build_empty(model), SimpleNamespace(grid=config.grid))
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))

@@ -145,8 +145,7 @@ def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
         ValueError: The plan cannot split this configuration on this grid.
     """
     model_config = models.resolve(config.model, config.model_overrides)
-    with torch.device("meta"):
-        model = GPT(model_config)
+    model = models.build_empty(model_config)
     model.max_seq_length = config.seq_len
     axo.parallelize(model, comms, plan="litgpt")
     torch.manual_seed(config.seed)
