@@ -1,0 +1,261 @@
+// The progress thread, the doorbell and the life word; see engine.h.
+#include "engine.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <climits>
+#include <new>
+#include <thread>
+
+#include "error.h"
+
+#if defined(__SANITIZE_THREAD__)
+#define AXO_TSAN 1
+#endif
+
+namespace axo::host {
+namespace {
+
+std::atomic<Engine*> g_engine{nullptr};
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
+  timespec t{};
+  t.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
+  t.tv_nsec = static_cast<long>(limit.count() % 1000000000);
+  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &t, nullptr, 0);
+}
+
+// The published data must be visible before the sleeper count is read, and the sleeper's count before it looks at the
+// data again: then one of the two sees the other. ThreadSanitizer knows no fences, so it gets the costlier form.
+std::uint32_t sleepers_after_publish(std::atomic<std::uint32_t>& sleepers) {
+#if defined(AXO_TSAN)
+  return sleepers.fetch_add(0, std::memory_order_acq_rel);
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  return sleepers.load(std::memory_order_relaxed);
+#endif
+}
+
+int count_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
+  return std::max(1u, std::thread::hardware_concurrency());
+}
+
+}  // namespace
+
+Process::Process(int fd) : mapping_(map_segment(fd, kPageBytes)) {
+  page_ = reinterpret_cast<ProcessPage*>(mapping_->base());
+  if (page_->magic != ProcessPage::kMagic) throw Error("shared memory: the page of a peer is not one of Axo's");
+}
+
+bool Process::dead() const { return (page_->life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0; }
+
+bool Process::sleeping() const { return sleepers_after_publish(page_->sleepers) != 0; }
+
+void Process::ring() const {
+  if (sleepers_after_publish(page_->sleepers) == 0) return;
+  page_->bell.fetch_add(1);
+  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&page_->bell), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+Engine& Engine::get() {
+  static std::mutex mutex;
+  Engine* engine = g_engine.load(std::memory_order_acquire);
+  if (engine != nullptr) return *engine;
+  std::lock_guard<std::mutex> lock(mutex);
+  engine = g_engine.load(std::memory_order_acquire);
+  if (engine == nullptr) {
+    static const int registered = ::pthread_atfork(nullptr, nullptr, &Engine::after_fork_in_child);
+    (void)registered;
+    engine = new Engine;  // never destroyed: its thread lives as long as the process
+    g_engine.store(engine, std::memory_order_release);
+  }
+  return *engine;
+}
+
+void Engine::after_fork_in_child() {
+  Engine* engine = g_engine.exchange(nullptr);
+  if (engine != nullptr) engine->forked_.store(true);
+}
+
+Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_(std::make_shared<Clients>()) {
+  cores_ = count_cores();
+  {
+    auto mapping = map_segment(page_fd_.get(), kPageBytes);
+    auto* page = new (mapping->base()) ProcessPage{};
+    page->pid = ::getpid();
+    page->magic = ProcessPage::kMagic;
+    self_ = std::make_shared<Process>(page_fd_.get());
+  }
+  // The thread blocks all signals: they belong to the program's own threads.
+  sigset_t all, old;
+  sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &old);
+  try {
+    std::thread(&Engine::run, this).detach();
+  } catch (...) {
+    ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    throw;
+  }
+  ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  std::unique_lock<std::mutex> lock(duty_mutex_);
+  duty_.wait(lock, [this] { return running_; });
+}
+
+void Engine::run() {
+  ::prctl(PR_SET_NAME, "axo-progress", 0, 0, 0);
+  // The life word: an entry of this thread's robust list. When the thread dies, however it dies, the kernel sets
+  // FUTEX_OWNER_DIED in it before the process's memory is freed. The list is ours, not the C library's: this thread
+  // uses no robust mutex. Only the word lies in shared memory; the entry, with its pointers, stays private.
+  static thread_local robust_list_head head;
+  static thread_local robust_list entry;
+  auto& life = self_->page()->life;
+  head.futex_offset = reinterpret_cast<char*>(&life) - reinterpret_cast<char*>(&entry);
+  head.list_op_pending = nullptr;
+  head.list.next = &entry;
+  entry.next = &head.list;
+  const bool held = ::syscall(SYS_set_robust_list, &head, sizeof(head)) == 0;
+  if (held) life.store(static_cast<std::uint32_t>(::syscall(SYS_gettid)), std::memory_order_release);
+
+  std::unique_lock<std::mutex> lock(duty_mutex_);
+  running_ = true;
+  duty_.notify_all();
+  for (;;) {
+    on_duty_.store(false);
+    duty_.wait(lock, [this] { return pending_.load() > 0 && waiters_.load() == 0; });
+    on_duty_.store(true);
+    lock.unlock();
+    auto last_check = Clock::now();
+    while (pending_.load() > 0 && waiters_.load() == 0) {
+      if (drive(nullptr, false)) continue;
+      auto& page = *self_->page();
+      page.sleepers.fetch_add(1);
+      const std::uint32_t ticket = page.bell.load();
+      const bool moved = drive(nullptr, false);
+      if (!moved && pending_.load() > 0 && waiters_.load() == 0) futex_wait(page.bell, ticket, kTick);
+      page.sleepers.fetch_sub(1);
+      const auto now = Clock::now();
+      if (now - last_check >= kTick) {
+        drive(nullptr, true);
+        last_check = now;
+      }
+    }
+    lock.lock();
+  }
+}
+
+void Engine::watch() {
+  if (waiters_.load() > 0 || pending_.load() == 0 || on_duty_.load()) return;
+  std::lock_guard<std::mutex> lock(duty_mutex_);
+  duty_.notify_one();
+}
+
+std::shared_ptr<const Engine::Clients> Engine::clients() {
+  std::lock_guard<std::mutex> lock(clients_mutex_);
+  return clients_;
+}
+
+void Engine::add(const std::shared_ptr<Client>& client) {
+  std::lock_guard<std::mutex> lock(clients_mutex_);
+  auto next = std::make_shared<Clients>(*clients_);
+  next->push_back(client);
+  clients_ = next;
+}
+
+void Engine::remove(const Client* client) {
+  std::lock_guard<std::mutex> lock(clients_mutex_);
+  auto next = std::make_shared<Clients>(*clients_);
+  next->erase(std::remove_if(next->begin(), next->end(), [&](const auto& c) { return c.get() == client; }), next->end());
+  clients_ = next;
+}
+
+bool Engine::drive(const Client* except, bool check) {
+  const auto all = clients();
+  bool moved = false;
+  for (const auto& client : *all) {
+    if (client.get() == except || client->pending.load(std::memory_order_acquire) == 0) continue;
+    moved |= client->progress(check);
+  }
+  return moved;
+}
+
+bool Engine::wait(Client& own, bool crowded, const std::function<bool()>& done, Clock::time_point deadline) {
+  constexpr int kSpins = 400;
+  if (done()) return true;
+  waiters_.fetch_add(1);
+  auto& page = *self_->page();
+  const int spins = crowded ? 0 : kSpins;
+  int idle = 0;
+  Clock::time_point last_check{};
+  bool finished = false;
+  for (;;) {
+    bool moved = own.progress(false);
+    if ((finished = done())) break;
+    if (!moved && (idle >= spins || (idle & 15) == 15)) moved = drive(&own, false);
+    if ((finished = done())) break;
+    if (moved) {
+      idle = 0;
+      continue;
+    }
+    if (idle < spins) {
+      ++idle;
+      pause_cpu();
+      continue;
+    }
+    auto now = Clock::now();
+    if (now >= deadline) break;
+    page.sleepers.fetch_add(1);
+    const std::uint32_t ticket = page.bell.load();
+    moved = own.progress(false);
+    moved |= drive(&own, false);
+    if (!moved && !done()) {
+      futex_wait(page.bell, ticket, std::min<std::chrono::nanoseconds>(kTick, deadline - now));
+      now = Clock::now();
+    }
+    page.sleepers.fetch_sub(1);
+    if (last_check == Clock::time_point{}) last_check = now;
+    if (now - last_check >= kTick) {
+      drive(nullptr, true);
+      last_check = now;
+    }
+  }
+  if (waiters_.fetch_sub(1) == 1) watch();
+  return finished;
+}
+
+void Engine::bury(std::shared_ptr<void> object) {
+  if (!object) return;
+  std::lock_guard<std::mutex> lock(graveyard_mutex_);
+  graveyard_.push_back(std::move(object));
+  graves_.store(true);
+}
+
+void Engine::drain_graveyard() {
+  if (!graves_.load(std::memory_order_relaxed)) return;
+  std::vector<std::shared_ptr<void>> objects;
+  {
+    std::lock_guard<std::mutex> lock(graveyard_mutex_);
+    objects.swap(graveyard_);
+    graves_.store(false);
+  }
+}
+
+}  // namespace axo::host

@@ -1,0 +1,125 @@
+// The progress engine of a process: who moves pending operations forward, and who sleeps meanwhile.
+//
+// Every communicator is a Client: a state machine behind a try-lock. Whoever has time drives all clients: a caller that
+// blocks, or, when nobody blocks and something is pending, the progress thread. So a blocking call on an idle
+// communicator runs in its caller's thread, and a non-blocking one advances while the caller computes.
+//
+// Waiting is a bounded spin, then a futex on the process's doorbell. A peer rings after it has published; sleepers wake
+// at least every kTick to look for dead peers and for timeouts. The doorbell lives in the process's page, a shared segment
+// of its own, beside the life word: the kernel marks that word FUTEX_OWNER_DIED when the progress thread dies, whatever the
+// reason, before it frees the process's memory.
+//
+// After fork the child has no progress thread and no mappings: its copy of the engine is `forked()` and must not be used;
+// Engine::get() makes a new one.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "segment.h"
+
+namespace axo::host {
+
+using Clock = std::chrono::steady_clock;
+inline constexpr std::chrono::milliseconds kTick{25};
+
+// What a process shows its peers.
+struct ProcessPage {
+  static constexpr std::uint64_t kMagic = 0x3165676150'6f7841ull;
+  std::uint64_t magic;
+  std::int32_t pid;
+  alignas(64) std::atomic<std::uint32_t> life;  // thread id of the progress thread; FUTEX_OWNER_DIED once it is dead
+  alignas(64) std::atomic<std::uint32_t> bell;  // counts rings
+  std::atomic<std::uint32_t> sleepers;          // threads that sleep, or are about to, on the bell
+};
+inline constexpr std::size_t kPageBytes = 4096;
+
+// A process as its peers see it.
+class Process {
+ public:
+  // Maps the page of a process; throws Error when the descriptor is something else.
+  explicit Process(int fd);
+  bool dead() const;
+  int pid() const { return page_->pid; }
+  // Wakes the process's sleepers. Call it after the store that they wait for.
+  void ring() const;
+  bool sleeping() const;
+  ProcessPage* page() const { return page_; }
+
+ private:
+  std::shared_ptr<Mapping> mapping_;
+  ProcessPage* page_;
+};
+
+// Something with pending operations.
+class Client {
+ public:
+  virtual ~Client() = default;
+  // Moves what can be moved, without blocking; true when anything moved. `check` also looks for dead peers and timeouts.
+  virtual bool progress(bool check) = 0;
+  std::atomic<int> pending{0};  // operations that are not complete
+};
+
+class Engine {
+ public:
+  // The engine of this process, made at the first call.
+  static Engine& get();
+
+  bool forked() const { return forked_.load(std::memory_order_relaxed); }
+  int page_fd() const { return page_fd_.get(); }
+  const std::shared_ptr<Process>& self() const { return self_; }
+  int cores() const { return cores_; }
+
+  void add(const std::shared_ptr<Client>& client);
+  void remove(const Client* client);
+
+  // Drives all clients until done() or `deadline`; true when done. `own` is looked at most often; `crowded` says that
+  // ranks outnumber cores, where spinning only steals time from the peer that is waited for.
+  bool wait(Client& own, bool crowded, const std::function<bool()>& done, Clock::time_point deadline);
+
+  // Counts of pending operations, kept by clients. started() leaves the progress thread asleep; call watch() when the
+  // caller goes away before its operation is complete.
+  void started() { pending_.fetch_add(1); }
+  void finished() { pending_.fetch_sub(1); }
+  void watch();
+
+  // Objects that an operation kept alive are destroyed on a thread of the program, never on the progress thread.
+  void bury(std::shared_ptr<void> object);
+  void drain_graveyard();
+
+ private:
+  using Clients = std::vector<std::shared_ptr<Client>>;
+
+  Engine();
+  void run();
+  bool drive(const Client* except, bool check);
+  std::shared_ptr<const Clients> clients();
+  static void after_fork_in_child();
+
+  std::atomic<bool> forked_{false};
+  Fd page_fd_;
+  std::shared_ptr<Process> self_;
+  int cores_ = 1;
+
+  std::mutex clients_mutex_;
+  std::shared_ptr<const Clients> clients_;
+
+  std::atomic<int> pending_{0};
+  std::atomic<int> waiters_{0};
+  std::atomic<bool> on_duty_{false};
+  std::mutex duty_mutex_;
+  std::condition_variable duty_;
+  bool running_ = false;
+
+  std::mutex graveyard_mutex_;
+  std::vector<std::shared_ptr<void>> graveyard_;
+  std::atomic<bool> graves_{false};
+};
+
+}  // namespace axo::host

@@ -1,0 +1,234 @@
+// What each collective copies and reduces in a round: plan, stage, combine, consume.
+//
+//   operation       a round covers            stage of a rank            result         consume
+//   all_reduce      n parts of the whole      the n - 1 parts of others  its own part   the others' results
+//   all_reduce <=   the whole                 its whole input            -              reduce all stages
+//   kDirect bytes
+//   reduce          as all_reduce             as all_reduce              as all_reduce  at the root only
+//   reduce_scatter  a piece of each part      that piece for each other  -              reduce my part's pieces
+//   all_gather      a piece of the input      that piece                 -              copy each piece to its part
+//   gather          the same                  the same, but the root     -              at the root only
+//   broadcast       a piece of the data       that piece, at the root    -              copy
+//   scatter         a piece of each part      those pieces, at the root  -              copy my piece
+//   all_to_all(_v)  a piece of each part      that piece for each other  -              copy my piece of each stage
+//   barrier         no rounds: the headers are enough
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "host_core.h"
+#include "reduce.h"
+
+namespace axo::host {
+namespace {
+
+constexpr std::size_t kDirect = 4096;
+
+void copy(char* to, const char* from, std::size_t bytes) {
+  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
+}
+
+std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
+
+// Where `count` elements are cut into at most n parts, the elements of one: whole cache lines, so that no two ranks
+// write to one line.
+std::size_t part_of(std::size_t count, std::size_t n, std::size_t item) {
+  const std::size_t line = 64 / item;
+  return ceil_div(ceil_div(count, n), line) * line;
+}
+
+}  // namespace
+
+void Rounds::plan() {
+  const Request& r = work_->request;
+  const Layout& layout = core_.layout();
+  const auto n = static_cast<std::size_t>(core_.size());
+  const bool at_root = core_.rank() == r.root;
+  const std::size_t item = item_size(r.dtype);
+  stages_ = reads_ = true;
+  std::uint64_t total = r.count;
+  switch (r.kind) {
+    case Kind::barrier:
+      total = 0;
+      per_round_ = 1;
+      break;
+    case Kind::all_reduce:
+    case Kind::reduce:
+      combines_ = r.bytes() > kDirect;
+      per_round_ = combines_ ? n * (layout.part_bytes() / item) : kDirect / item;
+      if (r.kind == Kind::reduce) reads_ = at_root;
+      break;
+    case Kind::reduce_scatter:
+    case Kind::all_to_all:
+      per_round_ = layout.part_bytes() / item;
+      break;
+    case Kind::scatter:
+      per_round_ = layout.part_bytes() / item;
+      stages_ = at_root;
+      reads_ = !at_root;
+      break;
+    case Kind::all_gather:
+      per_round_ = layout.slot_bytes() / item;
+      break;
+    case Kind::gather:
+      per_round_ = layout.slot_bytes() / item;
+      stages_ = !at_root;
+      reads_ = at_root;
+      break;
+    case Kind::broadcast:
+      per_round_ = layout.slot_bytes() / item;
+      stages_ = at_root;
+      reads_ = !at_root;
+      break;
+    case Kind::all_to_all_v:
+      // In bytes; all ranks must agree on the number of rounds, so everybody looks at all rows.
+      per_round_ = layout.part_bytes();
+      total = 0;
+      for (int p = 0; p < core_.size(); ++p) {
+        const std::uint64_t* row = layout.row(core_.base(), p, work_->sequence);
+        for (std::size_t q = 0; q < n; ++q) total = std::max(total, row[q]);
+      }
+      break;
+    default:
+      break;
+  }
+  end_ = base_ + ceil_div(total, per_round_);
+  staged_ = stages_ ? base_ : end_;
+  combined_ = combines_ ? base_ : end_;
+  planned_ = true;
+}
+
+void Rounds::stage(std::uint64_t round) {
+  const Request& r = work_->request;
+  const Layout& layout = core_.layout();
+  const int n = core_.size(), me = core_.rank();
+  const std::size_t item = item_size(r.dtype), slot = layout.part_bytes();
+  const char* in = static_cast<const char*>(r.in);
+  char* to = layout.stage(core_.base(), me, round);
+  const std::size_t lo = (round - base_) * per_round_;
+  switch (r.kind) {
+    case Kind::all_reduce:
+    case Kind::reduce: {
+      const std::size_t len = std::min(per_round_, r.count - lo);
+      if (!combines_) {
+        copy(to, in + lo * item, len * item);
+        break;
+      }
+      const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
+      for (int p = 0; p < n; ++p) {
+        const std::size_t from = std::min(static_cast<std::size_t>(p) * part, len);
+        const std::size_t size = std::min(part, len - from);
+        if (p != me) copy(to + static_cast<std::size_t>(p) * slot, in + (lo + from) * item, size * item);
+      }
+      break;
+    }
+    case Kind::reduce_scatter:
+    case Kind::all_to_all:
+    case Kind::scatter: {
+      const std::size_t len = std::min(per_round_, r.count - lo);
+      for (int p = 0; p < n; ++p) {
+        const auto part = static_cast<std::size_t>(p);
+        if (p != me) copy(to + part * slot, in + (part * r.count + lo) * item, len * item);
+      }
+      break;
+    }
+    case Kind::all_to_all_v:
+      for (int p = 0; p < n; ++p) {
+        const auto part = static_cast<std::size_t>(p);
+        if (p == me || lo >= r.send_bytes[part]) continue;
+        copy(to + part * slot, in + r.send_offsets[part] + lo, std::min(per_round_, r.send_bytes[part] - lo));
+      }
+      break;
+    default:  // all_gather, gather, broadcast
+      copy(to, in + lo * item, std::min(per_round_, r.count - lo) * item);
+      break;
+  }
+}
+
+// out = the reduction, in rank order, of every peer's stage at `at` bytes and of my own input.
+void Rounds::reduce_stages(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const {
+  std::array<const void*, kMaxRanks> inputs{};
+  for (int p = 0; p < core_.size(); ++p) {
+    inputs[static_cast<std::size_t>(p)] =
+        p == core_.rank() ? own : core_.layout().stage(core_.base(), p, round) + at;
+  }
+  reduce(inputs.data(), core_.size(), out, count, work_->request.dtype, work_->request.op);
+}
+
+void Rounds::combine(std::uint64_t round) {
+  const Request& r = work_->request;
+  const std::size_t item = item_size(r.dtype), me = static_cast<std::size_t>(core_.rank());
+  const std::size_t lo = (round - base_) * per_round_;
+  const std::size_t len = std::min(per_round_, r.count - lo);
+  const std::size_t part = part_of(len, static_cast<std::size_t>(core_.size()), item);
+  const std::size_t from = std::min(me * part, len), size = std::min(part, len - from);
+  char* result = core_.layout().result(core_.base(), core_.rank(), round);
+  reduce_stages(me * core_.layout().part_bytes(), static_cast<const char*>(r.in) + (lo + from) * item, result, size,
+                round);
+  if (reads_) copy(static_cast<char*>(r.out) + (lo + from) * item, result, size * item);
+}
+
+void Rounds::consume(std::uint64_t round) {
+  const Request& r = work_->request;
+  const Layout& layout = core_.layout();
+  char* base = core_.base();
+  const int n = core_.size(), me = core_.rank();
+  const auto self = static_cast<std::size_t>(me);
+  const std::size_t item = item_size(r.dtype), slot = layout.part_bytes();
+  const char* in = static_cast<const char*>(r.in);
+  char* out = static_cast<char*>(r.out);
+  const std::size_t lo = (round - base_) * per_round_;
+  const std::size_t len = r.kind == Kind::all_to_all_v ? 0 : std::min(per_round_, r.count - lo);
+  switch (r.kind) {
+    case Kind::all_reduce:
+    case Kind::reduce: {
+      if (!reads_) break;
+      if (!combines_) {
+        reduce_stages(0, in + lo * item, out + lo * item, len, round);
+        break;
+      }
+      const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
+      for (int p = 0; p < n; ++p) {
+        const std::size_t from = std::min(static_cast<std::size_t>(p) * part, len);
+        if (p != me) copy(out + (lo + from) * item, layout.result(base, p, round), std::min(part, len - from) * item);
+      }
+      break;
+    }
+    case Kind::reduce_scatter:
+      reduce_stages(self * slot, in + (self * r.count + lo) * item, out + lo * item, len, round);
+      break;
+    case Kind::all_gather:
+    case Kind::gather:
+      if (!reads_) break;
+      for (int p = 0; p < n; ++p) {
+        char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
+        copy(to, p == me ? in + lo * item : layout.stage(base, p, round), len * item);
+      }
+      break;
+    case Kind::broadcast:
+      if (reads_) copy(out + lo * item, layout.stage(base, r.root, round), len * item);
+      break;
+    case Kind::scatter:
+      copy(out + lo * item, reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item,
+           len * item);
+      break;
+    case Kind::all_to_all:
+      for (int p = 0; p < n; ++p) {
+        const std::size_t at = (static_cast<std::size_t>(p) * r.count + lo) * item;
+        copy(out + at, p == me ? in + at : layout.stage(base, p, round) + self * slot, len * item);
+      }
+      break;
+    case Kind::all_to_all_v:
+      for (int p = 0; p < n; ++p) {
+        const auto part = static_cast<std::size_t>(p);
+        if (lo >= r.recv_bytes[part]) continue;
+        const char* from = p == me ? in + r.send_offsets[part] + lo : layout.stage(base, p, round) + self * slot;
+        copy(out + r.recv_offsets[part] + lo, from, std::min(per_round_, r.recv_bytes[part] - lo));
+      }
+      break;
+    default:
+      break;
+  }
+}
+
+}  // namespace axo::host

@@ -1,0 +1,23 @@
+// Making the core of a host communicator.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "host_communicator.h"
+#include "host_core.h"
+
+namespace axo::host {
+
+std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int rank, int size,
+                                      const HostOptions& options);
+
+// All-gathers equally long strings over the parent.
+using GatherBytes = std::function<std::string(const std::string&)>;
+
+// Null when color < 0.
+std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, int color, int key,
+                                     const std::string& name);
+
+}  // namespace axo::host

@@ -1,0 +1,93 @@
+// What a host communicator says when an operation fails: which one, where, who, and for how long it waited.
+#include <cstdio>
+
+#include "host_core.h"
+
+namespace axo::host {
+namespace {
+
+std::string seconds_since(Clock::time_point start) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3f s", std::chrono::duration<double>(Clock::now() - start).count());
+  return text;
+}
+
+}  // namespace
+
+std::string HostCore::describe(const HostWork& work) const {
+  const Request& r = work.request;
+  std::string text = name_of(r.kind);
+  if (r.kind == Kind::send) text += " to rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
+  if (r.kind == Kind::recv) text += " from rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
+  return text + " #" + std::to_string(work.sequence) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) + " of " +
+         std::to_string(m_.size) + ")";
+}
+
+std::exception_ptr HostCore::error_for(const HostWork& work) const {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  const std::string where = describe(work) + ": ";
+  switch (failure_.kind) {
+    case FailureKind::peer_lost: {
+      const auto peer = static_cast<std::size_t>(failure_.peer < 0 ? 0 : failure_.peer);
+      return std::make_exception_ptr(
+          PeerLost(where + "rank " + std::to_string(peer) + " (process " +
+                       std::to_string(m_.processes[peer]->pid()) + ") " + failure_.text + "; waited " +
+                       seconds_since(work.issue_time()),
+                   static_cast<int>(peer)));
+    }
+    case FailureKind::timeout:
+      return std::make_exception_ptr(Timeout(where + failure_.text));
+    case FailureKind::mismatch:
+      return std::make_exception_ptr(Mismatch(where + failure_.text));
+    default:
+      return std::make_exception_ptr(Aborted(where + "aborted: " + failure_.text));
+  }
+}
+
+// Where a peer stands, as far as its headers tell.
+std::string HostCore::peer_position(int peer) const {
+  const RankState& s = state(peer);
+  if (m_.processes[static_cast<std::size_t>(peer)]->dead()) return "died";
+  if (s.left.load(std::memory_order_acquire) != 0) return "left";
+  const std::uint64_t issued = s.issued.load(std::memory_order_acquire);
+  if (issued == 0) return "has issued nothing";
+  return "last issued " + std::string(name_of(s.headers[(issued - 1) % kHeaders].kind)) + " #" +
+         std::to_string(issued - 1);
+}
+
+std::string HostCore::timeout_text(const HostWork& work) const {
+  std::string text = "rank " + std::to_string(m_.rank) + " timed out after " + seconds_since(work.issue_time()) + " in " +
+                     describe(work);
+  if (work.request.point_to_point()) return text + "; rank " + std::to_string(work.request.root) + " did not answer";
+  std::string arrived, missing;
+  for (int p = 0; p < m_.size; ++p) {
+    if (state(p).issued.load(std::memory_order_acquire) > work.sequence) {
+      arrived += (arrived.empty() ? "" : ", ") + std::to_string(p);
+    } else {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
+    }
+  }
+  return text + "; arrived: " + (arrived.empty() ? "none" : arrived) + "; not arrived: " +
+         (missing.empty() ? "none" : missing);
+}
+
+void HostCore::check_not_forked(const char* what) const {
+  if (!engine_.forked()) return;
+  throw Error(std::string(what) + " on '" + m_.name +
+              "': the communicator belongs to the parent process; connect again after fork");
+}
+
+void HostCore::check_usable(const char* what) const {
+  const std::string where = std::string(what) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) + " of " +
+                            std::to_string(m_.size) + "): ";
+  check_not_forked(what);
+  if (failed_.load(std::memory_order_acquire)) {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    std::string reason = failure_.text;
+    if (failure_.kind == FailureKind::peer_lost) reason = "rank " + std::to_string(failure_.peer) + " " + reason;
+    throw Aborted(where + "the communicator is aborted: " + reason);
+  }
+  if (closed_.load(std::memory_order_acquire)) throw Error(where + "the communicator is closed");
+}
+
+}  // namespace axo::host

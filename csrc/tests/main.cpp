@@ -1,0 +1,51 @@
+// Runs the tests, each within a deadline; exit status 1 when any fails or none ran.
+#include <signal.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstring>
+
+#include "check.h"
+
+namespace {
+
+const char* g_running = "";
+
+void on_alarm(int) {
+  const char text[] = "\nTIMEOUT in ";
+  (void)!::write(2, text, sizeof(text) - 1);
+  (void)!::write(2, g_running, std::strlen(g_running));
+  (void)!::write(2, "\n", 1);
+  ::_exit(3);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const char* filter = argc > 1 ? argv[1] : "";
+  const char* limit = std::getenv("AXO_TEST_SECONDS");
+  ::signal(SIGALRM, on_alarm);
+  int failed = 0, ran = 0;
+  for (const auto& test : check::tests()) {
+    if (std::strstr(test.name, filter) == nullptr) continue;
+    ++ran;
+    g_running = test.name;
+    ::alarm(limit ? static_cast<unsigned>(std::atoi(limit)) : 120);
+    const auto start = std::chrono::steady_clock::now();
+    const long before = check::checks();
+    std::string error;
+    try {
+      test.run();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    std::printf("%-40s %8ld checks %7.2f s  %s\n", test.name, check::checks() - before, seconds,
+                error.empty() ? "ok" : ("FAILED " + error).c_str());
+    std::fflush(stdout);
+    failed += !error.empty();
+  }
+  ::alarm(0);
+  std::printf("%d tests, %d failed\n", ran, failed);
+  return failed || ran == 0 ? 1 : 0;
+}

@@ -1,0 +1,145 @@
+// Ranks for tests: threads of this process, or forked processes, over a store in shared memory.
+#pragma once
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../host_communicator.h"
+#include "check.h"
+
+namespace ranks {
+
+using Comm = std::shared_ptr<axo::Communicator>;
+
+// A store that threads and forked children share: a table in anonymous shared memory.
+class TableStore final : public axo::Store {
+ public:
+  TableStore() {
+    void* p = ::mmap(nullptr, sizeof(Table), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED) throw std::runtime_error("mmap");
+    table_ = new (p) Table{};
+  }
+  ~TableStore() override { ::munmap(table_, sizeof(Table)); }
+
+  void set(const std::string& key, const std::string& value) override {
+    Entry& e = table_->entries[table_->next.fetch_add(1) % kEntries];
+    std::strncpy(e.key, key.c_str(), sizeof(e.key) - 1);
+    std::strncpy(e.value, value.c_str(), sizeof(e.value) - 1);
+    e.ready.store(1, std::memory_order_release);
+  }
+  std::string get(const std::string& key, axo::Milliseconds timeout) override {
+    const auto end = std::chrono::steady_clock::now() + timeout;
+    for (;;) {
+      for (auto& e : table_->entries) {
+        if (e.ready.load(std::memory_order_acquire) && key == e.key) return e.value;
+      }
+      if (std::chrono::steady_clock::now() > end) throw axo::Timeout("store: no key " + key);
+      std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  }
+
+ private:
+  static constexpr int kEntries = 256;
+  struct Entry {
+    std::atomic<int> ready;
+    char key[60];
+    char value[960];
+  };
+  struct Table {
+    std::atomic<int> next;
+    Entry entries[kEntries];
+  };
+  Table* table_;
+};
+
+inline Comm connect(axo::Store& store, int rank, int size, axo::Milliseconds timeout = axo::Milliseconds(60000),
+                    const std::string& key = "world") {
+  axo::HostOptions options;
+  options.name = key;
+  options.timeout = timeout;
+  return axo::create_host_communicator(store, key, rank, size, options);
+}
+
+// Runs fn(rank) on n threads; the first exception is thrown here.
+inline void threads(int n, const std::function<void(int)>& fn) {
+  std::mutex mutex;
+  std::string error;
+  std::vector<std::thread> all;
+  for (int r = 0; r < n; ++r) {
+    all.emplace_back([&, r] {
+      try {
+        fn(r);
+      } catch (const std::exception& e) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (error.empty()) error = "rank " + std::to_string(r) + ": " + e.what();
+      }
+    });
+  }
+  for (auto& t : all) t.join();
+  if (!error.empty()) throw check::Failed(error);
+}
+
+// The same with a communicator of the n threads.
+inline void with_threads(int n, const std::function<void(Comm)>& fn,
+                         axo::Milliseconds timeout = axo::Milliseconds(60000)) {
+  TableStore store;
+  threads(n, [&](int r) {
+    Comm comm = connect(store, r, n, timeout);
+    fn(comm);
+    comm->shutdown();
+  });
+}
+
+// Runs fn(rank) in n forked processes and returns how each ended: 0 well, 1 with an exception, 128 + s by signal s.
+inline std::vector<int> processes(int n, const std::function<void(int)>& fn) {
+  std::vector<pid_t> pids;
+  std::fflush(stdout);
+  for (int r = 0; r < n; ++r) {
+    const pid_t pid = ::fork();
+    if (pid < 0) throw std::runtime_error("fork");
+    if (pid == 0) {
+      ::alarm(100);
+      int status = 0;
+      try {
+        fn(r);
+      } catch (const std::exception& e) {
+        std::fprintf(stderr, "rank %d: %s\n", r, e.what());
+        status = 1;
+      }
+      ::_exit(status);
+    }
+    pids.push_back(pid);
+  }
+  std::vector<int> ends;
+  for (pid_t pid : pids) {
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    ends.push_back(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
+  }
+  return ends;
+}
+
+inline void all_well(const std::vector<int>& ends) {
+  for (std::size_t r = 0; r < ends.size(); ++r) {
+    if (ends[r] != 0) throw check::Failed("rank " + std::to_string(r) + " ended with " + std::to_string(ends[r]));
+  }
+}
+
+inline axo::CallOptions blocking() {
+  axo::CallOptions options;
+  options.blocking = true;
+  return options;
+}
+
+}  // namespace ranks
