@@ -1,0 +1,133 @@
+"""From what a caller passes (a torch tensor, a NumPy array, anything with DLPack) to memory that the core can use.
+
+The core moves contiguous host memory of a known dtype. A tensor that is not contiguous travels through a contiguous
+copy and is copied back when its operation has been waited for; the values are exact either way. It checks; it does not
+move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+# In the order of csrc/types.h.
+DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.complex64,
+            torch.complex128,
+        )
+    )
+}
+OPS = {name: code for code, name in enumerate(("sum", "avg", "product", "min", "max", "band", "bor", "bxor"))}
+
+
+def as_tensor(array: Any, what: str) -> torch.Tensor:
+    """The torch tensor that shares memory with ``array``, checked: on the CPU, dense, of a dtype that Axo moves.
+
+    Raises:
+        TypeError: Not an array. ValueError: An array that this communicator cannot move.
+    """
+    if isinstance(array, torch.Tensor):
+        tensor = array
+    elif isinstance(array, np.ndarray):
+        if not array.flags.writeable:
+            raise ValueError(f"{what}: the NumPy array is read-only; pass a copy")
+        tensor = torch.from_numpy(array)
+    elif hasattr(array, "__dlpack__"):
+        tensor = torch.from_dlpack(array)
+    else:
+        raise TypeError(f"{what}: {type(array).__name__} is not a tensor; pass a torch tensor, a NumPy or DLPack array")
+    if tensor.device.type != "cpu":
+        raise ValueError(f"{what}: the tensor is on {tensor.device}; this communicator moves host memory, use .cpu()")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{what}: dtype {tensor.dtype} is not supported; view it as one that is, such as torch.uint8")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what}: layout {tensor.layout} is not supported; use .to_dense()")
+    return tensor
+
+
+def like(result: torch.Tensor, array: Any) -> Any:
+    """``result`` as the kind of array that the caller passed."""
+    return result.numpy() if isinstance(array, np.ndarray) else result
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, read from its start, is its values in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain_input(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor, or a new contiguous buffer to copy back from."""
+    if is_plain(tensor):
+        return tensor
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"{what}: the result tensor is expanded (several elements share memory); use .contiguous()")
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def check_elements(what: str, name: str, tensor: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{what}: {name} has dtype {tensor.dtype}, the input {dtype}; they must be equal")
+    if tensor.numel() != count:
+        raise ValueError(f"{what}: {name} has {tensor.numel()} elements, expected {count} ({why})")
+
+
+def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset: int) -> None:
+    """Refuse overlapping memory, but for ``target`` starting ``offset`` bytes after ``source``."""
+    start, other = source.data_ptr(), target.data_ptr()
+    if other == start + offset or source.nbytes == 0 or target.nbytes == 0:
+        return
+    if start < other + target.nbytes and other < start + source.nbytes:
+        raise ValueError(f"{what}: input and out overlap in memory other than in place; use separate tensors")
+
+
+def rows_to_elements(
+    what: str, name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
+) -> tuple[list[int], list[int]]:
+    """Counts and offsets, in elements, of the parts that ``counts`` rows of dim 0 each make (None: equal parts)."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if counts is None:
+        if rows % size:
+            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
+        counts = [rows // size] * size
+    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+        raise ValueError(
+            f"{what}: {name}={list(counts)} does not cut {rows} rows into {size} parts; "
+            f"give {size} numbers of at least 0 that add up to {rows}"
+        )
+    per_row = tensor.numel() // rows if rows else 0
+    elements = [count * per_row for count in counts]
+    offsets = [sum(elements[:rank]) for rank in range(size)]
+    return elements, offsets
+
+
+def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised CPU tensor, meant for buffers that are reduced or gathered again and again.
+
+    Today it is ordinary memory: operations on it are staged like any other's. Code that allocates such buffers here
+    will gain when the core reduces shared buffers in place.
+    """
+    return torch.empty(tuple(shape), dtype=dtype)

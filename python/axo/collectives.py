@@ -1,0 +1,394 @@
+"""Communicator: the collectives of one axis (or of the world) on tensors, and the Work that a pending one gives.
+
+    total = comms.x.all_reduce(t)                             # blocking, in place
+    work = comms.z.all_gather(shard, async_op=True)           # pending; do not touch shard before wait
+    weight = work.wait()
+
+Every rank of a communicator issues the same operations in the same order (csrc/communicator.h states the contract).
+Roots and peers are ranks inside the communicator. Tensors may be NumPy arrays or anything with DLPack, and of any
+strides. A communicator of one rank issues nothing. What it does not do: record gradients; the layers of axo.nn and
+axo.matmul do.
+
+A tensor that an operation writes counts as modified in place: autograd refuses a backward that would have read the old
+values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from axo.buffers import (
+    DTYPES,
+    OPS,
+    as_tensor,
+    check_elements,
+    check_overlap,
+    like,
+    plain_input,
+    plain_output,
+    rows_to_elements,
+)
+from axo.counting import active as counting
+from axo.work import Work, open_group
+
+try:
+    from axo import _C
+except ImportError as error:
+    raise ImportError(
+        f"axo's compiled part does not load with torch {torch.__version__} ({error}); it serves the torch that it was "
+        "built against: rebuild with `pip install --no-build-isolation .`, in a checkout with `make build`"
+    ) from error
+
+if _C.torch_version.split(".")[:2] != torch.__version__.split(".")[:2]:
+    raise ImportError(
+        f"axo was built against torch {_C.torch_version} and runs with torch {torch.__version__}; "
+        "rebuild with `pip install --no-build-isolation .`, in a checkout with `make build`"
+    )
+
+_DEFAULT_TIMEOUT = -1  # the communicator's own
+_REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
+
+
+class group:
+    """Launch the operations of a block as one, on whatever communicators they are.
+
+    Operations without ``async_op`` are complete when the block ends; their results must not be read inside it. Blocks
+    nest; the outermost end launches.
+    """
+
+    def __enter__(self) -> None:
+        _C.group_start()
+        open_group.depth += 1
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        open_group.depth -= 1
+        if open_group.depth:
+            _C.group_end()
+            return
+        recorded, waits = open_group.recorded, open_group.waits
+        open_group.recorded, open_group.waits = [], []
+        try:
+            _C.group_end()
+        finally:
+            for work in recorded:
+                work._recorded = False
+        if kind is None:
+            for work in waits:
+                work.wait()
+
+
+class Communicator:
+    """The collectives among the ranks of one axis. Made by ``axo.connect`` and ``split``."""
+
+    def __init__(self, core: Any, *, name: str, axis: str) -> None:
+        self._core = core  # None: one rank
+        self.rank: int = core.rank if core is not None else 0
+        self.size: int = core.size if core is not None else 1
+        self.name = name
+        self.axis = axis
+        self.transport: str = core.transport if core is not None else "none"
+        self._blocked = 0.0
+
+    def __repr__(self) -> str:
+        return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport})"
+
+    @property
+    def blocked_seconds(self) -> float:
+        """How long this rank has been blocked in this communicator's operations, in seconds."""
+        return self._blocked
+
+    def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
+        """Reduce over ranks, elementwise, in place unless ``out`` is given; every rank gets the same bits."""
+        source = as_tensor(tensor, "all_reduce")
+        code = self._op("all_reduce", op, source)
+        target, result = (source, tensor) if out is None else (as_tensor(out, "all_reduce"), out)
+        check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("all_reduce", source)
+        send, receive, copies = _buffers("all_reduce", source, target)
+        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
+        return self._issue(self._core.all_reduce, args, (send, receive), copies, target, result, async_op)
+
+    def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
+        """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
+        source = as_tensor(tensor, "all_gather")
+        target, result = self._whole("all_gather", source, tensor, out)
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("all_gather", source)
+        send, receive, copies = _buffers("all_gather", source, target, self.rank * source.nbytes)
+        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype])
+        return self._issue(self._core.all_gather, args, (send, receive), copies, target, result, async_op)
+
+    def reduce_scatter(self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False) -> Any:
+        """Reduce ``(size * n0, ...)`` over ranks; this rank gets part ``rank`` of dim 0: ``(n0, ...)``."""
+        source = as_tensor(tensor, "reduce_scatter")
+        code = self._op("reduce_scatter", op, source)
+        target, result = self._part("reduce_scatter", source, tensor, out)
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("reduce_scatter", source)
+        send, receive, copies = _buffers("reduce_scatter", source, target, self.rank * target.nbytes)
+        args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
+        return self._issue(self._core.reduce_scatter, args, (send, receive), copies, target, result, async_op)
+
+    def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
+        """Copy the root's values to every rank, in place."""
+        self._check_rank("broadcast", "root", root)
+        target = as_tensor(tensor, "broadcast")
+        if self._core is None:
+            return self._alone(target, target, tensor, async_op)
+        self._count("broadcast", target)
+        buffer, _, copies = _buffers("broadcast", target, target)
+        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], root)
+        return self._issue(self._core.broadcast, args, buffer, copies, target, tensor, async_op)
+
+    def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
+        """Reduce over ranks; the result is at the root, in place unless ``out`` is given. None elsewhere."""
+        self._check_rank("reduce", "root", root)
+        source = as_tensor(tensor, "reduce")
+        code = self._op("reduce", op, source)
+        here = self.rank == root
+        target, result = (source, tensor) if out is None else (as_tensor(out, "reduce"), out)
+        check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("reduce", source)
+        if here:
+            send, receive, copies = _buffers("reduce", source, target)
+        else:
+            send, receive, copies, result = plain_input(source), None, (), None
+        args = (send.data_ptr(), _address(receive), source.numel(), DTYPES[source.dtype], code, root)
+        keep = (send, receive)
+        return self._issue(self._core.reduce, args, keep, copies, target if here else None, result, async_op)
+
+    def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        """Concatenate the ranks' tensors ``(n0, ...)`` at the root: ``(size * n0, ...)``. None elsewhere."""
+        self._check_rank("gather", "root", root)
+        source = as_tensor(tensor, "gather")
+        if self.rank != root:
+            target, result, receive, copies = None, None, None, ()
+            send = plain_input(source)
+        else:
+            target, result = self._whole("gather", source, tensor, out)
+            if self._core is None:
+                return self._alone(source, target, result, async_op)
+            send, receive, copies = _buffers("gather", source, target, self.rank * source.nbytes)
+        self._count("gather", source)
+        args = (send.data_ptr(), _address(receive), source.numel(), DTYPES[source.dtype], root)
+        return self._issue(self._core.gather, args, (send, receive), copies, target, result, async_op)
+
+    def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        """Cut the root's ``(size * n0, ...)`` along dim 0; each rank gets its part ``(n0, ...)``.
+
+        Only the root passes a tensor; the others pass None and ``out``.
+        """
+        self._check_rank("scatter", "root", root)
+        if self.rank == root:
+            if tensor is None:
+                raise ValueError("scatter: the root must pass a tensor")
+            source = as_tensor(tensor, "scatter")
+            target, result = self._part("scatter", source, tensor, out)
+            if self._core is None:
+                return self._alone(source, target, result, async_op)
+            send, receive, copies = _buffers("scatter", source, target, self.rank * target.nbytes)
+        else:
+            if out is None:
+                raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
+            target, result = as_tensor(out, "scatter"), out
+            send, (_, receive, copies) = None, _buffers("scatter", target, target)
+        self._count("scatter", target)
+        args = (_address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
+        return self._issue(self._core.scatter, args, (send, receive), copies, target, result, async_op)
+
+    def all_to_all(
+        self,
+        tensor: Any,
+        out: Any = None,
+        async_op: bool = False,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+    ) -> Any:
+        """Send part p of dim 0 to rank p, and receive from rank p its part for this rank, in rank order.
+
+        Parts are equal unless the counts say otherwise: rows of dim 0 for each rank; what p sends here must equal what
+        is received from p.
+        """
+        source = as_tensor(tensor, "all_to_all")
+        sent, send_offsets = rows_to_elements("all_to_all", "send_counts", send_counts, source, self.size)
+        if out is not None:
+            target, result = as_tensor(out, "all_to_all"), out
+            check_elements("all_to_all", "out", target, target.numel(), source.dtype, "")
+        else:
+            if recv_counts is None and send_counts is not None:
+                raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
+            rows = sum(recv_counts) if recv_counts is not None else source.shape[0]
+            target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype)
+            result = like(target, tensor)
+        received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
+        if self._core is None:
+            check_elements("all_to_all", "out", target, source.numel(), source.dtype, "as the input")
+            return self._alone(source, target, result, async_op)
+        self._count("all_to_all", source)
+        send, receive, copies = _buffers("all_to_all", source, target)
+        code = DTYPES[source.dtype]
+        if send_counts is None and recv_counts is None and sent[0] == received[0]:
+            args: tuple = (send.data_ptr(), receive.data_ptr(), sent[0], code)
+            return self._issue(self._core.all_to_all, args, (send, receive), copies, target, result, async_op)
+        args = (send.data_ptr(), sent, send_offsets, receive.data_ptr(), received, recv_offsets, code)
+        return self._issue(self._core.all_to_all_v, args, (send, receive), copies, target, result, async_op)
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
+        """Send to ``peer``; meets its ``recv`` of the same tag, in issue order."""
+        self._check_peer("send", peer)
+        source = as_tensor(tensor, "send")
+        self._count("send", source)
+        buffer = plain_input(source)
+        args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
+        return self._issue(self._core.send, args, buffer, (), None, tensor, async_op)
+
+    def recv(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
+        """Receive from ``peer`` into ``tensor``."""
+        self._check_peer("recv", peer)
+        target = as_tensor(tensor, "recv")
+        self._count("recv", target)
+        buffer, _, copies = _buffers("recv", target, target)
+        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], peer, tag)
+        return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
+
+    def barrier(self, async_op: bool = False) -> Any:
+        """Return when every rank has come here."""
+        if self._core is None:
+            return Work(self, None, None, ()) if async_op else None
+        if counting.blocks:
+            counting.record("barrier", self.axis, 0, 0)
+        return self._issue(lambda blocking, ms, _: self._core.barrier(blocking, ms), (), None, (), None, None, async_op)
+
+    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
+        """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
+
+        A negative color takes no part and gets None. ``axis`` is the name under which its operations are counted.
+        """
+        name = name or f"{self.name}/split{color}"
+        if self._core is None:
+            core, alone = None, color >= 0
+        else:
+            core = self._core.split(color, key, name)
+            alone = False
+        if core is None and not alone:
+            return None
+        if core is not None and core.size == 1:
+            core.shutdown()
+            core = None
+        return Communicator(core, name=name, axis=axis or self.axis)
+
+    def abort(self, reason: str) -> None:
+        """End every pending operation of this communicator, on every rank, with ``Aborted(reason)``. Never blocks."""
+        if self._core is not None:
+            self._core.abort(reason)
+
+    def close(self) -> None:
+        """Wait for this rank's pending operations, take leave of the peers, release memory. May be called again."""
+        if self._core is not None:
+            self._core.shutdown()
+
+    def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
+        """Call the core; give the result, or a Work. ``target`` is the caller's tensor that is written, if any."""
+        if target is not None and not copies and not target.is_inference():
+            torch.autograd.graph.increment_version(target)  # the core writes behind autograd's back
+        if not async_op and not open_group.depth:
+            start = time.perf_counter()
+            try:
+                call(*args, True, _DEFAULT_TIMEOUT, None)
+            finally:
+                self._blocked += time.perf_counter() - start
+            with torch.no_grad():
+                for to, buffer in copies:
+                    to.copy_(buffer)
+            return result
+        work = Work(self, call(*args, False, _DEFAULT_TIMEOUT, keep), result, copies)
+        if open_group.depth:
+            work._recorded = True
+            open_group.recorded.append(work)
+            if not async_op:
+                open_group.waits.append(work)
+                return result
+        return work
+
+    def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
+        if target is not source:
+            with torch.no_grad():
+                target.copy_(source.reshape(target.shape))
+        return Work(self, None, result, ()) if async_op else result
+
+    def _count(self, op: str, tensor: torch.Tensor) -> None:
+        if counting.blocks:
+            counting.record(op, self.axis, tensor.numel(), tensor.element_size())
+
+    def _op(self, what: str, op: str, tensor: torch.Tensor) -> int:
+        if op not in OPS:
+            raise ValueError(f"{what}: op={op!r} is not an operation; use one of {', '.join(OPS)}")
+        if not _REDUCES[tensor.dtype, op]:
+            raise ValueError(f"{what}: op={op!r} is not defined on {tensor.dtype}")
+        return OPS[op]
+
+    def _whole(self, what: str, part: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
+        """The tensor of ``size`` parts that a gather writes, and what the caller gets for it."""
+        if out is None:
+            rows = part.shape[0] if part.dim() else 1
+            target = torch.empty((self.size * rows, *part.shape[1:]), dtype=part.dtype)
+            return target, like(target, array)
+        target = as_tensor(out, what)
+        why = f"{self.size} ranks with {part.numel()} each"
+        check_elements(what, "out", target, self.size * part.numel(), part.dtype, why)
+        return target, out
+
+    def _part(self, what: str, whole: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
+        """The tensor that takes this rank's part of ``whole``, and what the caller gets for it."""
+        rows = whole.shape[0] if whole.dim() else 1
+        if rows % self.size:
+            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
+        if out is None:
+            target = torch.empty((rows // self.size, *whole.shape[1:]), dtype=whole.dtype)
+            return target, like(target, array)
+        target = as_tensor(out, what)
+        why = f"a part of {whole.numel()} over {self.size} ranks"
+        check_elements(what, "out", target, whole.numel() // self.size, whole.dtype, why)
+        return target, out
+
+    def _check_rank(self, what: str, name: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise ValueError(f"{what}: {name}={rank} is not a rank of {self.name!r}; use 0 to {self.size - 1}")
+
+    def _check_peer(self, what: str, peer: int) -> None:
+        self._check_rank(what, "peer", peer)
+        if peer == self.rank:
+            raise ValueError(f"{what}: peer={peer} is this rank itself; copy the tensor instead")
+
+
+def _buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
+    """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
+
+    In place is ``target is source``, or memory that begins ``offset`` bytes apart.
+    """
+    receive = plain_output(target, what)
+    if target is source:
+        if receive is not target:
+            receive.copy_(source.detach())
+        send = receive
+    else:
+        send = plain_input(source)
+        if receive is target:
+            whole, part = (target, send) if target.nbytes >= send.nbytes else (send, target)
+            check_overlap(what, whole, part, offset)
+    return send, receive, () if receive is target else ((target, receive),)
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

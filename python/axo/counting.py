@@ -1,0 +1,112 @@
+"""Counts the collectives that this process issues: the oracle for every claim about communication.
+
+    with axo.count_collectives() as counts:
+        layer(x)
+    assert counts == {("all_gather", "z"): (1, 512, 2048), ("all_reduce", "y"): (1, 1024, 4096)}
+
+What is counted, per (operation, axis): calls; elements, which is what this rank puts in (all_gather and gather: its
+shard; all_reduce, reduce_scatter, reduce, all_to_all: the whole input; broadcast, send, recv: the tensor; scatter: the
+part it receives; barrier: 0); bytes = elements * bytes of one element. Communicators of one rank issue nothing and
+never appear. Collectives of torch.distributed are not seen.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+
+class Count(NamedTuple):
+    calls: int = 0
+    elements: int = 0
+    bytes: int = 0
+
+    def plus(self, calls: int, elements: int, size: int) -> Count:
+        return Count(self.calls + calls, self.elements + elements, self.bytes + size)
+
+
+class CollectiveCounts(Mapping[tuple[str, str], Count]):
+    """``counts[op, axis]`` -> :class:`Count`; zero for what was not issued. Compares equal to a dict of such tuples."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], Count] = {}
+        self._lock = threading.Lock()
+
+    def _add(self, op: str, axis: str, elements: int, item_size: int) -> None:
+        with self._lock:
+            self._counts[op, axis] = self[op, axis].plus(1, elements, elements * item_size)
+
+    def __getitem__(self, key: tuple[str, str]) -> Count:
+        return self._counts.get(key, Count())
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._counts
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, CollectiveCounts):
+            return self._counts == other._counts
+        if isinstance(other, Mapping):
+            return self._counts == {key: Count(*value) for key, value in other.items()}
+        return NotImplemented
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        rows = (f"{op} {axis}: {c.calls} x, {c.elements} elements, {c.bytes} B" for (op, axis), c in self.items())
+        return f"CollectiveCounts({'; '.join(rows)})"
+
+    def total(self, op: str | None = None, axis: str | None = None) -> Count:
+        """The sum over all operations and axes, or over those that match."""
+        total = Count()
+        for (counted_op, counted_axis), count in self._counts.items():
+            if op in (None, counted_op) and axis in (None, counted_axis):
+                total = total.plus(*count)
+        return total
+
+
+class _Active:
+    """The open ``count_collectives`` blocks of this process.
+
+    One object for the process, not a context variable: backward runs layers on autograd's own threads, and their
+    collectives belong to the block that called backward.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: tuple[CollectiveCounts, ...] = ()
+        self._lock = threading.Lock()
+
+    def open(self, counts: CollectiveCounts) -> None:
+        with self._lock:
+            self.blocks += (counts,)
+
+    def close(self, counts: CollectiveCounts) -> None:
+        with self._lock:
+            self.blocks = tuple(block for block in self.blocks if block is not counts)
+
+    def record(self, op: str, axis: str, elements: int, item_size: int) -> None:
+        for block in self.blocks:
+            block._add(op, axis, elements, item_size)
+
+
+active = _Active()
+
+
+class count_collectives:
+    """Context manager: counts what is issued inside the block; gives a :class:`CollectiveCounts`."""
+
+    def __init__(self) -> None:
+        self._counts = CollectiveCounts()
+
+    def __enter__(self) -> CollectiveCounts:
+        active.open(self._counts)
+        return self._counts
+
+    def __exit__(self, *error: Any) -> None:
+        active.close(self._counts)

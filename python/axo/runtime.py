@@ -1,0 +1,186 @@
+"""connect: from a grid to one communicator for each axis; and the c10d backend's constructor.
+
+    comms = axo.connect("2x2x2x1")        # under torchrun, or after torch.distributed.init_process_group(...)
+    comms.x, comms.y, comms.z, comms.data, comms.world
+
+The ranks meet through torch.distributed's store and use it for nothing else; the collectives run in Axo's own core. One
+communicator spans the world; each axis with more than one rank is split from it. It serves the ranks of one host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axo.collectives import _C, Communicator
+from axo.errors import Error
+from axo.grid import AXES, Coords, Grid
+
+_DEFAULT_TIMEOUT_S = 600.0
+
+
+class Communicators:
+    """The communicators of one grid. Layers hold this object; there is no global one.
+
+    Attributes:
+        grid: The grid. rank, coords: Where this process stands in it. device: What the communicators move.
+        x, y, z, data, world: A :class:`Communicator` each; one of a single rank issues nothing.
+    """
+
+    def __init__(self, grid: Grid, rank: int, world: Communicator, owns_process_group: bool) -> None:
+        self.grid = grid
+        self.rank = rank
+        self.coords: Coords = grid.coords(rank)
+        self.device = torch.device("cpu")
+        self.world = world
+        self.x = self._line("x")
+        self.y = self._line("y")
+        self.z = self._line("z")
+        self.data = self._line("data")
+        self._device_mesh: Any = None
+        members = (self.x, self.y, self.z, self.data, self.world)
+        # Also runs at interpreter exit, so that peers are told "left" rather than finding out.
+        self._closer = weakref.finalize(self, _close, members, owns_process_group)
+
+    def __repr__(self) -> str:
+        return f"Communicators(grid {self.grid}, rank {self.rank} at {tuple(self.coords)}, {self.world.transport})"
+
+    def __enter__(self) -> Communicators:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+
+    def _line(self, axis: str) -> Communicator:
+        if self.grid.size(axis) == 1:
+            return Communicator(None, name=axis, axis=axis)
+        first = self.grid.ranks(axis, self.rank)[0]
+        return self.world.split(first, getattr(self.coords, axis), name=axis, axis=axis)
+
+    def axis(self, name: str) -> Communicator:
+        """The communicator of axis ``name``.
+
+        Raises:
+            ValueError: Not one of x, y, z, data.
+        """
+        if name not in AXES:
+            raise ValueError(f"{name!r} is not an axis; use one of {', '.join(AXES)}")
+        return getattr(self, name)
+
+    @property
+    def blocked_seconds(self) -> dict[str, float]:
+        """Seconds that this rank has been blocked in communication since the start, by axis (and "world")."""
+        return {name: getattr(self, name).blocked_seconds for name in (*AXES, "world")}
+
+    @property
+    def device_mesh(self) -> Any:
+        """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then."""
+        if self._device_mesh is None:
+            if not dist.is_initialized():  # one rank without torchrun
+                dist.init_process_group("axo", store=dist.HashStore(), rank=0, world_size=1)
+            shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
+            self._device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=tuple(reversed(AXES)))
+        return self._device_mesh
+
+    def close(self) -> None:
+        """Wait for this rank's pending operations and take leave of the peers. May be called again."""
+        self._closer()
+
+
+def connect(
+    grid: Grid | str, device: str | torch.device = "cpu", *, timeout: float | timedelta = _DEFAULT_TIMEOUT_S
+) -> Communicators:
+    """Make the communicators of ``grid``. Collective over all ranks of the world.
+
+    If torch.distributed is initialised, its store brings the ranks together. If not, under torchrun,
+    ``init_process_group("axo")`` is called here (and undone by ``close``). A grid of one rank needs neither.
+
+    Args:
+        grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``.
+        device: What to move; ``"cpu"``.
+        timeout: Of the rendezvous and of each operation, in seconds.
+
+    Raises:
+        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it.
+        axo.Timeout: A rank did not come.
+    """
+    grid = Grid.parse(grid) if isinstance(grid, str) else grid
+    if torch.device(device).type != "cpu":
+        raise ValueError(f"connect: device={str(device)!r} has no transport in this version; use device='cpu'")
+    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    owns_process_group = False
+    if not dist.is_initialized():
+        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            return _connect_alone(grid)
+        dist.init_process_group("axo", timeout=timedelta(seconds=seconds))
+        owns_process_group = True
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    core = _meet(rank, world_size, seconds) if world_size > 1 else None
+    world = Communicator(core, name="world", axis="world")
+    # Every rank learns every rank's grid first, so that all of them raise the same error.
+    try:
+        _check_grids(grid, world, world_size)
+    except ValueError:
+        world.close()
+        if owns_process_group:
+            dist.destroy_process_group()
+        raise
+    return Communicators(grid, rank, world, owns_process_group)
+
+
+def _connect_alone(grid: Grid) -> Communicators:
+    if grid.world_size != 1:
+        raise ValueError(
+            f"connect: grid {grid} has {grid.world_size} ranks and this process is alone; "
+            f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
+        )
+    return Communicators(grid, 0, Communicator(None, name="world", axis="world"), False)
+
+
+def _meet(rank: int, world_size: int, seconds: float) -> Any:
+    store = dist.PrefixStore("axo", dist.distributed_c10d._get_default_store())
+    # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
+    count = store.add(f"connects/{rank}", 1)
+    return _C.create_host_communicator(store, f"connect{count}", rank, world_size, "world", int(seconds * 1000))
+
+
+def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
+    mine = torch.tensor([[grid.x, grid.y, grid.z, grid.data]])
+    grids = [Grid(*sizes) for sizes in world.all_gather(mine).tolist()]
+    for rank, other in enumerate(grids):
+        if other != grids[0]:
+            raise ValueError(f"connect: rank 0 asks for grid {grids[0]} and rank {rank} for {other}; pass one grid")
+    if grids[0].world_size != world_size:
+        fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
+        raise ValueError(
+            f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
+            f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
+        )
+
+
+def _close(members: tuple[Communicator, ...], owns_process_group: bool) -> None:
+    if hasattr(sys, "last_value"):
+        # The interpreter ends on an exception: operations may be pending that peers will never join. Leave as we are;
+        # the peers see this process die.
+        return
+    for communicator in members:
+        try:
+            communicator.close()
+        except Error:
+            pass  # a peer has gone already, and whoever waited for an operation has been told
+    if owns_process_group and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def create_c10d_backend(options: Any) -> Any:
+    """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
+    timeout_ms = int(options.timeout.total_seconds() * 1000)
+    name = str(options.group_id) or "default"
+    return _C.C10dBackend(options.store, options.group_rank, options.group_size, name, timeout_ms)

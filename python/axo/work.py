@@ -1,0 +1,107 @@
+"""Work: one pending collective, and the group of operations that a thread has open.
+
+    work = comms.y.all_reduce(t, async_op=True)
+    compute_on(other)
+    t = work.wait()          # right; reading or writing t before this line is wrong
+
+A Work keeps its tensors alive; dropping it does not cancel the operation. The three ways to wait are those of
+csrc/work.h.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Protocol
+
+import torch
+
+from axo.errors import Error
+
+
+class Clock(Protocol):
+    """Who adds up the time that a rank is blocked: the communicator."""
+
+    _blocked: float
+
+
+class Work:
+    """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
+
+    __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
+
+    def __init__(self, communicator: Clock, core: Any, result: Any, copies: tuple) -> None:
+        self._communicator = communicator
+        self._core = core  # None: nothing is pending
+        self._result = result
+        self._copies = copies  # (to, from): results of tensors that are not contiguous
+        self._recorded = False  # inside a group that is still open
+
+    def wait(self) -> Any:
+        """Block until the operation is complete; return its result, as the blocking call would.
+
+        Raises:
+            PeerLost, Timeout, Mismatch, Aborted: What the operation ended with.
+        """
+        self._check_issued()
+        if self._core is not None:
+            start = time.perf_counter()
+            try:
+                self._core.wait()
+            finally:
+                self._communicator._blocked += time.perf_counter() - start
+        self._finish()
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until the operation is complete, at most ``timeout`` seconds.
+
+        Raises:
+            Timeout: Still pending then; the operation itself goes on.
+        """
+        if timeout is None:
+            self.wait()
+            return
+        self._check_issued()
+        if self._core is not None:
+            start = time.perf_counter()
+            try:
+                self._core.synchronize(int(timeout * 1000))
+            finally:
+                self._communicator._blocked += time.perf_counter() - start
+        self._finish()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with or without an error. Never blocks."""
+        return not self._recorded and (self._core is None or self._core.is_completed())
+
+    def exception(self) -> BaseException | None:
+        """The error that the operation ended with; None while it is pending or when it succeeded."""
+        return None if self._core is None or self._recorded else self._core.exception()
+
+    def result(self) -> Any:
+        """The result, after waiting for it."""
+        return self.wait()
+
+    def _check_issued(self) -> None:
+        if self._recorded:
+            raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
+
+    def _finish(self) -> None:
+        copies, self._copies = self._copies, ()
+        for target, buffer in copies:
+            with torch.no_grad():
+                target.copy_(buffer)
+
+
+class _OpenGroup(threading.local):
+    """This thread's open ``axo.group()``: how deep, what was recorded, and what the end of the block waits for."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.recorded: list[Work] = []
+        self.waits: list[Work] = []
+
+
+open_group = _OpenGroup()
