@@ -3,7 +3,7 @@
     NN: A[M, K] B[K, N]        NT: A[M, K] B[N, K]^T        TN: A[K, M]^T B[K, N]          (row-major names)
 
 bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands allow
-it, plain pointers otherwise); CPU tensors, outside the interpreter, go to torch. Which of several kernels, configurations
+it, plain pointers otherwise); CPU tensors, outside the interpreter, go to torch (which takes fp64 too). Which of several kernels, configurations
 or the vendor library is fastest is the tuner's question (tuner.py), communication is fused.py's.
 """
 
@@ -82,7 +82,7 @@ def matmul(
 def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
     """Shortest way to torch: torch's own checks, rephrased by ours only when they fail."""
     try:
-        if a.dtype is b.dtype and a.is_floating_point():
+        if a.dtype is b.dtype and a.is_floating_point() and a.dim() > 1 and b.dim() > 1:
             if layout == "NT":
                 return F.linear(a, b) if b.dim() == 2 else torch.matmul(a, b.mT)
             if layout == "NN":

@@ -1,0 +1,263 @@
+"""The matrix product: kernels in the interpreter and the torch path, both against fp64."""
+
+import pytest
+import torch
+
+from axo_kernels.gemm import gradients, matmul, matmul_reference
+from axo_kernels.layout import LAYOUTS
+from axo_kernels.tiles import Config
+
+# Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the result
+# is rounded once, 2**-11 = 4.9e-4 at most. bf16: Triton's interpreter cuts instead of rounding, 2**-7 at most (a GPU
+# rounds, where the limit is 4e-3).
+LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+SIZES = [(1, 1, 1), (1, 37, 5), (33, 1, 64), (7, 128, 31), (33, 47, 19), (64, 80, 48), (101, 13, 97), (32, 32, 128)]
+POINTERS = Config(32, 16, 16, group_m=2, warps=1, stages=1)
+DESCRIPTORS = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
+
+
+def error(result, reference):
+    return ((result.double() - reference).norm() / reference.norm()).item()
+
+
+def operands(layout, m, n, k, dtype, seed=0, lead=()):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn((*lead, k, m) if layout == "TN" else (*lead, m, k), generator=generator)
+    b = torch.randn((*lead, n, k) if layout == "NT" else (*lead, k, n), generator=generator)
+    return a.to(dtype), b.to(dtype)
+
+
+def errors_of_kernel(layout, dtype, sizes):
+    """In the interpreter: {size: error} through pointers, and through descriptors where 16-byte strides allow them."""
+    found = {}
+    for m, n, k in sizes:
+        a, b = operands(layout, m, n, k, dtype, seed=m)
+        reference = matmul_reference(a, b, layout)
+        out = torch.full((m, n), float("nan"), dtype=dtype)
+        found["pointers", m, n, k] = error(matmul(a, b, layout, out, config=POINTERS, backend="triton"), reference)
+        if m % 8 == n % 8 == k % 8 == 0:
+            out.fill_(float("nan"))
+            found["descriptors", m, n, k] = error(matmul(a, b, layout, out, config=DESCRIPTORS), reference)
+    return found
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernels_against_fp64(interpreter, layout, dtype):
+    found = interpreter.run(errors_of_kernel, layout, dtype, SIZES)
+    assert len(found) == len(SIZES) + 2, found.keys()  # two sizes fit descriptors
+    assert max(found.values()) < LIMITS[dtype], found
+
+
+def check_drawn_sizes(layout, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(6):
+        m, n, k = (int(size) for size in torch.randint(1, 90, (3,), generator=generator))
+        a, b = operands(layout, m, n, k, torch.float32, seed=m)
+        got = error(matmul(a, b, layout, config=POINTERS), matmul_reference(a, b, layout))
+        assert got < 1e-6, (m, n, k, got)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_kernel_at_random_sizes(interpreter, layout):
+    interpreter.run(check_drawn_sizes, layout, 7)
+
+
+def check_strided(layout):
+    for dtype in (torch.float32, torch.float16):
+        a, b = operands(layout, 34, 40, 50, dtype)
+        reference = matmul_reference(a, b, layout)
+        wide = torch.zeros(a.shape[0], 2 * a.shape[1], dtype=dtype)
+        wide[:, ::2] = a  # no contiguous dim at all
+        flipped = b.T.contiguous().T  # the other dim is contiguous
+        out = torch.full((2 * 34, 60), float("nan"), dtype=dtype)
+        matmul(wide[:, ::2], flipped, layout, out[::2, 5:45], config=POINTERS)
+        assert error(out[::2, 5:45], reference) < LIMITS[dtype]
+        assert out[1::2].isnan().all() and out[:, :5].isnan().all() and out[:, 45:].isnan().all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strided_operands_and_result(interpreter, layout):
+    interpreter.run(check_strided, layout)
+
+
+def check_batched(layout):
+    a, b = operands(layout, 18, 20, 24, torch.float32, lead=(2, 3))
+    got = matmul(a, b, layout, config=POINTERS)
+    assert got.shape == (2, 3, 18, 20)
+    assert error(got, matmul_reference(a, b, layout)) < 1e-6
+    strided = a.transpose(0, 1)
+    got = matmul(strided, b.transpose(0, 1), layout, config=POINTERS)
+    assert error(got, matmul_reference(a, b, layout).transpose(0, 1)) < 1e-6
+    if layout != "TN":  # one weight for all leading dims
+        for config in (POINTERS, DESCRIPTORS):
+            got = matmul(a, b[0, 0].contiguous(), layout, config=config)
+            assert error(got, matmul_reference(a, b[0, 0].expand(2, 3, -1, -1), layout)) < 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batched(interpreter, layout):
+    interpreter.run(check_batched, layout)
+
+
+def check_epilogues(layout):
+    functional = torch.nn.functional
+    oracles = {
+        None: lambda x, gate: x,
+        "gelu": lambda x, gate: functional.gelu(x),
+        "gelu_tanh": lambda x, gate: functional.gelu(x, approximate="tanh"),
+        "silu": lambda x, gate: functional.silu(x),
+        "silu_gate": lambda x, gate: functional.silu(x) * gate,
+    }
+    a, b = operands(layout, 40, 48, 32, torch.float32)
+    bias = torch.randn(48) * 3
+    gate = torch.randn(40, 96)[:, :48]
+    for config in (POINTERS, DESCRIPTORS):
+        for activation, oracle in oracles.items():
+            given = gate if activation == "silu_gate" else None
+            expected = oracle(matmul_reference(a, b, layout) + bias.double(), gate.double())
+            got = matmul(a, b, layout, bias=bias, activation=activation, gate=given, config=config)
+            assert error(got, expected) < 1e-6, (config.name, activation, error(got, expected))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_epilogues(interpreter, layout):
+    interpreter.run(check_epilogues, layout)
+
+
+def check_gelu_far_out():
+    a = torch.tensor([[-60.0], [-6.0], [6.0], [60.0]])
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        got = matmul(a, torch.ones(1, 1), activation=activation, config=POINTERS)
+        assert got.isfinite().all() and got[3] == 60.0 and abs(got[0]) < 1e-6, (activation, got)
+
+
+def test_activations_do_not_overflow(interpreter):
+    interpreter.run(check_gelu_far_out)
+
+
+def check_accumulate():
+    """An fp32 master gradient: three micro-batches of fp16 equal their sum in fp64."""
+    for config in (POINTERS, DESCRIPTORS):
+        master = torch.full((40, 48), 2.0)
+        expected = master.double()
+        for seed in range(3):
+            a, b = operands("TN", 40, 48, 32, torch.float16, seed)
+            matmul(a, b, "TN", out=master, accumulate=True, config=config)
+            expected += matmul_reference(a, b, "TN")
+        assert error(master, expected) < 1e-6  # fp32 sums of exact products of fp16
+    a, b = operands("NN", 8, 8, 8, torch.float16)
+    assert matmul(a, b, out_dtype=torch.float32, config=POINTERS).dtype == torch.float32
+
+
+def test_accumulates_into_fp32(interpreter):
+    interpreter.run(check_accumulate)
+
+
+def check_gradients(layout):
+    a, b = operands(layout, 18, 20, 24, torch.float32)
+    bias = torch.randn(20)
+    grad = torch.randn(18, 20)
+    found = []
+    for config in (POINTERS, None):
+        leaves = [tensor.clone().requires_grad_() for tensor in (a, b, bias)]
+        if config is not None:
+            out = matmul(leaves[0], leaves[1], layout, bias=leaves[2], config=config)
+        else:
+            left = leaves[0].T if layout == "TN" else leaves[0]
+            right = leaves[1].T if layout == "NT" else leaves[1]
+            out = left @ right + leaves[2]
+        out.backward(grad)
+        found.append([leaf.grad for leaf in leaves])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # two orders of summation of at most 24 terms
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_equal_torch(interpreter, layout):
+    interpreter.run(check_gradients, layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+def test_torch_path_against_fp64(layout, dtype):
+    for m, n, k in SIZES:
+        a, b = operands(layout, m, n, k, dtype, seed=n)
+        assert error(matmul(a, b, layout), matmul_reference(a, b, layout)) < LIMITS[dtype]
+    a, b = operands(layout, 12, 20, 16, dtype)
+    reference = matmul_reference(a, b, layout)
+    out = torch.full((12, 40), float("nan"), dtype=dtype)
+    bias = torch.randn(20).to(dtype)
+    assert error(matmul(a, b, layout, out[:, ::2], bias), reference + bias.double()) < LIMITS[dtype]
+    master = torch.ones(12, 20)
+    matmul(a, b, layout, master, accumulate=True)
+    assert error(master, reference + 1) < 1e-6
+    assert matmul(a, b, layout, out_dtype=torch.float32).dtype == torch.float32
+    gate = torch.randn(12, 20).to(dtype)
+    got = matmul(a, b, layout, activation="silu_gate", gate=gate)
+    # the gate multiplies a product that was rounded to the operands' type already
+    assert error(got, torch.nn.functional.silu(reference) * gate.double()) < 2 * LIMITS[dtype]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_path_is_differentiable(layout):
+    a, b = operands(layout, 5, 7, 3, torch.float64)
+    a, b = a.requires_grad_(), b.requires_grad_()
+    left = a.T if layout == "TN" else a
+    right = b.T if layout == "NT" else b
+    grad = torch.randn(5, 7, dtype=torch.float64)
+    expected = torch.autograd.grad(left @ right, (a, b), grad)
+    got = gradients(grad.float(), a.detach().float(), b.detach().float(), layout)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_empty_products():
+    for layout in LAYOUTS:
+        for m, n, k in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
+            a, b = operands(layout, m, n, k, torch.float32)
+            assert torch.equal(matmul(a, b, layout), torch.zeros(m, n))
+            assert torch.equal(matmul(a, b, layout, bias=torch.ones(n)), torch.ones(m, n))
+
+
+BAD = {
+    "layout='TT' is not a layout; use one of NN, NT, TN": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), "TT"),
+    "a is torch.float32 and b is torch.float16; cast": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2).half()),
+    "torch.int32 is not supported; use torch.bfloat16": lambda: matmul(*[torch.ones(2, 2).int()] * 2),
+    "has K=3 and b (4, 5) has K=4; NN wants A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5)),
+    "has K=3 and b (4, 5) has K=5; NT wants A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5), "NT"),
+    "leading dims (2,) of a and (3,) of b differ": lambda: matmul(torch.ones(2, 2, 2), torch.ones(3, 2, 2), "TN"),
+    "b has 1; both need at least 2": lambda: matmul(torch.ones(2, 2), torch.ones(2)),
+    "activation='relu'; use one of": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), activation="relu"),
+    "bias has shape (3,); use (2,)": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), bias=torch.ones(3)),
+    "adds onto out; give out": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), accumulate=True),
+    "out has shape (3, 2); the product": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), out=torch.ones(3, 2)),
+    "gate and activation='silu_gate' belong": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), activation="silu_gate"),
+    "cannot run on cpu here; use backend='vendor'": lambda: matmul(
+        torch.ones(2, 2), torch.ones(2, 2), backend="triton"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_input_is_one_line_that_helps(message):
+    with pytest.raises(ValueError) as caught:
+        BAD[message]()
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def check_offsets_that_overflow():
+    huge = torch.empty_strided((2, 4), (2**24, 1), device="meta")
+    from axo_kernels.layout import check_offsets
+
+    with pytest.raises(ValueError, match=r"stride of 16777216 elements; the kernels take at most 8388607: make it contig"):
+        check_offsets(huge, "a")
+    row = torch.empty((1, 2**31), device="meta")
+    with pytest.raises(ValueError, match="each must be at most 2147483647; cut it"):
+        matmul(row, torch.empty((2**31, 1), device="meta"), backend="vendor")
+    with pytest.raises(ValueError, match="does not fit cpu|wants 2-D operands with 16-byte"):
+        matmul(torch.ones(3, 5), torch.ones(5, 3), config=DESCRIPTORS)
+
+
+def test_sizes_that_overflow(interpreter):
+    interpreter.run(check_offsets_that_overflow)

@@ -1,0 +1,250 @@
+"""The signalling protocol between two processes, with the real kernels in Triton's interpreter.
+
+One process computes, the other stands for the communication stream; they share memory and nothing else. In each round the
+communication side delivers the chunks of an all-gather in a random order, some late, and sets their flags; the compute
+side's kernel waits for them, multiplies, and a second kernel produces chunks for a reduce-scatter and signals them; the
+communication side waits for those in another random order. Two slots are reused by turns, behind an acknowledgement that
+is itself an epoch. Values are whole numbers, so equality is exact; every slot is filled with NaN before it is reused.
+"""
+
+import multiprocessing
+import os
+import random
+import time
+
+import pytest
+import torch
+
+ROWS, DEPTH, COLUMNS, CHUNKS = 12, 16, 16, 3
+FIRST_EPOCH = 2**31 - 10  # wraps to negative numbers after 10 rounds
+
+
+class Shared:
+    """What both processes see."""
+
+    def __init__(self, first_epoch):
+        from axo_kernels.schedule import plan
+        from axo_kernels.workspace import Workspace
+
+        cpu = torch.device("cpu")
+        self.gather = Workspace("all_gather_matmul", plan("all_gather", ROWS, CHUNKS, 0, 2), cpu, first_epoch)
+        self.scatter = Workspace("matmul_reduce_scatter", plan("reduce_scatter", 2 * ROWS, CHUNKS, 0, 2), cpu, first_epoch)
+        self.packed = torch.full((2, 2 * ROWS, DEPTH), float("nan")).share_memory_()
+        self.produced = torch.full((2, 2 * ROWS, COLUMNS), float("nan")).share_memory_()
+        # acknowledgements: what has been read of each direction
+        self.read = torch.full((2,), first_epoch, dtype=torch.int32).share_memory_()
+        for workspace in (self.gather, self.scatter):
+            workspace.flags.share_memory_()
+
+    def data(self, epoch, index):
+        generator = torch.Generator().manual_seed((epoch * 4 + index) % 2**31)
+        return torch.randint(-4, 5, [(2 * ROWS, DEPTH), (COLUMNS, DEPTH)][index % 2], generator=generator).float()
+
+
+def reference_of(shared, epoch):
+    """The gathered operand in rank order, and the other operand."""
+    return shared.data(epoch, 0), shared.data(epoch, 1)
+
+
+def await_flag(flag, epoch, number):
+    """Wait with the kernel, bounded: about 20 s in the interpreter."""
+    from axo_kernels.signal_kernels import wait_flag_kernel
+
+    status = torch.zeros(4, dtype=torch.int32)
+    wait_flag_kernel[(1,)](flag, epoch, status, 400_000, number)
+    assert status[0] == 0, f"flag {number} of epoch {int(epoch)} not set: {status.tolist()}"
+
+
+def set_flag(flag, epoch):
+    from axo_kernels.signal_kernels import write_flag_kernel
+
+    write_flag_kernel[(1,)](flag, epoch)
+
+
+def communicate(shared, rounds, seed, skip=None):
+    """The communication side."""
+    rng = random.Random(seed)
+    epoch = shared.gather.epoch.clone()
+    two_before = epoch - 2
+    turn = 0
+    for round_number in range(rounds):
+        epoch += 1
+        two_before += 1
+        turn ^= 1
+        schedule = shared.gather.schedule
+        if round_number >= 2:
+            await_flag(shared.read[0:], two_before, 100)  # the slot's last reader is done
+        slot = shared.packed[turn]
+        slot.fill_(float("nan"))
+        full, _ = reference_of(shared, int(epoch))
+        by_rank = full.view(2, ROWS, DEPTH)
+        for start, stop in schedule.bounds:  # the rank's own rows are there before the round begins
+            slot[2 * start : start + stop] = by_rank[0, start:stop]
+        set_flag(shared.read[1:], epoch)  # also: the round may begin
+        for chunk in rng.sample(range(CHUNKS), CHUNKS):
+            if rng.random() < 0.1:
+                time.sleep(rng.random() * 0.01)
+            start, stop = schedule.bounds[chunk]
+            slot[start + stop : 2 * stop] = by_rank[1, start:stop]
+            if (round_number, chunk) != skip:
+                set_flag(shared.gather.flags[chunk:], epoch)
+        a, b = full, reference_of(shared, int(epoch))[1]
+        expected = a @ b.T
+        for chunk in rng.sample(range(CHUNKS), CHUNKS):
+            await_flag(shared.scatter.flags[chunk:], epoch, chunk)
+            first, last = shared.scatter.schedule.packed(chunk)
+            start, stop = shared.scatter.schedule.bounds[chunk]
+            got = shared.produced[turn, first:last].view(2, stop - start, COLUMNS)
+            assert torch.equal(got, expected.view(2, ROWS, COLUMNS)[:, start:stop]), (int(epoch), chunk)
+        shared.produced[turn].fill_(float("nan"))
+
+
+def compute(shared, rounds, seed, bound=30.0):
+    """The compute side."""
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.layout import Product
+    from axo_kernels.strategies import launch_segments
+    from axo_kernels.tiles import Config
+
+    comm = SoloCommunicator(timeout=bound)
+    config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
+    rng = random.Random(seed)
+    product = Product("NT", COLUMNS, 2 * ROWS, DEPTH, torch.float32)
+    mirrored = Product("NT", 2 * ROWS, COLUMNS, DEPTH, torch.float32)
+    for _ in range(rounds):
+        shared.gather.advance()
+        shared.scatter.advance()
+        epoch, turn = int(shared.gather.epoch), shared.gather.turn
+        await_flag(shared.read[1:], shared.gather.epoch, 101)
+        full, other = reference_of(shared, epoch)
+        if rng.random() < 0.1:
+            time.sleep(rng.random() * 0.01)
+        out = torch.full((COLUMNS, 2 * ROWS), float("nan"))
+        launch_segments(
+            other, shared.packed[turn], out, product, shared.gather.schedule, shared.gather, comm, None, config, along_n=True
+        )
+        shared.gather.check(0, comm.timeout)
+        assert torch.equal(out, other @ full.T), epoch
+        set_flag(shared.read[0:], shared.gather.epoch)
+        launch_segments(
+            full, other, shared.produced[turn], mirrored, shared.scatter.schedule, shared.scatter, comm, None, config,
+            along_n=False,
+        )  # fmt: skip
+        assert not shared.scatter.counters.any(), "counters go back to zero"
+
+
+def run_both(rounds, seed, skip=None, bound=30.0):
+    """Fork the communication side, compute here; returns the compute side's error, if any."""
+    shared = Shared(FIRST_EPOCH)
+    child = multiprocessing.get_context("fork").Process(target=communicate, args=(shared, rounds, seed, skip))
+    child.start()
+    try:
+        compute(shared, rounds, seed + 1, bound)
+        child.join(60)
+        assert child.exitcode == 0, child.exitcode
+    finally:
+        child.kill()
+        child.join()
+    assert int(shared.gather.epoch) == (FIRST_EPOCH + rounds + 2**31) % 2**32 - 2**31
+    return int(shared.gather.epoch)
+
+
+def test_rounds_with_permuted_arrival_and_wrapping_epochs(interpreter):
+    assert interpreter.run(run_both, 24, 1) < 0, "the epoch wrapped around"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+def test_five_hundred_rounds(interpreter):
+    started = time.monotonic()
+    assert interpreter.run(run_both, 500, 2, timeout=900.0) < 0
+    print(f"500 rounds in {time.monotonic() - started:.1f} s")
+
+
+def check_missing_signal():
+    from axo_kernels import SignalTimeout
+
+    with pytest.raises(SignalTimeout) as caught:
+        run_both(8, 5, skip=(4, 1), bound=0.5)
+    return str(caught.value)
+
+
+def test_a_peer_that_never_signals_is_reported(interpreter):
+    message = interpreter.run(check_missing_signal)
+    epoch = FIRST_EPOCH + 5
+    assert message == (
+        f"all_gather_matmul: rank 0 of 2 waited 0.5 s for chunk 1 (rows of rank 1) of epoch {epoch}; its flag stands at "
+        f"{epoch - 1}: a peer has not signalled"
+    )
+
+
+def check_poisoned_rows():
+    """What the missing chunk would have filled is NaN; all else is right."""
+    from axo_kernels import SignalTimeout
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.layout import Product
+    from axo_kernels.strategies import launch_segments
+    from axo_kernels.tiles import Config
+
+    shared = Shared(0)
+    full, other = reference_of(shared, 1)
+    by_rank = full.view(2, ROWS, DEPTH)
+    for start, stop in shared.gather.schedule.bounds:
+        shared.packed[0, 2 * start : 2 * stop] = by_rank[:, start:stop].reshape(-1, DEPTH)
+    shared.gather.advance()
+    shared.gather.flags[:] = torch.tensor([1, 0, 1], dtype=torch.int32)
+    out = torch.zeros(COLUMNS, 2 * ROWS)
+    comm = SoloCommunicator(timeout=0.01)
+    product = Product("NT", COLUMNS, 2 * ROWS, DEPTH, torch.float32)
+    config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
+    launch_segments(
+        other, shared.packed[0], out, product, shared.gather.schedule, shared.gather, comm, None, config, along_n=True
+    )
+    missing = torch.zeros(2 * ROWS, dtype=torch.bool)
+    start, stop = shared.gather.schedule.bounds[1]
+    missing[ROWS + start : ROWS + stop] = True
+    assert out[:, missing].isnan().all() and torch.equal(out[:, ~missing], (other @ full.T)[:, ~missing])
+    with pytest.raises(SignalTimeout, match="chunk 1"):
+        shared.gather.check(0, comm.timeout)
+    shared.gather.check(0, comm.timeout)  # reported once
+
+
+def test_rows_of_a_missing_chunk_are_nan(interpreter):
+    interpreter.run(check_poisoned_rows)
+
+
+def check_all_flags_set():
+    """The same kernel with every flag set beforehand gives the same bits as with flags that arrive."""
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.layout import Product
+    from axo_kernels.strategies import launch_segments
+    from axo_kernels.tiles import Config
+
+    shared = Shared(6)
+    shared.gather.advance()
+    shared.gather.flags.fill_(7)
+    generator = torch.Generator().manual_seed(0)
+    packed, other = torch.randn(2 * ROWS, DEPTH, generator=generator), torch.randn(COLUMNS, DEPTH, generator=generator)
+    product = Product("NT", COLUMNS, 2 * ROWS, DEPTH, torch.float32)
+    config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
+    outs = [torch.empty(COLUMNS, 2 * ROWS) for _ in range(2)]
+    comm = SoloCommunicator(timeout=30.0)
+    arguments = (product, shared.gather.schedule, shared.gather, comm, None, config, True)
+    launch_segments(other, packed, outs[0], *arguments)
+    shared.gather.flags.share_memory_().fill_(6)
+    child = multiprocessing.get_context("fork").Process(target=_set_late, args=(shared.gather,))
+    child.start()
+    launch_segments(other, packed, outs[1], *arguments)
+    child.join()
+    assert torch.equal(*outs)
+
+
+def _set_late(workspace):
+    for chunk in (2, 0, 1):
+        time.sleep(0.05)
+        set_flag(workspace.flags[chunk:], workspace.epoch)
+    os._exit(0)
+
+
+def test_waiting_changes_no_bit(interpreter):
+    interpreter.run(check_all_flags_set)
