@@ -1,0 +1,226 @@
+"""What each layer sends: calls, elements and bytes for every collective, axis and phase of one training step.
+
+For ``O[m, n] = I[m, k] @ W[k, n]`` on a grid Gx x Gy x Gz x Gdata (m = rows of one data-parallel group), a normal layer
+puts in, on each rank (Algorithm 1 of "Democratizing AI" and of "A 4D Hybrid Algorithm"):
+
+    forward    all_gather      z     kn / (Gx Gy Gz)      the rank's shard of the weight
+               all_reduce      y     mn / (Gz Gx)         the partial output
+    backward   all_reduce      x     mk / (Gz Gy)         the partial input gradient
+               reduce_scatter  z     kn / (Gx Gy)         the block's weight gradient
+               all_reduce      data  kn / (Gx Gy Gz)      the shard's weight gradient
+               all_reduce      z, data   n / Gx           the bias gradient, where there is a bias
+
+A transposed layer swaps x and y. Sizes that do not divide are cut as ``torch.chunk`` does; weight shards are padded to
+the largest. An axis of size 1 sends nothing and does not appear. ``elements`` counts what this rank puts in, as
+``axo.count_collectives`` does, so the two can be compared exactly. Pure arithmetic: no torch, no process group.
+
+It does not know time: ``axo.perf`` turns these counts into seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from axo.grid import Coords, Grid
+
+FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
+PHASES = (FORWARD, RECOMPUTE, BACKWARD)
+FIRST = Coords(0, 0, 0, 0)  # the rank with the largest shards
+
+# What a collective is for; the scheduler may hide some of them behind products (OAG, ORS, OAR), not others.
+GATHER_WEIGHT = "gather weight"  # OAG hides it
+REDUCE_OUTPUT = "reduce output"  # nothing hides it: the next layer waits
+REDUCE_INPUT_GRAD = "reduce input gradient"  # OAR hides it behind the weight-gradient product
+SCATTER_WEIGHT_GRAD = "scatter weight gradient"  # ORS hides it behind the layers before
+REDUCE_WEIGHT_GRAD = "reduce weight gradient"  # data axis, after the scatter
+STATISTICS = "statistics"  # per-token sums of norms and of the loss
+
+
+class Call(NamedTuple):
+    """One collective as one rank issues it (``calls`` times with the same size)."""
+
+    phase: str
+    op: str
+    axis: str
+    elements: int  # put in by this rank, in one call
+    itemsize: int  # bytes an element
+    purpose: str
+    calls: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that this rank puts in, all calls together."""
+        return self.elements * self.itemsize * self.calls
+
+
+class Count(NamedTuple):
+    """Totals of one (op, axis): ``elements`` and ``bytes`` are summed over the calls."""
+
+    calls: int
+    elements: int
+    bytes: int
+
+
+def chunk(size: int, parts: int) -> int:
+    """Return the largest shard of ``size`` items over ``parts`` ranks (``torch.chunk``: ceil)."""
+    return -(-size // parts)
+
+
+def part(size: int, parts: int, index: int) -> int:
+    """Return the shard of rank ``index``; the last ranks' may be short or empty."""
+    step = -(-size // parts)
+    return max(0, min(step, size - index * step))
+
+
+def total(calls: Iterable[Call], phase: str | None = None) -> dict[tuple[str, str], Count]:
+    """Sum calls into ``{(op, axis): Count}``, the form of ``axo.count_collectives``.
+
+    Args:
+        calls: What the layers send.
+        phase: Only this phase; None sums all of them.
+    """
+    sums: dict[tuple[str, str], Count] = {}
+    for call in calls:
+        if phase is None or call.phase == phase:
+            old = sums.get((call.op, call.axis), Count(0, 0, 0))
+            sums[call.op, call.axis] = Count(
+                old.calls + call.calls, old.elements + call.elements * call.calls, old.bytes + call.bytes
+            )
+    return sums
+
+
+def linear(
+    grid: Grid,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    *,
+    transposed: bool = False,
+    itemsize: int = 4,
+    bias_itemsize: int = 4,
+    recompute: bool = False,
+    gathers: int = 1,
+    input_grad: bool = True,
+    coords: Coords = FIRST,
+) -> list[Call]:
+    """Count the collectives of one fully connected layer (a convolution: in_features = channels x kernel area).
+
+    Args:
+        grid: The 4D grid.
+        rows: m, rows of one data-parallel group (all rows together are ``grid.data * rows``).
+        in_features, out_features: k and n, whole.
+        bias: A bias of n values, split like the output.
+        transposed: Swap the roles of x and y.
+        itemsize: Bytes an element of the dtype that the product computes in: weights, activations, weight gradients.
+        bias_itemsize: Bytes an element of the bias and its gradient.
+        recompute: The forward runs again before backward (activation checkpointing).
+        gathers: How often the weight is gathered over z in a step. 1: kept until backward. 2: once more, in the
+            recomputation where there is one, else before the backward products (ZeRO-3).
+        input_grad: False for a first layer whose input needs no gradient.
+        coords: The rank that counts; the first holds the largest shards.
+    """
+    out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
+    my_rows = part(rows, grid.z, coords.z)
+    my_out = part(out_features, grid.size(out_axis), getattr(coords, out_axis))
+    my_in = part(in_features, grid.size(in_axis), getattr(coords, in_axis))
+    shard = chunk(my_out, grid.z) * my_in
+    calls = [Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT)]
+    if gathers == 2:
+        calls.append(Call(RECOMPUTE if recompute else BACKWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT))
+    for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
+        calls.append(Call(phase, "all_reduce", in_axis, my_rows * my_out, itemsize, REDUCE_OUTPUT))
+    if input_grad:
+        calls.append(Call(BACKWARD, "all_reduce", out_axis, my_rows * my_in, itemsize, REDUCE_INPUT_GRAD))
+    calls += weight_grad(shard, grid, itemsize)
+    if bias:
+        calls += replicated_grad(my_out, bias_itemsize)
+    return issued(calls, grid)
+
+
+def embedding(
+    grid: Grid, rows: int, num_embeddings: int, embedding_dim: int, *, itemsize: int = 4, coords: Coords = FIRST
+) -> list[Call]:
+    """Count the collectives of an embedding ``[V, h]``: V over x, h over y, the block sharded by rows over z.
+
+    The block is gathered over z once, every x rank looks up the tokens that it owns, one all-reduce over x adds them:
+    all in the dtype of the weight, whatever autocast says.
+    """
+    my_dim = part(embedding_dim, grid.y, coords.y)
+    shard = chunk(part(num_embeddings, grid.x, coords.x), grid.z) * my_dim
+    calls = [
+        Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT),
+        Call(FORWARD, "all_reduce", "x", part(rows, grid.z, coords.z) * my_dim, itemsize, REDUCE_OUTPUT),
+        *weight_grad(shard, grid, itemsize),
+    ]
+    return issued(calls, grid)
+
+
+def norm(
+    grid: Grid,
+    rows: int,
+    features: int,
+    *,
+    kind: str = "layernorm",
+    recompute: bool = False,
+    coords: Coords = FIRST,
+) -> list[Call]:
+    """Count the collectives of LayerNorm or RMSNorm over a hidden dimension that is split over y.
+
+    Per token, in fp32: LayerNorm all-reduces the sum, then the squares around the mean, and two sums together backward;
+    RMSNorm one number each way. The weight (and LayerNorm's bias), h / Gy values, is replicated over x and z: its
+    gradient is reduced over z and data.
+
+    Raises:
+        ValueError: ``kind`` is neither "layernorm" nor "rmsnorm".
+    """
+    if kind not in ("layernorm", "rmsnorm"):
+        raise ValueError(f"norm: kind={kind!r} is not known; use 'layernorm' or 'rmsnorm'")
+    sums = 2 if kind == "layernorm" else 1
+    my_rows = part(rows, grid.z, coords.z)
+    calls = [
+        Call(phase, "all_reduce", "y", my_rows, 4, STATISTICS, calls=sums)
+        for phase in ((FORWARD, RECOMPUTE) if recompute else (FORWARD,))
+    ]
+    calls.append(Call(BACKWARD, "all_reduce", "y", sums * my_rows, 4, STATISTICS))
+    for _ in range(sums):
+        calls += replicated_grad(part(features, grid.y, coords.y), 4)
+    return issued(calls, grid)
+
+
+def cross_entropy(grid: Grid, rows: int, *, coords: Coords = FIRST) -> list[Call]:
+    """Count the collectives of the vocabulary-parallel loss: per token, in fp32, a maximum and two sums over x.
+
+    The sums are the denominators and the logits of the targets; with the maximum travel three numbers by which the
+    ranks check each other's columns. Nothing is sent backward.
+    """
+    my_rows = part(rows, grid.z, coords.z)
+    return issued(
+        [
+            Call(FORWARD, "all_reduce", "x", my_rows + 3, 4, STATISTICS),
+            Call(FORWARD, "all_reduce", "x", 2 * my_rows, 4, STATISTICS),
+        ],
+        grid,
+    )
+
+
+def weight_grad(shard: int, grid: Grid, itemsize: int) -> list[Call]:
+    """Return the two reductions of a weight's gradient: of the block over z, of this rank's shard over data."""
+    return [
+        Call(BACKWARD, "reduce_scatter", "z", shard * grid.z, itemsize, SCATTER_WEIGHT_GRAD),
+        Call(BACKWARD, "all_reduce", "data", shard, itemsize, REDUCE_WEIGHT_GRAD),
+    ]
+
+
+def replicated_grad(elements: int, itemsize: int) -> list[Call]:
+    """Return the two reductions of the gradient of a vector that z and data ranks replicate (bias, norm weight)."""
+    return [
+        Call(BACKWARD, "all_reduce", "z", elements, itemsize, REDUCE_WEIGHT_GRAD),
+        Call(BACKWARD, "all_reduce", "data", elements, itemsize, REDUCE_WEIGHT_GRAD),
+    ]
+
+
+def issued(calls: Iterable[Call], grid: Grid) -> list[Call]:
+    """Drop the collectives of axes of size 1: they are never issued."""
+    return [call for call in calls if getattr(grid, call.axis) > 1]

@@ -1,0 +1,178 @@
+"""Seconds of one layer on one rank: its products and its collectives.
+
+Collectives come from ``axo.matmul.cost`` (so what is timed is what the engine issues) and run at the bandwidth of
+equation (10) with the latency of a ring, or of a tree for an all-reduce where that is less. Products run at the
+machine's GEMM rate; what only moves memory (norms, activations, residual sums) runs at its memory bandwidth.
+It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator`` do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from axo.grid import AXES, Coords, Grid
+from axo.matmul import cost
+from axo.perf.machine import Machine
+from axo.perf.workload import NORM, Layer, Workload
+
+OVERLAPS = ("oar", "ors", "oag")
+OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a step is run.
+
+    Args:
+        batch_tokens: Tokens of one step, all ranks together.
+        itemsize: Bytes an element of the dtype that products compute in (bf16: 2); master weights are fp32.
+        overlap: Which of oar, ors and oag hide communication.
+        cached_gathers: Share of the gathered weights that are kept from the forward to the recomputation or backward
+            (1: N gathers a step, 0: 2N).
+        micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
+        rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
+    """
+
+    batch_tokens: int
+    itemsize: int = 2
+    overlap: frozenset[str] = frozenset(OVERLAPS)
+    cached_gathers: float = 0.0
+    micro_batches: int = 1
+    rows: int = 0
+
+    def group_rows(self, grid: Grid) -> int:
+        """Rows of one data-parallel group and micro-batch: m of the equations."""
+        return self.rows or max(1, round(self.batch_tokens / (grid.data * self.micro_batches)))
+
+
+class Network:
+    """Times of collectives on one grid of one machine (bandwidth by equation (10), latency of rings and trees)."""
+
+    def __init__(self, machine: Machine, grid: Grid) -> None:
+        self.axes = {}
+        for axis in AXES:
+            ranks = grid.size(axis)
+            if ranks > 1:
+                ring, tree = machine.latency(grid, axis)
+                self.axes[axis] = (ranks, 1.0 / machine.bandwidth(grid, axis), ring, tree)
+        self.shared = {axis: machine.crosses_nodes(grid, axis) for axis in AXES}
+
+    def seconds(self, op: str, axis: str, size: float) -> float:
+        """Return the time of one collective into which each rank puts ``size`` bytes."""
+        ranks, per_byte, ring, tree = self.axes[axis]
+        if op == "all_gather":
+            return (ranks - 1) * size * per_byte + ring
+        if op == "reduce_scatter":
+            return (ranks - 1) / ranks * size * per_byte + ring
+        return 2 * (ranks - 1) / ranks * size * per_byte + 2 * min(ring, tree)
+
+
+class LayerCost(NamedTuple):
+    """Seconds of one layer, one micro-batch: products by phase, collectives by purpose."""
+
+    forward: float  # products of the forward
+    input_grad: float  # dI product (or the whole backward of a layer without weights)
+    weight_grad: float  # dW product
+    gather: float  # all-gather of the weight over z
+    output: dict[str, float]  # blocking collectives of the forward, by axis
+    input_reduce: dict[str, float]  # all-reduce of dI
+    backward_blocking: dict[str, float]  # statistics of norms
+    scatter: float  # reduce-scatter of dW, all-reduce of the bias gradient over z
+    data: float  # all-reduce over data
+
+
+def calls_of(
+    layer: Layer,
+    grid: Grid,
+    rows: int,
+    run: Run,
+    *,
+    checkpointed: bool = False,
+    gathers: int = 1,
+    coords: Coords = cost.FIRST,
+) -> list[cost.Call]:
+    """Return the collectives of one layer in one step (``rows`` of one data-parallel group), from its cost()."""
+    rows = max(1, round(rows * layer.rows))
+    if layer.kind == "linear":
+        return cost.linear(
+            grid,
+            rows,
+            layer.in_features,
+            layer.out_features,
+            layer.bias,
+            transposed=layer.transposed,
+            itemsize=run.itemsize,
+            recompute=checkpointed,
+            gathers=gathers,
+            input_grad=layer.input_grad,
+            coords=coords,
+        )
+    if layer.kind == "embedding":
+        return cost.embedding(grid, rows, layer.in_features, layer.out_features, coords=coords)
+    if layer.kind == "norm":
+        return cost.norm(grid, rows, layer.in_features, kind=layer.norm, recompute=checkpointed, coords=coords)
+    if layer.kind == "loss":
+        return cost.cross_entropy(grid, rows, coords=coords)
+    return []
+
+
+def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.FIRST) -> list[cost.Call]:
+    """Return every collective of one step of one micro-batch on the rank at ``coords``, repeats written as calls."""
+    rows = run.group_rows(grid)
+    calls = []
+    for block in workload.blocks:
+        gathers = 1 if run.cached_gathers == 1.0 else 2
+        for layer in block.layers:
+            for call in calls_of(
+                layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
+            ):
+                calls.append(call._replace(calls=call.calls * block.repeat))
+    return calls
+
+
+def layer_cost(
+    layer: Layer, grid: Grid, rows: int, run: Run, machine: Machine, network: Network, seq_length: int
+) -> LayerCost:
+    """Return the seconds of one layer (``rows`` of one data-parallel group)."""
+    gather = scatter = data = 0.0
+    output: dict[str, float] = {}
+    input_reduce: dict[str, float] = {}
+    blocking: dict[str, float] = {}
+    for call in calls_of(layer, grid, rows, run):
+        seconds = call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
+        if call.purpose == cost.GATHER_WEIGHT:
+            gather += seconds
+        elif call.axis == "data":
+            data += seconds
+        elif call.purpose in (cost.SCATTER_WEIGHT_GRAD, cost.REDUCE_WEIGHT_GRAD):
+            scatter += seconds
+        else:
+            into = output if call.phase == cost.FORWARD else blocking
+            if call.purpose == cost.REDUCE_INPUT_GRAD:
+                into = input_reduce
+            into[call.axis] = into.get(call.axis, 0.0) + seconds
+    forward, input_grad, weight_grad = products(layer, grid, rows, machine, seq_length)
+    return LayerCost(forward, input_grad, weight_grad, gather, output, input_reduce, blocking, scatter, data)
+
+
+def products(layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: int) -> tuple[float, float, float]:
+    """Return seconds of (forward, dI, dW) of one layer on one rank; layers that only move memory have no dW."""
+    my_rows = cost.chunk(max(1, round(rows * layer.rows)), grid.z)
+    memory = 1e9 * machine.memory_gbs
+    x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
+    if layer.kind == "linear":
+        k, n = cost.chunk(layer.in_features, y), cost.chunk(layer.out_features, x)
+        seconds = machine.gemm_seconds(my_rows, k, n)
+        return seconds, seconds if layer.input_grad else 0.0, seconds
+    if layer.kind == "attention":
+        seconds = 4.0 * my_rows * seq_length * cost.chunk(layer.in_features, x) / machine.gemm_flops
+        return seconds, 2.0 * seconds, 0.0
+    if layer.kind in ("pointwise", "norm"):
+        forward, backward = NORM if layer.kind == "norm" else layer.moves
+        elements = my_rows * cost.chunk(layer.in_features, grid.y if layer.kind == "norm" else x)
+        return forward * elements / memory, backward * elements / memory, 0.0
+    if layer.kind == "embedding":
+        return 2.0 * my_rows * cost.chunk(layer.out_features, grid.y) * 2.0 / memory, 0.0, 0.0
+    seconds = 4.0 * my_rows * cost.chunk(layer.out_features, grid.x) * 2.0 / memory  # loss: fp32 logits, twice
+    return seconds, seconds, 0.0

@@ -1,0 +1,275 @@
+"""A machine as the planner sees it: products, memory, and the bandwidth of every axis of a grid.
+
+Bandwidth of axis i, hierarchy x, y, z, data from the inside out, G_node GPUs a node (equation (10) of "A 4D Hybrid
+Algorithm", (7) of "Democratizing AI"):
+
+    prod_{j<=i} G_j <= G_node:  the measured entry for (prod_{j<i} G_j, G_i), or one figure for the whole node
+    else                        b_inter / min(G_node, prod_{j<i} G_j)
+
+Units: GB/s = 1e9 bytes a second and direction, TFLOP/s = 1e12, microseconds, GiB. Machines come from
+``axo/perf/data/machines/*.yaml`` or from a file of the user's own (``axo profile`` writes one).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axo.grid import AXES, Grid
+
+_FOLDER = Path(__file__).parent / "data" / "machines"
+
+
+@dataclass(frozen=True)
+class Gemm:
+    """A measured product: C[m, n] = A[m, k] B[k, n] ran at ``tflops``."""
+
+    m: int
+    k: int
+    n: int
+    tflops: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Figures of one machine.
+
+    Args:
+        gpus_per_node: Ranks that share a node.
+        memory_gib: Memory of one GPU.
+        peak_tflops: Advertised dense rate of one GPU.
+        gemm_tflops: Rate that a large product was measured to reach.
+        memory_gbs: Bandwidth of a GPU's memory.
+        inter_gbs: Bandwidth between two nodes, all their NICs together.
+        intra_gbs: Bandwidth inside a node by (inner, size): ``inner`` rings side by side would be (inner, size).
+        latency_intra_us, latency_inter_us: Start-up of one message.
+        gemm_fraction: Share of ``gemm_tflops`` that products reach inside a training step (calibrated).
+        network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
+        contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
+        gemms: Measured products, where there are any.
+        calibrated_on: The measurements that gave the two fractions; empty: nobody calibrated them.
+    """
+
+    name: str
+    gpus_per_node: int
+    memory_gib: float
+    peak_tflops: float
+    gemm_tflops: float
+    memory_gbs: float
+    inter_gbs: float
+    intra_gbs: dict[tuple[int, int], float] = field(default_factory=dict)
+    latency_intra_us: float = 0.0
+    latency_inter_us: float = 0.0
+    gemm_fraction: float = 1.0
+    network_fraction: float = 1.0
+    contention: float = 0.0
+    gemms: tuple[Gemm, ...] = ()
+    calibrated_on: tuple[str, ...] = ()
+    description: str = ""
+
+    def bandwidth(self, grid: Grid, axis: str) -> float:
+        """Return bytes a second that one ring of ``axis`` gets (equation (10); placement-aware)."""
+        inner = grid.stride(axis)
+        size = grid.size(axis)
+        if inner * size <= self.gpus_per_node:
+            return 1e9 * self.intra(inner, size)
+        return 1e9 * self.inter_gbs * self.network_fraction / min(self.gpus_per_node, inner)
+
+    def intra(self, inner: int, size: int) -> float:
+        """Return GB/s of a ring of ``size`` ranks inside a node with ``inner`` ranks of other axes between them.
+
+        The nearest entry with the same ``inner`` serves sizes that were not measured, then the slowest of all.
+        """
+        exact = self.intra_gbs.get((inner, size))
+        if exact is not None:
+            return exact
+        near = [
+            (abs(math.log(s / max(size, 1))), bandwidth) for (i, s), bandwidth in self.intra_gbs.items() if i == inner
+        ]
+        if near:
+            return min(near)[1]
+        return min(self.intra_gbs.values()) if self.intra_gbs else self.inter_gbs
+
+    def latency(self, grid: Grid, axis: str) -> tuple[float, float]:
+        """Return (seconds of one turn of a ring over ``axis``, seconds of one way up a tree over it).
+
+        A ring of G ranks on S nodes takes S hops between nodes and G - S inside; a tree log2 of each.
+        """
+        inner, size = grid.stride(axis), grid.size(axis)
+        a_node = max(1, min(size, self.gpus_per_node // inner))
+        nodes = -(-size // a_node)
+        intra, inter = 1e-6 * self.latency_intra_us, 1e-6 * self.latency_inter_us
+        ring = (nodes if nodes > 1 else 0) * inter + (size - 1 - (nodes - 1)) * intra
+        tree = math.ceil(math.log2(nodes)) * inter + math.ceil(math.log2(a_node)) * intra
+        return ring, tree
+
+    def crosses_nodes(self, grid: Grid, axis: str) -> bool:
+        """True when peers on ``axis`` stand on different nodes."""
+        return grid.size(axis) > 1 and grid.stride(axis) * grid.size(axis) > self.gpus_per_node
+
+    @property
+    def gemm_flops(self) -> float:
+        """Flop/s of a large product inside a training step."""
+        return 1e12 * self.gemm_tflops * self.gemm_fraction
+
+    def gemm_seconds(self, m: int, k: int, n: int) -> float:
+        """Return the time of one product: the flops at the measured rate, or its bytes (bf16), whichever is longer."""
+        flops = 2.0 * m * k * n
+        rate = self.gemm_flops
+        if self.gemms:
+            rate = 1e12 * self.gemm_fraction * self._measured(m, k, n)
+        return flops / rate + 2.0 * (m * k + k * n + m * n) / (1e9 * self.memory_gbs)
+
+    def _measured(self, m: int, k: int, n: int) -> float:
+        """Rate of the nearest measured product, sizes compared by their logarithms."""
+
+        def far(gemm: Gemm) -> float:
+            return sum(math.log(a / b) ** 2 for a, b in ((m, gemm.m), (k, gemm.k), (n, gemm.n)) if a and b)
+
+        return min(self.gemms, key=far).tflops
+
+    def agnostic(self) -> Machine:
+        """Return this machine with one bandwidth for every axis (the placement-agnostic model)."""
+        return replace(
+            self, gpus_per_node=1, inter_gbs=self.inter_gbs / self.gpus_per_node, latency_intra_us=self.latency_inter_us
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------- reading
+
+
+def known() -> list[str]:
+    """Return the names of the machines that come with Axo."""
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def load(name_or_path: str) -> Machine:
+    """Read a machine by name, or a file.
+
+    Raises:
+        ValueError: Unknown name, or a broken file (its line and field are named).
+    """
+    path = Path(name_or_path)
+    if name_or_path in known():
+        return _read(_FOLDER / f"{name_or_path}.yaml")
+    if path.suffix in (".yaml", ".yml", ".json") or path.exists():
+        if not path.is_file():
+            raise ValueError(f"machine file {name_or_path!r} does not exist; `axo profile --out FILE` writes one")
+        return _read(path)
+    raise ValueError(f"machine {name_or_path!r} is not known; use one of {', '.join(known())}, or a machine file")
+
+
+@cache
+def _read(path: Path) -> Machine:
+    text = path.read_text()
+    try:
+        node = yaml.compose(text, Loader=_LOADER)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}" if mark else "somewhere"
+        raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
+    return _Reader(path, node).machine()
+
+
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_NUMBERS = {  # field: must be given
+    "memory_gib": True,
+    "peak_tflops": True,
+    "gemm_tflops": True,
+    "memory_gbs": True,
+    "inter_gbs": True,
+    "latency_intra_us": False,
+    "latency_inter_us": False,
+    "gemm_fraction": False,
+    "network_fraction": False,
+    "contention": False,
+}
+_OTHERS = ("name", "gpus_per_node", "intra_gbs", "gemms", "calibrated_on", "description", "sources", "profiled")
+
+
+class _Reader:
+    """Turns a composed YAML mapping into a Machine, with the line of whatever is wrong."""
+
+    def __init__(self, path: Path, node: Any) -> None:
+        self.path = path
+        if not isinstance(node, yaml.MappingNode):
+            raise ValueError(
+                f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
+            )
+        self.nodes = {key.value: value for key, value in node.value}
+        self.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+        loader = _LOADER("")
+        self.values = {key: loader.construct_object(value, deep=True) for key, value in self.nodes.items()}
+
+    def fail(self, name: str, what: str) -> ValueError:
+        return ValueError(f"machine file {self.path}, line {self.lines.get(name, 1)}, field {name!r}: {what}")
+
+    def number(self, name: str, value: Any, *, zero: bool = False) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.fail(name, f"{value!r} is not a number")
+        if value < 0 or (value == 0 and not zero):
+            raise self.fail(name, f"{value!r} must be above 0")
+        return float(value)
+
+    def machine(self) -> Machine:
+        for name in self.values:
+            if name not in _NUMBERS and name not in _OTHERS:
+                raise self.fail(name, f"is not a field; the fields are {', '.join((*_OTHERS, *_NUMBERS))}")
+        for name in ["gpus_per_node", "intra_gbs", *(n for n, needed in _NUMBERS.items() if needed)]:
+            if name not in self.values:
+                raise self.fail(name, "is missing")
+        gpus = self.values["gpus_per_node"]
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
+            raise self.fail("gpus_per_node", f"{gpus!r} is not a whole number of at least 1")
+        numbers = {
+            name: self.number(name, self.values[name], zero=name.startswith(("latency", "contention")))
+            for name in _NUMBERS
+            if name in self.values
+        }
+        for name in ("gemm_fraction", "network_fraction"):
+            if numbers.get(name, 1.0) > 2.0:
+                raise self.fail(name, f"{numbers[name]} is not a share; a value near or under 1 is meant")
+        return Machine(
+            name=str(self.values.get("name", self.path.stem)),
+            gpus_per_node=gpus,
+            intra_gbs=self.intra(gpus),
+            gemms=self.gemms(),
+            calibrated_on=tuple(str(row) for row in self.values.get("calibrated_on") or ()),
+            description=str(self.values.get("description", "")),
+            **numbers,
+        )
+
+    def intra(self, gpus: int) -> dict[tuple[int, int], float]:
+        value = self.values["intra_gbs"]
+        if not isinstance(value, dict):
+            return {(inner, gpus): self.number("intra_gbs", value) for inner in range(1, gpus + 1)}
+        table = {}
+        for key, bandwidth in value.items():
+            parts = str(key).split("x")
+            if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+                raise self.fail("intra_gbs", f"{key!r} is not of the form INNERxSIZE, such as 2x4")
+            table[int(parts[0]), int(parts[1])] = self.number("intra_gbs", bandwidth)
+        return table
+
+    def gemms(self) -> tuple[Gemm, ...]:
+        rows = self.values.get("gemms") or []
+        if not isinstance(rows, list):
+            raise self.fail("gemms", "is not a list of {m, k, n, tflops}")
+        found = []
+        for row in rows:
+            if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
+                raise self.fail("gemms", f"{row!r} lacks one of m, k, n, tflops")
+            m, k, n, tflops = (self.number("gemms", row[part]) for part in ("m", "k", "n", "tflops"))
+            found.append(Gemm(int(m), int(k), int(n), tflops))
+        return tuple(found)
+
+
+def axis_bandwidths(machine: Machine, grid: Grid) -> dict[str, float]:
+    """Return bytes a second for each axis that is larger than 1."""
+    return {axis: machine.bandwidth(grid, axis) for axis in AXES if grid.size(axis) > 1}

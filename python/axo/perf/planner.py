@@ -1,0 +1,266 @@
+"""Rank every grid of a number of GPUs by the predicted time of a step.
+
+For each ordered grid Gx x Gy x Gz x Gdata of the GPUs (816 of 32,768): leave it out when an axis does not divide a size
+of the model, when the batch has fewer sequences than z * data, or when a rank would need more memory than a GPU has;
+else take the fewest micro-batches that fit, predict (``axo.perf.model``), sort. Nothing is left out in silence: every
+grid keeps its reason.
+
+It measures nothing and knows no network weather; ``axo.perf.simulator`` looks at one grid more closely.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+
+from axo.grid import AXES, Grid
+from axo.perf import flops, memory, model
+from axo.perf.layer_time import OVERLAPS, Run
+from axo.perf.machine import Machine
+from axo.perf.workload import Workload
+
+GATHERS = ("auto", "keep", "drop")
+DAY = 86400.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be planned.
+
+    Args:
+        workload: The model.
+        machine: Where it runs.
+        gpus: Ranks.
+        batch_tokens: Tokens of one step, all ranks together.
+        tokens: Tokens of the whole training; 0: not asked.
+        overlap: Which of oar, ors, oag are on.
+        gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
+    """
+
+    workload: Workload
+    machine: Machine
+    gpus: int
+    batch_tokens: int
+    tokens: float = 0.0
+    overlap: frozenset[str] = frozenset(OVERLAPS)
+    gather: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
+            raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
+        if self.batch_tokens < self.workload.seq_length:
+            raise ValueError(
+                f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"
+            )
+        if self.gather not in GATHERS:
+            raise ValueError(f"plan: gather={self.gather!r} is not known; use one of {', '.join(GATHERS)}")
+        unknown = self.overlap - set(OVERLAPS)
+        if unknown:
+            raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one batch."""
+        return max(1, round(self.batch_tokens / self.workload.seq_length))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One grid: its prediction, or the reason why it is left out."""
+
+    grid: Grid
+    run: Run
+    time: model.StepTime | None = None
+    memory: memory.Memory | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All grids, the fastest first; what is left out stands in ``left_out``."""
+
+    request: Request
+    ranked: list[Candidate]
+    left_out: list[Candidate] = field(default_factory=list)
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    def step_flops(self) -> float:
+        """Hardware flops of one step (with recomputation)."""
+        return flops.step_flops(self.request.workload, self.request.batch_tokens)
+
+    def percent_of_peak(self, candidate: Candidate, *, model_flops: bool = False) -> float:
+        """Return HFU in percent of the advertised peak; ``model_flops``: MFU."""
+        work = flops.step_flops(
+            self.request.workload, self.request.batch_tokens, recompute=False if model_flops else None
+        )
+        return 100 * work / _time(candidate) / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
+
+    def days(self, candidate: Candidate) -> float:
+        """Return days to train ``tokens`` tokens (0 when they were not asked)."""
+        return self.request.tokens / self.request.batch_tokens * _time(candidate) / DAY
+
+    def why(self, candidate: Candidate) -> str:
+        """Say in one sentence where the time of a candidate goes and what stands between it and the best."""
+        return _why(self, candidate)
+
+
+def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
+    """Rank all grids of the request (or only ``grids``).
+
+    Raises:
+        ValueError: No grid is possible; the message says what would make one possible.
+    """
+    ranked: list[Candidate] = []
+    left_out: list[Candidate] = []
+    for grid in Grid.all(request.gpus) if grids is None else grids:
+        candidate = consider(request, grid)
+        (left_out if candidate.reason else ranked).append(candidate)
+    if not ranked:
+        raise ValueError(_nothing_fits(request, left_out))
+    ranked.sort(key=lambda candidate: (_time(candidate), candidate.grid.x, candidate.grid.y, candidate.grid.z))
+    return Plan(request, ranked, left_out)
+
+
+def consider(request: Request, grid: Grid) -> Candidate:
+    """Predict one grid, or say why it is left out."""
+    run = Run(request.batch_tokens, overlap=request.overlap)
+    reason = _impossible(request, grid)
+    if reason:
+        return Candidate(grid, run, reason=reason)
+    held = None
+    for run in _runs(request, grid):
+        held = memory.estimate(request.workload, grid, run)
+        if held.fits(request.machine):
+            if request.gather == "auto":
+                run = _cache_what_fits(request, grid, run, held)
+                held = memory.estimate(request.workload, grid, run)
+            return Candidate(grid, run, model.predict(request.workload, grid, request.machine, run), held)
+    assert held is not None
+    need = f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+    return Candidate(grid, run, memory=held, reason=need)
+
+
+def _impossible(request: Request, grid: Grid) -> str:
+    if grid.z * grid.data > request.sequences:
+        return f"z*data={grid.z * grid.data} is more than the {request.sequences} sequences of the batch"
+    return request.workload.misfit(grid)
+
+
+def _runs(request: Request, grid: Grid) -> Iterator[Run]:
+    """Yield runs of 1, 2, 4, ... micro-batches, down to one sequence a rank."""
+    share = 1.0 if request.gather == "keep" else 0.0
+    sequences = -(-request.sequences // (grid.z * grid.data))
+    pieces = 1
+    while True:
+        yield Run(
+            request.batch_tokens,
+            overlap=request.overlap,
+            cached_gathers=share,
+            micro_batches=pieces,
+            rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
+        )
+        if pieces >= sequences:
+            return
+        pieces = min(2 * pieces, sequences)
+
+
+def _cache_what_fits(request: Request, grid: Grid, run: Run, held: memory.Memory) -> Run:
+    """Keep as many gathered weights as the memory that is left over holds."""
+    if grid.z == 1:
+        return run
+    full = memory.estimate(request.workload, grid, replace(run, cached_gathers=1.0))
+    extra, free = full.total - held.total, request.machine.memory_gib * memory.GIB - held.total
+    share = 1.0 if extra <= free else max(0.0, int(100 * free / extra) / 100)
+    return replace(run, cached_gathers=share)
+
+
+def _nothing_fits(request: Request, left_out: list[Candidate]) -> str:
+    """Say what stood in the way of every grid, and the nearest way out."""
+    head = f"plan: no grid of {request.gpus} GPUs can train {request.workload.name} on {request.machine.name}"
+    short = [candidate for candidate in left_out if candidate.memory is not None]
+    if short:
+        nearest = min(short, key=lambda candidate: candidate.memory.total if candidate.memory else 0.0)
+        needed = nearest.memory.total / memory.GIB if nearest.memory else 0.0
+        return (
+            f"{head}: not enough memory; the nearest miss is {nearest.grid}, which {nearest.reason}; use"
+            f" {_more_gpus(request)}GPUs of at least {needed:.0f} GiB"
+        )
+    why = Counter(_kind(candidate.reason) for candidate in left_out).most_common(1)[0][0]
+    example = next(candidate for candidate in left_out if _kind(candidate.reason) == why)
+    counts = _possible_counts(request)
+    fits = f"; counts near it that work: {', '.join(map(str, counts))}" if counts else ""
+    return f"{head}: {example.reason} (grid {example.grid}; {len(left_out)} grids tried){fits}"
+
+
+def _kind(reason: str) -> str:
+    return "batch" if reason.startswith("z*data") else "sizes"
+
+
+def _more_gpus(request: Request) -> str:
+    """Name the smallest doubling of the GPUs on which some grid fits, as 'N GPUs, or '."""
+    gpus = request.gpus
+    while gpus < 2**17:
+        gpus *= 2
+        larger = replace(request, gpus=gpus)
+        if any(not consider(larger, grid).reason for grid in Grid.all(gpus)):
+            return f"{gpus} GPUs, or "
+    return ""
+
+
+def _possible_counts(request: Request) -> list[int]:
+    """Return the nearest numbers of GPUs below and above that divide the model and the batch."""
+    found = []
+    for step in (-1, 1):
+        gpus = request.gpus + step
+        for _ in range(64):
+            if gpus < 1:
+                break
+            if any(not _impossible(request, grid) for grid in Grid.all(gpus)):
+                found.append(gpus)
+                break
+            gpus += step
+    biggest = 2 ** (request.sequences.bit_length() - 1)
+    return found or [biggest]
+
+
+def _time(candidate: Candidate) -> float:
+    assert candidate.time is not None
+    return candidate.time.total
+
+
+def _why(made: Plan, candidate: Candidate) -> str:
+    if candidate.time is None:
+        return f"{candidate.grid} is left out: {candidate.reason}."
+    time = candidate.time
+    worst = max(AXES, key=lambda axis: time.exposed[axis])
+    hidden = sum(time.communication.values()) - time.exposed_total
+    text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {time.total:.2f} s"
+    if time.exposed_total > 0:
+        text += f"; {time.exposed_total:.2f} s of communication show, most on {worst} ({_traffic(worst)})"
+    if hidden > 0.005 * time.total:
+        text += f", {hidden:.2f} s hide behind products"
+    best = made.best
+    if best is candidate:
+        if len(made.ranked) > 1:
+            second = made.ranked[1]
+            text += f"; {second.grid} comes next at {100 * (_time(second) / time.total - 1):+.1f}%"
+        return text + "."
+    assert best.time is not None
+    lost = {f"exposed {axis}": time.exposed[axis] - best.time.exposed[axis] for axis in AXES}
+    lost["products"] = time.compute - best.time.compute
+    lost["products slowed by hidden communication"] = time.contention - best.time.contention
+    cause = max(lost, key=lambda name: lost[name])
+    return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.grid}, most of it {cause}."
+
+
+def _traffic(axis: str) -> str:
+    return {
+        "x": "input gradients and outputs of transposed layers",
+        "y": "outputs, norms and input gradients of transposed layers",
+        "z": "gathered weights and scattered gradients",
+        "data": "gradients of the data-parallel groups",
+    }[axis]

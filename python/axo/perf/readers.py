@@ -1,0 +1,217 @@
+"""Turn what a user has into a `Workload`: a name from the papers, a LitGPT configuration, a config.json, an nn.Module.
+
+    read("gpt-80b")               Table II of "Democratizing AI"; read("unet-1b"): Table II of "A 4D Hybrid Algorithm"
+    read("pythia-1.4b")           a LitGPT name (litgpt, and so torch, is imported only then)
+    read("path/config.json")      Hugging Face: Llama, Mistral, Qwen 2, GPT-NeoX, GPT-2 and what has their fields
+    read("path/model_config.yaml")    LitGPT's own file
+    from_module(model, seq_length=2048)   any nn.Module, looked at by class names, so that torch is not imported here
+
+Mixtures of experts are refused: their rows are routed, which the lists of layers cannot say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axo.perf.workload import ACTIVATION, Block, Layer, Workload, gpt, unet
+
+_DATA = Path(__file__).parent / "data"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+@lru_cache(maxsize=1)
+def papers() -> dict[str, Any]:
+    """Return the papers' numbers (``data/papers.yaml``)."""
+    return yaml.load((_DATA / "papers.yaml").read_text(), Loader=_LOADER)
+
+
+def known() -> list[str]:
+    """Return the model names of the papers."""
+    numbers = papers()
+    return [f"gpt-{name.lower()}" for name in numbers["models"]] + [
+        f"unet-{name.lower()}" for name in numbers["unet_channels_gpus"]
+    ]
+
+
+def read(name: str, *, seq_length: int | None = None, checkpointed: bool = True) -> Workload:
+    """Read a model by name or file.
+
+    Args:
+        name: See the module's docstring.
+        seq_length: Tokens of a sample; None: 2048, or the model's longest if that is less.
+        checkpointed: Whether the repeated blocks run again before backward.
+
+    Raises:
+        ValueError: Unknown name, or a file or model that cannot be read.
+    """
+    path = Path(name)
+    if path.suffix in (".json", ".yaml", ".yml"):
+        workload = _from_file(path, seq_length)
+    elif name.lower() in known():
+        workload = _from_papers(name.lower(), seq_length)
+    else:
+        workload = _from_litgpt_name(name, seq_length)
+    return workload.with_checkpointing(checkpointed)
+
+
+def _from_papers(name: str, seq_length: int | None) -> Workload:
+    family, size = name.split("-")
+    if family == "unet":
+        if seq_length not in (None, 1024):
+            raise ValueError(f"model {name!r} works on images of 32 x 32 = 1024 pixels; --seq does not apply")
+        return unet(name, channels=papers()["unet_channels_gpus"][size.upper()][0])
+    layers, hidden, heads = papers()["models"][size.upper()]
+    return gpt(name, layers=layers, hidden=hidden, heads=heads, seq_length=seq_length or 2048)
+
+
+def _from_file(path: Path, seq_length: int | None) -> Workload:
+    if not path.is_file():
+        raise ValueError(f"model file {str(path)!r} does not exist")
+    try:
+        fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"model file {path}: {error}") from None
+    if not isinstance(fields, Mapping):
+        raise ValueError(f'model file {path}: expected fields such as "hidden_size", got a {type(fields).__name__}')
+    name = path.parent.name or path.stem
+    if "n_embd" in fields and "padded_vocab_size" in fields:
+        return from_litgpt(fields, seq_length=seq_length)
+    return from_hugging_face(fields, name=str(fields.get("_name_or_path") or name), seq_length=seq_length)
+
+
+def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
+    unknown = f"model {name!r} is not known; use one of {', '.join(known())}, a LitGPT name, a config.json"
+    try:
+        from litgpt import Config
+    except ImportError:
+        raise ValueError(f"{unknown} (LitGPT is not installed: pip install 'axo[litgpt]')") from None
+    try:
+        config = Config.from_name(name)
+    except ValueError:
+        raise ValueError(f"{unknown} or a model_config.yaml") from None
+    return from_litgpt(vars(config), seq_length=seq_length)
+
+
+def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
+    """Read the fields of a ``litgpt.Config``.
+
+    Raises:
+        ValueError: A mixture of experts, or a field is missing.
+    """
+    name = str(config.get("name") or "litgpt model")
+    kind = config.get("mlp_class_name", "GptNeoxMLP")
+    if kind == "LLaMAMoE" or config.get("n_expert"):
+        raise ValueError(f"model {name!r}: mixtures of experts are not modelled; plan a dense model")
+    heads = _field(config, name, "n_head")
+    return gpt(
+        name,
+        layers=_field(config, name, "n_layer"),
+        hidden=_field(config, name, "n_embd"),
+        heads=heads,
+        kv_heads=config.get("n_query_groups") or heads,
+        head_size=config.get("head_size") or 0,
+        intermediate=config.get("intermediate_size") or 0,
+        vocab=config.get("padded_vocab_size") or _field(config, name, "vocab_size"),
+        seq_length=_seq_length(seq_length, config.get("block_size")),
+        gated=kind in ("LLaMAMLP", "GemmaMLP"),
+        bias=bool(config.get("bias", True)),
+        qkv_bias=bool(config.get("attn_bias", False) or config.get("bias", True)),
+        head_bias=bool(config.get("lm_head_bias", False)),
+        norm="rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm",
+        norms=1 if config.get("shared_attention_norm") else 2,
+    )
+
+
+def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_length: int | None = None) -> Workload:
+    """Read the fields of a Hugging Face config.json.
+
+    Raises:
+        ValueError: A mixture of experts, or a field is missing.
+    """
+    if any(config.get(field) for field in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise ValueError(f"model {name!r}: mixtures of experts are not modelled; plan a dense model")
+    kind = str(config.get("model_type", ""))
+    gated = kind not in ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
+    heads = _field(config, name, "num_attention_heads", "n_head")
+    return gpt(
+        name,
+        layers=_field(config, name, "num_hidden_layers", "n_layer"),
+        hidden=_field(config, name, "hidden_size", "n_embd"),
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_size=config.get("head_dim") or 0,
+        intermediate=config.get("intermediate_size") or config.get("n_inner") or 0,
+        vocab=_field(config, name, "vocab_size"),
+        seq_length=_seq_length(seq_length, config.get("max_position_embeddings") or config.get("n_positions")),
+        gated=gated,
+        bias=not gated,
+        qkv_bias=not gated or kind.startswith("qwen2") or bool(config.get("attention_bias")),
+        norm="rmsnorm" if gated else "layernorm",
+    )
+
+
+def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Workload:
+    """Read any nn.Module by the class names of its leaves, in the order in which they were registered.
+
+    Linear and convolution layers alternate normal and transposed; a convolution counts one row a token, for its output
+    size is not known without running it. Layers with parameters of a class that is not known are refused. What has no
+    parameters (activations, attention's products) costs nothing here, so times are lower bounds.
+
+    Raises:
+        ValueError: A layer with parameters is of an unknown class, or there is none.
+    """
+    layers: list[Layer] = []
+    hidden = 0
+    for path, leaf in module.named_modules():
+        if any(True for _ in leaf.children()):
+            continue
+        kind = type(leaf).__name__
+        bias = getattr(leaf, "bias", None) is not None
+        transposed = bool(sum(layer.kind == "linear" for layer in layers) % 2)
+        if kind == "Linear":
+            hidden = hidden or leaf.in_features
+            layers.append(Layer("linear", path, leaf.in_features, leaf.out_features, bias, transposed))
+            layers.append(Layer("pointwise", f"{path}.act", leaf.out_features, transposed=transposed, moves=ACTIVATION))
+        elif kind in ("Conv1d", "Conv2d", "Conv3d"):
+            area = 1
+            for size in leaf.kernel_size:
+                area *= size
+            layers.append(
+                Layer("linear", path, leaf.in_channels // leaf.groups * area, leaf.out_channels, bias, transposed)
+            )
+        elif kind == "Embedding":
+            hidden = leaf.embedding_dim
+            layers.append(Layer("embedding", path, leaf.num_embeddings, leaf.embedding_dim, input_grad=False))
+        elif "Norm" in kind:
+            width = next((parameter.numel() for parameter in leaf.parameters()), 0)
+            layers.append(Layer("norm", path, width, norm="rmsnorm" if "RMS" in kind else "layernorm"))
+        elif any(True for _ in leaf.parameters()):
+            raise ValueError(f"model: layer {path!r} is a {kind}, which the planner does not know")
+    if not layers:
+        raise ValueError("model: no layer with parameters found")
+    blocks = tuple(Block((layer,)) for layer in layers)
+    return Workload(name or type(module).__name__, blocks, seq_length=seq_length, hidden=hidden)
+
+
+def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
+    for field in names:
+        value = config.get(field)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+        if value is not None:
+            raise ValueError(f"model {name!r}: {field}={value!r} is not a whole number of at least 1")
+    raise ValueError(f"model {name!r}: the configuration has no {' or '.join(names)}")
+
+
+def _seq_length(asked: int | None, longest: Any) -> int:
+    if asked is not None:
+        if asked < 1:
+            raise ValueError(f"sequence length {asked} is not at least 1")
+        return asked
+    return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048

@@ -1,0 +1,198 @@
+"""The operations of one training step, in the order in which a rank issues them, with what each waits for.
+
+A rank has a compute stream and one stream for each axis; operations of a stream run in order. With every overlap on:
+
+    forward     gather z of the next layer is issued when this layer's product is (OAG); outputs are all-reduced at once
+    backward    a checkpointed block runs forward again first; all-reduce of dI beside the dW product (OAR);
+                reduce-scatters of dW follow behind on z and nothing waits for them before the end (ORS)
+    end         all-reduces over data, layer by layer; optimizer
+
+Switched off, each is waited for where it is issued. Times of single operations come from ``axo.perf.layer_time``.
+This file lays out operations; ``axo.perf.simulator`` runs them against the clock.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from axo.grid import AXES, Grid
+from axo.perf import memory
+from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, layer_cost
+from axo.perf.machine import Machine
+from axo.perf.workload import Block, Layer, Workload
+
+COMPUTE = "compute"
+STREAMS = (COMPUTE, *AXES)
+
+
+@dataclass(slots=True)
+class Operation:
+    """One operation of one rank.
+
+    Args:
+        name: Layer and what is done.
+        stream: "compute" or an axis.
+        seconds: Time when nothing else runs.
+        after: Numbers of the operations that must be complete first (its stream's order comes on top).
+        takes: Bytes that are allocated when it starts.
+        frees: Bytes that are free when it is complete.
+    """
+
+    name: str
+    stream: str
+    seconds: float
+    after: tuple[int, ...]
+    takes: float = 0.0
+    frees: float = 0.0
+
+
+@dataclass
+class Schedule:
+    """All operations of one step on one rank; ``shared`` says which axes leave the node (and so share its NICs)."""
+
+    operations: list[Operation] = field(default_factory=list)
+    shared: dict[str, bool] = field(default_factory=dict)
+    held: float = 0.0  # bytes of weights, gradients and optimizer, always there
+
+
+def build(workload: Workload, grid: Grid, machine: Machine, run: Run) -> Schedule:
+    """Lay out one step of ``workload`` on ``grid``."""
+    return _Builder(workload, grid, machine, run).build()
+
+
+class _Builder:
+    def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: Run) -> None:
+        self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
+        self.network = Network(machine, grid)
+        self.rows = run.group_rows(grid)
+        held = memory.estimate(workload, grid, run)
+        self.schedule = Schedule(
+            shared=self.network.shared, held=held.weights + held.gradients + held.optimizer + memory.RESERVED
+        )
+        self.operations = self.schedule.operations
+        self.costs: dict[Layer, LayerCost] = {}
+        self.path: tuple[int, ...] = ()  # what the next operation on the path of the step waits for
+        self.issued: tuple[int, ...] = ()  # what the path waited for when the last gathered layer began
+        self.scattered: list[tuple[str, float, tuple[int, ...]]] = []
+
+    def build(self) -> Schedule:
+        blocks = list(enumerate(self.workload.unrolled()))
+        for _ in range(self.run.micro_batches):
+            self.issued, self.scattered = self.path, []
+            for number, block in blocks:
+                self._forward(number, block, kept=not block.checkpointed)
+            for number, block in reversed(blocks):
+                if block.checkpointed:
+                    self._forward(number, block, kept=True, again=True)
+                self._backward(number, block)
+        self._finish()
+        return self.schedule
+
+    def _cached(self, number: int) -> bool:
+        """True when repeat ``number`` keeps its gathered weights: the first ones do, as far as the share goes."""
+        repeats = sum(block.repeat for block in self.workload.blocks)
+        return number < round(self.run.cached_gathers * repeats)
+
+    def _add(
+        self, name: str, stream: str, seconds: float, after: tuple[int, ...], takes: float = 0.0, frees: float = 0.0
+    ) -> tuple[int, ...]:
+        self.operations.append(Operation(name, stream, seconds, after, takes, frees))
+        return (len(self.operations) - 1,)
+
+    def _cost(self, layer: Layer) -> LayerCost:
+        if layer not in self.costs:
+            self.costs[layer] = layer_cost(
+                layer, self.grid, self.rows, self.run, self.machine, self.network, self.workload.seq_length
+            )
+        return self.costs[layer]
+
+    def _gather(self, layer: Layer, name: str, seconds: float) -> tuple[int, ...]:
+        """Issue the gather of a weight, one layer ahead of the path with OAG."""
+        ahead = "oag" in self.run.overlap
+        after = self.issued if ahead else self.path
+        gathered = self._add(f"{name} gather", "z", seconds, after, takes=self._gathered(layer))
+        self.issued = self.path
+        return gathered
+
+    def _blocking(self, name: str, what: str, by_axis: dict[str, float]) -> None:
+        for axis, seconds in by_axis.items():
+            self.path = self._add(f"{name} {what}", axis, seconds, self.path)
+
+    def _forward(self, number: int, block: Block, *, kept: bool, again: bool = False) -> None:
+        phase = "recompute" if again else "forward"
+        cached = self._cached(number)
+        if not kept:
+            size = memory.block_input(block, self.grid, self._my_rows())
+            self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
+        for layer in block.layers:
+            name, cost = f"{number}.{layer.name}", self._cost(layer)
+            gathered: tuple[int, ...] = ()
+            if cost.gather and not (again and cached):
+                gathered = self._gather(layer, f"{name} {phase}", cost.gather)
+            if layer.kind in ("norm", "loss"):
+                self._blocking(name, f"{phase} statistics", cost.output)
+            saved = memory.saved(layer, self.grid, self._my_rows()) if kept else 0.0
+            used_up = layer.kind != "linear" or not (again or cached)
+            drop = self._gathered(layer) if gathered and used_up else 0.0
+            self.path = self._add(f"{name} {phase}", COMPUTE, cost.forward, self.path + gathered, saved, drop)
+            if layer.kind not in ("norm", "loss"):
+                self._blocking(name, f"{phase} output", cost.output)
+
+    def _backward(self, number: int, block: Block) -> None:
+        cached = block.checkpointed or self._cached(number)
+        for layer in reversed(block.layers):
+            name, cost = f"{number}.{layer.name}", self._cost(layer)
+            gathered: tuple[int, ...] = ()
+            if cost.gather and layer.kind == "linear" and not cached:
+                gathered = self._gather(layer, f"{name} backward", cost.gather)
+            frees = memory.saved(layer, self.grid, self._my_rows())  # taken by the forward, or by the recomputation
+            if cost.gather and layer.kind == "linear":
+                frees += self._gathered(layer)
+            self._blocking(name, "backward statistics", cost.backward_blocking)
+            if not cost.weight_grad:
+                if cost.input_grad or frees:
+                    self.path = self._add(
+                        f"{name} backward", COMPUTE, cost.input_grad, self.path + gathered, 0.0, frees
+                    )
+                self._scatter(name, cost, self.path)
+                continue
+            product = self._add(f"{name} dI", COMPUTE, cost.input_grad, self.path + gathered)
+            reduced = product
+            for axis, seconds in cost.input_reduce.items():
+                reduced = self._add(f"{name} dI all-reduce", axis, seconds, reduced)
+            waits = product if "oar" in self.run.overlap else reduced
+            weight = self._add(f"{name} dW", COMPUTE, cost.weight_grad, waits, 0.0, frees)
+            self.path = tuple(dict.fromkeys(reduced + weight))
+            self._scatter(name, cost, weight)
+        if block.checkpointed:
+            size = memory.block_input(block, self.grid, self._my_rows())
+            self.path = self._add(f"{number} drop checkpoint", COMPUTE, 0.0, self.path, 0.0, size)
+
+    def _scatter(self, name: str, cost: LayerCost, after: tuple[int, ...]) -> None:
+        done = after
+        if cost.scatter:
+            done = self._add(f"{name} dW reduce-scatter", "z", cost.scatter, after)
+            if "ors" not in self.run.overlap:
+                self.path = tuple(dict.fromkeys(self.path + done))
+        if cost.data:
+            self.scattered.append((name, cost.data, done))
+        elif cost.scatter:
+            self.scattered.append((name, 0.0, done))
+
+    def _finish(self) -> None:
+        end = self.path
+        waits: tuple[int, ...] = end
+        for name, seconds, done in self.scattered:
+            if seconds:
+                done = self._add(f"{name} dW all-reduce", "data", seconds, tuple(dict.fromkeys(end + done)))
+            waits += done
+        shard = self.workload.parameters / (self.grid.x * self.grid.y * self.grid.z)
+        seconds = OPTIMIZER_BYTES * shard / (1e9 * self.machine.memory_gbs)
+        self._add("optimizer", COMPUTE, seconds, tuple(dict.fromkeys(waits)))
+
+    def _gathered(self, layer: Layer) -> float:
+        """Bytes of a gathered weight."""
+        return 2.0 * layer.parameters / (self.grid.x * self.grid.y) if self.grid.z > 1 else 0.0
+
+    def _my_rows(self) -> int:
+        return -(-self.rows // self.grid.z)

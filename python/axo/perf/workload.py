@@ -1,0 +1,238 @@
+"""What a model computes, as a list of layers with whole (unsharded) sizes.
+
+A `Workload` is a sequence of `Block`: the same layers ``repeat`` times over, checkpointed (run again before backward)
+or not. A GPT is an embedding, ``layers`` equal blocks, and norm + head + loss. Everything downstream (flops, memory,
+communication, simulation) reads these lists only, so one model of a step serves transformers, U-Nets and a user's
+own ``nn.Module``.
+
+Source of the GPT sizes: Table II of "Democratizing AI"; of the U-Nets: Table II of "A 4D Hybrid Algorithm".
+It does not read files: see ``axo.perf.readers``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from axo.grid import Grid
+
+# Bytes moved for every row and feature, forward and backward, when PyTorch runs each operation by itself under bf16
+# autocast: the residual stream is fp32, products take and give bf16.
+RESIDUAL = (10.0, 12.0)  # fp32 + bf16 -> fp32; two fp32 gradients added
+NORM = (
+    14.0,
+    18.0,
+)  # fp32 -> fp32, then the cast to bf16 that the next product wants
+SPLIT = (8.0, 8.0)  # q, k, v taken apart and laid out by heads; rotary embedding on two thirds of them
+ACTIVATION_GATED, ACTIVATION = (6.0, 10.0), (4.0, 6.0)  # bf16
+
+KINDS = ("linear", "embedding", "norm", "attention", "pointwise", "loss")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer with its whole sizes.
+
+    Args:
+        kind: One of ``KINDS``.
+        name: For messages and traces.
+        in_features: k of a linear layer; hidden size of the others; vocabulary of an embedding.
+        out_features: n of a linear layer; embedding size of an embedding; vocabulary of the loss.
+        bias: A linear layer's bias.
+        transposed: x and y swap roles (Algorithm 1). An ``attention`` or ``pointwise`` layer that is transposed has its
+            features split over y, else over x.
+        rows: Rows a token: 1, but for convolutions at a lower resolution, whose rows are fewer.
+        norm: "layernorm" or "rmsnorm".
+        moves: Of a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
+        heads: Of an attention layer.
+        input_grad: False for a layer whose input needs no gradient.
+        uneven: out_features need not divide over its axis (a head over a vocabulary).
+    """
+
+    kind: str
+    name: str
+    in_features: int
+    out_features: int = 0
+    bias: bool = False
+    transposed: bool = False
+    rows: float = 1.0
+    norm: str = "layernorm"
+    moves: tuple[float, float] = (0.0, 0.0)
+    heads: int = 0
+    input_grad: bool = True
+    uneven: bool = False
+
+    @property
+    def parameters(self) -> int:
+        """Trainable values of the whole layer."""
+        if self.kind == "linear":
+            return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+        if self.kind == "embedding":
+            return self.in_features * self.out_features
+        if self.kind == "norm":
+            return self.in_features * (2 if self.norm == "layernorm" else 1)
+        return 0
+
+
+@dataclass(frozen=True)
+class Block:
+    """Layers that run in order, ``repeat`` times over."""
+
+    layers: tuple[Layer, ...]
+    repeat: int = 1
+    checkpointed: bool = False
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model as the planner sees it.
+
+    Args:
+        name: As the user asked for it.
+        blocks: In forward order.
+        seq_length: Tokens of one sample: the smallest piece of a batch that a rank can take.
+        hidden: Width of the residual stream (0: unknown).
+        heads: Attention heads: x must divide them (0: no such limit).
+        kv_heads: Key-value groups: x must divide them too.
+        vocab: Vocabulary (0: none).
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    seq_length: int
+    hidden: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    vocab: int = 0
+
+    def unrolled(self) -> Iterator[Block]:
+        """Yield the blocks in forward order, repeats written out."""
+        for block in self.blocks:
+            for _ in range(block.repeat):
+                yield block
+
+    @property
+    def parameters(self) -> int:
+        """Trainable values of the whole model."""
+        return sum(block.repeat * layer.parameters for block in self.blocks for layer in block.layers)
+
+    def misfit(self, grid: Grid) -> str:
+        """Say which size an axis of ``grid`` does not divide; empty when all do."""
+        for what, size, axis in self._sizes:
+            ranks = grid.size(axis)
+            if size % ranks:
+                return f"{axis}={ranks} does not divide {what}={size}"
+        return ""
+
+    @cached_property
+    def _sizes(self) -> list[tuple[str, int, str]]:
+        sizes = [("heads", self.heads, "x"), ("kv_heads", self.kv_heads, "x")]
+        for layer in dict.fromkeys(layer for block in self.blocks for layer in block.layers):
+            x, y = ("y", "x") if layer.transposed else ("x", "y")
+            if layer.kind == "linear":
+                sizes.append((f"{layer.name}.in_features", layer.in_features, y))
+                if not layer.uneven:
+                    sizes.append((f"{layer.name}.out_features", layer.out_features, x))
+            elif layer.kind == "norm":
+                sizes.append((f"{layer.name}.features", layer.in_features, "y"))
+        return [entry for entry in dict.fromkeys(sizes) if entry[1]]
+
+    def with_checkpointing(self, on: bool) -> Workload:
+        """Return the same model with its repeated blocks checkpointed, or with none."""
+        return replace(
+            self, blocks=tuple(replace(block, checkpointed=on and block.repeat > 1) for block in self.blocks)
+        )
+
+
+def gpt(
+    name: str,
+    *,
+    layers: int,
+    hidden: int,
+    heads: int,
+    vocab: int = 50304,
+    seq_length: int = 2048,
+    kv_heads: int = 0,
+    intermediate: int = 0,
+    gated: bool = False,
+    bias: bool = True,
+    qkv_bias: bool | None = None,
+    head_bias: bool = False,
+    norm: str = "layernorm",
+    norms: int = 2,
+    head_size: int = 0,
+    checkpointed: bool = True,
+) -> Workload:
+    """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
+
+    Args:
+        kv_heads: Key-value groups; 0 means as many as heads.
+        intermediate: Width of the MLP; 0 means 4 * hidden.
+        gated: Two input products of the MLP (SwiGLU) instead of one.
+        qkv_bias: A bias of the qkv layer; None: as ``bias``.
+        norms: Norms of a block: 2, or 1 where attention and MLP share one (parallel residual).
+        head_size: Width of one head; 0 means hidden // heads.
+    """
+    kv_heads = kv_heads or heads
+    intermediate = intermediate or 4 * hidden
+    head_size = head_size or hidden // heads
+    inner = heads * head_size
+    qkv = (heads + 2 * kv_heads) * head_size
+    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias)]
+    if gated:
+        fc = [
+            Layer("linear", "mlp.fc_1", hidden, intermediate, bias),
+            Layer("linear", "mlp.fc_2", hidden, intermediate, bias),
+        ]
+    block = (
+        Layer("norm", "norm_1", hidden, norm=norm),
+        Layer("linear", "attn.qkv", hidden, qkv, bias if qkv_bias is None else qkv_bias),
+        Layer("pointwise", "attn.split", qkv, moves=SPLIT),
+        Layer("attention", "attn", inner, heads=heads),
+        Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
+        Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
+        *([Layer("norm", "norm_2", hidden, norm=norm)] if norms == 2 else []),
+        *fc,
+        Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED if gated else ACTIVATION),
+        Layer("linear", "mlp.proj", intermediate, hidden, bias, transposed=True),
+        Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
+    )
+    return Workload(
+        name,
+        (
+            Block((Layer("embedding", "wte", vocab, hidden, input_grad=False),)),
+            Block(block, layers, checkpointed),
+            Block(
+                (
+                    Layer("norm", "ln_f", hidden, norm=norm),
+                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True),
+                    Layer("loss", "loss", hidden, vocab),
+                )
+            ),
+        ),
+        seq_length=seq_length,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+    )
+
+
+def unet(name: str, *, channels: int, image: int = 32, levels: int = 4, res_blocks: int = 3) -> Workload:
+    """Build a U-Net's convolutions: levels x residual blocks of two 3x3 convolutions, down and up.
+
+    A convolution is a product with k = 9 * channels in and one row a pixel; one image is one "sequence" of image^2
+    tokens. The channels of level i are ``channels * (1, 2, 3, 4)[i]``, as in Nichol et al.; attention, time embeddings
+    and skip-connection widths are left out, so parameters are near the paper's, not equal to them.
+    """
+    blocks: list[Block] = []
+    for level in range(levels):
+        width = channels * min(level + 1, 4)
+        rows = 1.0 / 4**level
+        pair = (
+            Layer("linear", f"level{level}.conv_1", 9 * width, width, True, rows=rows),
+            Layer("linear", f"level{level}.conv_2", 9 * width, width, True, transposed=True, rows=rows),
+        )
+        blocks.append(Block(pair, res_blocks))
+    return Workload(name, tuple(blocks + blocks[::-1]), seq_length=image * image, hidden=channels)
