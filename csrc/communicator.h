@@ -14,6 +14,9 @@
 // Errors. A wrong argument throws Error before anything is sent. What goes wrong later (PeerLost, Timeout, Mismatch,
 //   Aborted) is thrown by the blocking call or by Work::wait, on every rank that took part, and leaves the communicator
 //   aborted: later calls throw Aborted with the first reason.
+// Devices. A GPU communicator has a stream of its own, ordered after CallOptions::stream (the caller's) as it is at the call.
+//   "Complete" is meant in the order of streams: a blocking call is launched on the caller's stream itself and returns
+//   without holding the host (barrier does hold it), and what the caller enqueues next sees the result.
 // Numbers. Sums of bf16 and fp16 accumulate in fp32 in rank order, so the same inputs give the same bits on every rank
 //   and in every run. avg = sum / size, rounded once.
 #pragma once
@@ -33,6 +36,10 @@ struct CallOptions {
   bool blocking = false;
   Milliseconds timeout = kNoTimeout;     // kNoTimeout: the communicator's own
   std::shared_ptr<void> keep_alive = {};  // held until the operation is complete and its Work waited for or dropped
+  // GPUs only: the caller's current stream, null for the default stream.
+  void* stream = nullptr;
+  // GPUs only. False: the operation is ordered by wait_flag (device_communicator.h), not after what is on `stream`.
+  bool after_caller = true;
 };
 
 class Communicator {

@@ -1,6 +1,7 @@
 // Waiting for an operation of a host communicator, and groups of operations; see work.h and communicator.h.
 #include "host_work.h"
 
+#include "device_group.h"
 #include "host_core.h"
 
 namespace axo {
@@ -125,6 +126,7 @@ void group_end() {
   if (--group.depth > 0) return;
   const auto recorded = std::move(group.recorded);
   group.recorded.clear();
+  launch_recorded_group();
   // One launch for each communicator, in the order of its operations. An operation that cannot be issued any more ends
   // with that error; the others go ahead.
   std::vector<std::shared_ptr<host::HostCore>> cores;

@@ -177,4 +177,10 @@ NcclElements nccl_moved(DType dtype, std::size_t count);
 NcclType nccl_reduced(const char* what, DType dtype, ReduceOp op);
 NcclOp nccl_op(DType dtype, ReduceOp op);
 
+// A factor in the form that ncclRedOpCreatePreMulSum wants: one element of the dtype. Throws Error for integers.
+struct NcclScalar {
+  NcclScalar(DType dtype, double value);
+  alignas(8) char bytes[8] = {};
+};
+
 }  // namespace axo

@@ -30,6 +30,11 @@ class Work {
   virtual ~Work() = default;
 
   virtual void wait() = 0;
+  // wait() for another stream than the one of the call (a GPU stream handle); on the host the same as wait().
+  virtual void wait_on(void* stream) {
+    (void)stream;
+    wait();
+  }
   // Throws Timeout when the operation is still pending after `timeout`; the operation itself goes on.
   virtual void synchronize(Milliseconds timeout) = 0;
   virtual bool is_completed() const = 0;
