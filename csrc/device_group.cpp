@@ -8,7 +8,9 @@
 namespace axo {
 
 namespace host {
-bool inside_group();  // host_work.cpp counts the depth, for both transports
+// host_work.cpp keeps the groups of a thread, for both transports.
+bool inside_group();
+void at_group_end(void (*launch)() noexcept);
 }
 
 namespace {
@@ -24,6 +26,7 @@ bool inside_group() { return host::inside_group(); }
 
 bool record_in_group(const std::shared_ptr<DeviceWork>& work) {
   if (!inside_group()) return false;
+  host::at_group_end(&launch_recorded_group);
   recorded().push_back(work);
   return true;
 }

@@ -1,7 +1,6 @@
 // Waiting for an operation of a host communicator, and groups of operations; see work.h and communicator.h.
 #include "host_work.h"
 
-#include "device_group.h"
 #include "host_core.h"
 
 namespace axo {
@@ -12,6 +11,7 @@ namespace {
 struct Group {
   int depth = 0;
   std::vector<std::pair<std::shared_ptr<HostCore>, HostWorkPtr>> recorded;
+  std::vector<GroupEnd> others;
 };
 
 Group& group() {
@@ -110,6 +110,14 @@ double HostWork::seconds() const {
 
 bool inside_group() { return group().depth > 0; }
 
+void at_group_end(GroupEnd launch) {
+  auto& others = group().others;
+  for (auto known : others) {
+    if (known == launch) return;
+  }
+  others.push_back(launch);
+}
+
 bool record_in_group(const std::shared_ptr<HostCore>& core, const HostWorkPtr& work) {
   if (!inside_group()) return false;
   group().recorded.emplace_back(core, work);
@@ -126,7 +134,7 @@ void group_end() {
   if (--group.depth > 0) return;
   const auto recorded = std::move(group.recorded);
   group.recorded.clear();
-  launch_recorded_group();
+  for (auto launch : std::exchange(group.others, {})) launch();
   // One launch for each communicator, in the order of its operations. An operation that cannot be issued any more ends
   // with that error; the others go ahead.
   std::vector<std::shared_ptr<host::HostCore>> cores;

@@ -77,5 +77,8 @@ using HostWorkPtr = std::shared_ptr<HostWork>;
 // Between group_start and group_end: takes the operation and returns true; otherwise false.
 bool record_in_group(const std::shared_ptr<HostCore>& core, const HostWorkPtr& work);
 bool inside_group();
+// For the other transport: the outermost group_end of this thread calls `launch`, once a group.
+using GroupEnd = void (*)() noexcept;
+void at_group_end(GroupEnd launch);
 
 }  // namespace axo::host
