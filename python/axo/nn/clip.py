@@ -66,7 +66,8 @@ def clip_grad_norm_(
 
 
 def _communicators(parameters: list[torch.Tensor]) -> Any:
-    found = [p.placement.comms for p in parameters if getattr(p, "placement", None) is not None]
+    placements = [getattr(p, "placement", None) for p in parameters]
+    found = [placement.comms for placement in placements if placement is not None]
     if any(comms is not found[0] for comms in found):
         raise ValueError("clip_grad_norm_: the parameters lie on different grids; clip each grid by itself")
     return found[0] if found else None

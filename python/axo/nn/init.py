@@ -57,7 +57,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None)
     Raises:
         ValueError: The model holds no parallel layer.
     """
-    comms = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
+    comms: Any = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
     if comms is None:
         raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
     fill = _reset if fn is None else fn
@@ -67,8 +67,9 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None)
 
 
 def _reset(module: nn.Module) -> None:
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
+    reset = getattr(module, "reset_parameters", None)
+    if reset is not None:
+        reset()
 
 
 def _init_module(module: nn.Module, fill: Callable[[nn.Module], Any], device: torch.device) -> None:

@@ -75,13 +75,14 @@ class ParallelLayer(nn.Module):
             return
         weight = getattr(self, next(iter(self.placements)))
         with source_generator(self.comms, weight.device):
-            serial = self.serial(weight.device, weight.dtype)
+            serial: Any = self.serial(weight.device, weight.dtype)
             serial.reset_parameters()
             self.load_serial(serial)
 
     def full_weight(self) -> torch.Tensor:
         """The whole weight, gathered from its shards. Every rank must call it."""
-        return unshard(self.weight.detach(), self.placements["weight"])
+        weight: Any = self.weight
+        return unshard(weight.detach(), self.placements["weight"])
 
     def label(self) -> str:
         """``Linear 'mlp.fc'``: how messages call this layer."""

@@ -112,7 +112,7 @@ class Linear(ParallelLayer, nn.Linear):
                 f"{self.comms.grid.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
             )
         output = self.matmul(input, self.weight, self.bias)
-        if self.gather_output:
+        if self.gather_output and self.out_axis is not None:
             output = gather_features(output, self.comms, self.out_axis, self.out_features, self.out_blocks)
         return output
 

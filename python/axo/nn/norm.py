@@ -32,6 +32,7 @@ class _Norm(ParallelLayer):
 
     centered: bool
     unit_offset = False
+    features: int  # h
 
     def _build(
         self,
@@ -54,16 +55,15 @@ class _Norm(ParallelLayer):
             )
         if axis is not None:
             check_divides(self.label(), "normalized_shape", shape[0], axis, comms.grid.size(axis))
-        self.normalized_shape = shape  # type: ignore[assignment]
+        self.features = shape[0]
         self.in_axis = self.out_axis = axis
-        self.in_features_whole = self.out_features_whole = shape[0]
+        self.in_features_whole = self.out_features_whole = self.features
         self.local_features = placement.local_shape()[0]
         self.sum_grad_over = sum_grad_over
         self.exchange = Exchange(comms, placement, grad_reduce)
         for absent in {"weight", "bias"} - set(parameters):
             self.register_parameter(absent, None)
         self._add_parameters(default_device(device, comms), dtype)
-        self.reset_parameters()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise: (..., h/G) -> (..., h/G).
@@ -78,12 +78,8 @@ class _Norm(ParallelLayer):
             )
         return _Normalize.apply(input, self.weight, self.bias, self)
 
-    def epsilon(self, wide: torch.dtype) -> float:
-        """What keeps the root from zero; torch's default for RMSNorm is the epsilon of the dtype computed in."""
-        return torch.finfo(wide).eps if self.eps is None else self.eps
-
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape[0]}, eps={self.eps}, split over {self.out_axis}, grid={self.comms.grid}"
+        return f"{self.features}, eps={getattr(self, 'eps', None)}, split over {self.out_axis}, grid={self.comms.grid}"
 
 
 class LayerNorm(_Norm, nn.LayerNorm):
@@ -121,7 +117,8 @@ class LayerNorm(_Norm, nn.LayerNorm):
     ) -> None:
         parameters = () if not elementwise_affine else ("weight", "bias") if bias else ("weight",)
         self._build(normalized_shape, parameters, device, dtype, comms, axis, sum_grad_over, grad_reduce, name)
-        self.eps, self.elementwise_affine = eps, elementwise_affine
+        self.normalized_shape, self.eps, self.elementwise_affine = (self.features,), eps, elementwise_affine
+        self.reset_parameters()
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return nn.LayerNorm(
@@ -170,7 +167,9 @@ class RMSNorm(_Norm, nn.RMSNorm):
     ) -> None:
         parameters = ("weight",) if elementwise_affine else ()
         self._build(normalized_shape, parameters, device, dtype, comms, axis, sum_grad_over, grad_reduce, name)
-        self.eps, self.elementwise_affine, self.unit_offset = eps, elementwise_affine, add_unit_offset
+        self.normalized_shape, self.eps, self.elementwise_affine = (self.features,), eps, elementwise_affine
+        self.unit_offset = add_unit_offset
+        self.reset_parameters()
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return nn.RMSNorm(self.normalized_shape, self.eps, self.elementwise_affine, device=device, dtype=dtype)
@@ -186,7 +185,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, norm: _Norm
     ) -> torch.Tensor:
-        exchange, axis, h = norm.exchange, norm.out_axis, norm.out_features_whole
+        exchange, axis, h = norm.exchange, norm.out_axis, norm.features
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         # CUDA autocast runs layer_norm in fp32 and returns fp32; nothing else changes the dtype.
         lifted = norm.centered and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
@@ -196,7 +195,7 @@ class _Normalize(torch.autograd.Function):
         if norm.centered:
             mean = exchange.reduce(xw.sum(-1, keepdim=True), axis) / h
             xw = xw - mean
-        rstd = torch.rsqrt(exchange.reduce(xw.square().sum(-1, keepdim=True), axis) / h + norm.epsilon(wide))
+        rstd = torch.rsqrt(exchange.reduce(xw.square().sum(-1, keepdim=True), axis) / h + _epsilon(norm, wide))
         y = xw * rstd
         if weight is not None:
             y = y * _scale(weight, norm, wide)
@@ -211,7 +210,7 @@ class _Normalize(torch.autograd.Function):
         norm: _Norm = ctx.norm
         refuse_create_graph(type(norm).__name__)
         x, weight, mean, rstd = ctx.saved_tensors
-        exchange, h = norm.exchange, norm.out_features_whole
+        exchange, h = norm.exchange, norm.features
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
         grad = grad_output.to(ctx.wide)
         normalized = (x.to(ctx.wide) if mean is None else x.to(ctx.wide) - mean) * rstd
@@ -247,3 +246,8 @@ class _Normalize(torch.autograd.Function):
 
 def _scale(weight: torch.Tensor, norm: _Norm, wide: torch.dtype) -> torch.Tensor:
     return 1 + weight.to(wide) if norm.unit_offset else weight.to(wide)
+
+
+def _epsilon(norm: Any, wide: torch.dtype) -> float:
+    """What keeps the root from zero; torch's default for RMSNorm is the epsilon of the dtype computed in."""
+    return torch.finfo(wide).eps if norm.eps is None else norm.eps

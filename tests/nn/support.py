@@ -1,0 +1,51 @@
+"""Shared by the tests of the layers: comparison with serial PyTorch, and counts of bytes."""
+
+import torch
+
+import axo
+
+
+def assert_close(actual, expected, limit, what):
+    """Fail with the largest difference and where it is; ``limit`` is absolute."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
+    if not actual.numel():
+        return
+    difference = (actual.detach().double() - expected.detach().double()).abs()
+    worst = int(difference.nan_to_num(nan=torch.inf).argmax())
+    found = float(difference.reshape(-1)[worst])
+    assert found <= limit, (
+        f"{what}: {float(actual.reshape(-1)[worst])} is not {float(expected.reshape(-1)[worst])} at flat index {worst};"
+        f" difference {found:.3e}, limit {limit:.1e}"
+    )
+
+
+def my_rows(comms, tensor):
+    """This rank's rows of dim 0, over data and z, cut by torch itself."""
+    return tensor.chunk(comms.grid.data)[comms.coords.data].chunk(comms.grid.z)[comms.coords.z]
+
+
+def seed_apart(comms):
+    """Give every rank another seed; only rank 0's, 1000, may matter."""
+    torch.manual_seed(1000 + 17 * comms.rank)
+
+
+def serial_seed():
+    """Seed as rank 0 does in ``seed_apart``: what a serial program starts with."""
+    torch.manual_seed(1000)
+
+
+def mean_over_data_ranks(comms, value):
+    """The mean of a scalar over the z and data ranks: the loss of the whole batch, where ranks hold equal rows."""
+    value = value.detach().clone().reshape(1)
+    comms.z.all_reduce(value, "avg")
+    comms.data.all_reduce(value, "avg")
+    return value.item()
+
+
+def assert_gradients_match(layer, serial, limit, what):
+    """Every gradient shard equals this rank's part of the serial gradient."""
+    for name, parameter in serial.named_parameters():
+        shard = layer.get_parameter(name)
+        expected = axo.shard(parameter.grad, shard.placement)
+        assert shard.grad is not None, f"{what}: {name} has no gradient"
+        assert_close(shard.grad, expected, limit, f"{what}: gradient of {name}")
