@@ -1,0 +1,88 @@
+# make demo     train a small GPT on 8 local ranks, grid 2x2x2x1, and compare it with serial training
+# make test     everything but the long proofs
+# make check    lint, types, house rules and the quick tests: under a minute
+# make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
+# make build    rebuild the extension when csrc changed        make clean    remove what was built
+#
+# The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
+#   make demo TORCH="torch==2.12.0"
+TORCH ?= torch==2.13.0
+TRITON ?= triton==3.6.0
+OUT ?= runs/demo
+ARGS ?=
+
+V := .venv
+PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check
+CORE := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc)
+QUICK_TESTS := tests/test_house.py tests/test_grid.py tests/test_placement.py tests/test_launcher.py tests/test_collectives.py tests/perf
+PYTEST := $(V)/bin/python -m pytest
+# The first Python of at least 3.11, plain python3 before others.
+PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+
+.PHONY: demo test check soak gpu bench build clean distclean prerequisites
+.DEFAULT_GOAL := help
+.PHONY: help
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+demo: $(V)/.built
+	$(V)/bin/axo train --grid 2x2x2x1 --steps 120 --precision 32-true --compare-serial --expect-drop 1.5 --out $(OUT) $(ARGS)
+
+test: $(V)/.built
+	@echo "C++ tests of the core"
+	@$(MAKE) --no-print-directory -s -C csrc/tests test
+	@echo "Python tests"
+	$(PYTEST) -ra $(ARGS)
+
+check: $(V)/.built
+	$(V)/bin/ruff check .
+	$(V)/bin/ruff format --check .
+	$(V)/bin/clang-format --dry-run -Werror $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h)
+	$(V)/bin/mypy
+	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
+
+soak: $(V)/.built
+	$(PYTEST) -m soak -ra -s $(ARGS)
+
+gpu: $(V)/.built
+	$(PYTEST) -m gpu -ra $(ARGS)
+
+bench: $(V)/.built
+	$(V)/bin/axo bench collectives $(ARGS)
+	$(V)/bin/axo bench gemm $(ARGS)
+
+build: $(V)/.built
+
+prerequisites:
+	@missing=""; \
+	command -v g++ >/dev/null || missing="$$missing g++"; \
+	if [ -z "$(PYTHON)" ]; then missing="$$missing python3.11 python3.11-venv python3.11-dev"; else \
+	  $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing $(PYTHON)-venv"; \
+	  $(PYTHON) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_paths()["include"], "Python.h"))' 2>/dev/null \
+	    || missing="$$missing $(PYTHON)-dev"; \
+	fi; \
+	if [ -n "$$missing" ]; then echo "Axo needs these first:  sudo apt-get install -y$$missing"; exit 1; fi
+
+$(V)/bin/python: | prerequisites
+	$(PYTHON) -m venv $(V)
+
+# torch comes first and alone, and is pinned for what follows, so that nothing brings a second one.
+$(V)/.deps: pyproject.toml | $(V)/bin/python
+	@echo "Installing $(TORCH) and the rest into $(V) (once)"
+	@$(PIP) "setuptools>=77" wheel
+	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
+	@$(V)/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(V)/torch.txt
+	@$(V)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -c $(V)/torch.txt "$(TRITON)"
+	@$(PIP) -c $(V)/torch.txt --no-build-isolation -e ".[litgpt,dev]"
+	@touch $@
+
+$(V)/.built: $(V)/.deps setup.py $(CORE)
+	@echo "Building the extension"
+	@$(V)/bin/python setup.py -q build_ext --inplace
+	@touch $@
+
+clean:
+	rm -rf build dist *.egg-info python/*.egg-info python/axo/_C*.so $(V)/.built
+
+distclean: clean
+	rm -rf $(V)
