@@ -70,6 +70,12 @@ bool HostCore::leave_and_complete() {
 }
 
 bool HostCore::step(bool check) {
+  if (layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0) {
+    // What was there before the abort may still complete; what comes after it does not begin.
+    if (!failed_.load(std::memory_order_relaxed)) advance();
+    take_incoming();
+    if (!failed_.load(std::memory_order_relaxed)) adopt_abort();
+  }
   take_incoming();
   if (failed_.load(std::memory_order_relaxed)) {
     end_all();

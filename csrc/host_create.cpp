@@ -40,32 +40,48 @@ Membership membership_of(int rank, int size, const std::string& name, Millisecon
   return m;
 }
 
-// Runs the leader's part; when it fails, tells the members before it throws.
+// Why a rendezvous failed, so that every rank can throw the same.
+struct Refusal {
+  FailureKind kind = FailureKind::aborted;
+  int peer = -1;
+  std::string text;
+};
+
+[[noreturn]] void raise(const Refusal& r) {
+  if (r.kind == FailureKind::peer_lost) throw PeerLost(r.text, r.peer);
+  if (r.kind == FailureKind::timeout) throw Timeout(r.text);
+  throw Error(r.text);
+}
+
+// Runs the leader's part; when it fails, tells the members before it throws. `told` comes after the members that have
+// connected: for those that have not.
 template <class Body>
-void lead(Leader& leader, Body&& body) {
+void lead(Leader& leader, Body&& body, const std::function<void(const Refusal&)>& told) {
+  Refusal refusal;
   try {
-    body();
+    return body();
   } catch (const PeerLost& e) {
-    leader.refuse(FailureKind::peer_lost, e.peer(), e.what());
-    throw;
+    refusal = {FailureKind::peer_lost, e.peer(), e.what()};
   } catch (const Timeout& e) {
-    leader.refuse(FailureKind::timeout, -1, e.what());
-    throw;
+    refusal = {FailureKind::timeout, -1, e.what()};
   } catch (const std::exception& e) {
-    leader.refuse(FailureKind::aborted, -1, e.what());
-    throw;
+    refusal = {FailureKind::aborted, -1, e.what()};
   }
+  leader.refuse(refusal.kind, refusal.peer, refusal.text);
+  if (told) told(refusal);
+  raise(refusal);
 }
 
 // What a rank publishes: its process, where it listens (rank 0) and which host it is on.
 struct Card {
   int pid = 0;
+  std::string pid_space;  // where `pid` means something
   Address address{};
   std::string host;
 };
 
 std::string encode(const Card& card) {
-  return std::to_string(card.pid) + " " + (card.address.socket[0] ? card.address.socket : "-") + " " +
+  return std::to_string(card.pid) + " " + card.pid_space + " " + (card.address.socket[0] ? card.address.socket : "-") + " " +
          (card.address.token[0] ? card.address.token : "-") + " " + card.host;
 }
 
@@ -73,7 +89,7 @@ Card decode(const std::string& text, const std::string& key) {
   std::istringstream in(text);
   Card card;
   std::string socket, token;
-  in >> card.pid >> socket >> token;
+  in >> card.pid >> card.pid_space >> socket >> token;
   std::getline(in >> std::ws, card.host);
   if (!in || socket.size() >= sizeof(card.address.socket) || token.size() >= sizeof(card.address.token)) {
     throw Error("rendezvous: the store's entry '" + key + "' is not one of Axo's");
@@ -90,6 +106,7 @@ class Rendezvous {
     const auto limit = std::min<Milliseconds>(options.timeout, std::chrono::hours(24 * 365));
     deadline_ = Clock::now() + (limit < Milliseconds::zero() ? std::chrono::hours(24 * 365) : limit);
     card_.pid = ::getpid();
+    card_.pid_space = process_space();
     card_.host = host_identity();
   }
 
@@ -131,36 +148,51 @@ class Rendezvous {
                 "'");
   }
 
+  std::string failed_entry() const { return key_ + "/failed"; }
+
+  // Why the leader no longer listens: what it said last, or else that it is lost.
+  Refusal read_refusal(const PeerLost& lost) {
+    Refusal r{FailureKind::peer_lost, lost.peer(), lost.what()};
+    try {
+      std::istringstream in(store_.get(failed_entry(), Milliseconds(200)));
+      int kind = 0, peer = -1;
+      std::string text;
+      if (std::getline(in >> kind >> peer >> std::ws, text)) r = {static_cast<FailureKind>(kind), peer, text};
+    } catch (const std::exception&) {
+      // The leader had no time to say anything.
+    }
+    return r;
+  }
+
   void run_leader(Membership* m) {
     Leader leader;
     card_.address = leader.address();
     store_.set(entry(0), encode(card_));
-    try {
-      lead(leader, [&] {
-        std::vector<Fd> alive;  // pidfds of the members: one that dies before it connects
-        for (int p = 1; p < size_; ++p) {
-          const Card card = read(p);
-          check_host(card, p);
-          alive.emplace_back(card.pid > 0 ? static_cast<int>(::syscall(SYS_pidfd_open, card.pid, 0)) : -1);
-        }
-        const Watch watch = [&] {
-          for (std::size_t i = 0; i < alive.size(); ++i) {
-            pollfd p{alive[i].get(), POLLIN, 0};
-            if (alive[i] && ::poll(&p, 1, 0) > 0) {
-              throw PeerLost("rendezvous of '" + options_.name + "': rank " + std::to_string(i + 1) + " of " +
-                                 std::to_string(size_) + " died",
-                             static_cast<int>(i + 1));
-            }
+    const auto body = [&] {
+      std::vector<Fd> alive;  // pidfds of the members: one that dies before it connects
+      for (int p = 1; p < size_; ++p) {
+        const Card card = read(p);
+        check_host(card, p);
+        const bool visible = card.pid > 0 && card.pid_space == card_.pid_space;
+        alive.emplace_back(visible ? static_cast<int>(::syscall(SYS_pidfd_open, card.pid, 0)) : -1);
+      }
+      const Watch watch = [&] {
+        for (std::size_t i = 0; i < alive.size(); ++i) {
+          pollfd p{alive[i].get(), POLLIN, 0};
+          if (alive[i] && ::poll(&p, 1, 0) > 0) {
+            throw PeerLost("rendezvous of '" + options_.name + "': rank " + std::to_string(i + 1) + " of " +
+                               std::to_string(size_) + " died",
+                           static_cast<int>(i + 1));
           }
-        };
-        Fd fd;
-        m->segment = make_segment(size_, &fd);
-        leader.serve(size_, options_.name, fd.get(), true, deadline_, watch, &m->processes);
-      });
-    } catch (const std::exception& e) {
-      store_.set(key_ + "/failed", e.what());  // for members that come later than the leader waits
-      throw;
-    }
+        }
+      };
+      Fd fd;
+      m->segment = make_segment(size_, &fd);
+      leader.serve(size_, options_.name, fd.get(), true, deadline_, watch, &m->processes);
+    };
+    lead(leader, body, [&](const Refusal& r) {
+      store_.set(failed_entry(), std::to_string(static_cast<int>(r.kind)) + " " + std::to_string(r.peer) + " " + r.text);
+    });
   }
 
   void run_member(Membership* m) {
@@ -172,13 +204,7 @@ class Rendezvous {
       joined = join(leader.address, rank_, size_, options_.name, true, deadline_, [] {});
     } catch (const PeerLost& e) {
       if (e.peer() != 0) throw;
-      std::string reason;
-      try {
-        reason = store_.get(key_ + "/failed", Milliseconds(200));
-      } catch (const std::exception&) {
-        throw e;
-      }
-      throw Error(reason);
+      raise(read_refusal(e));
     }
     m->segment = check_segment(joined.segment, size_);
     for (int p = 0; p < size_; ++p) {
@@ -251,7 +277,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     lead(*leader, [&] {
       m.segment = make_segment(size, &fd);
       leader->serve(size, name, fd.get(), false, deadline, watch, nullptr);
-    });
+    }, nullptr);
   } else {
     Address address;
     std::memcpy(&address, addresses.data() + static_cast<std::size_t>(members[0].second) * sizeof(address),

@@ -177,6 +177,11 @@ std::string host_identity() {
          read_link("/proc/self/ns/net") + " uid " + std::to_string(::geteuid());
 }
 
+std::string process_space() {
+  const std::string link = read_link("/proc/self/ns/pid");
+  return link.empty() ? "unknown" : link;
+}
+
 std::shared_ptr<Mapping> make_segment(int size, Fd* fd) {
   const Layout layout(size);
   *fd = create_segment("axo-communicator", layout.bytes());

@@ -66,6 +66,7 @@ std::shared_ptr<Mapping> check_segment(const Fd& fd, int size);
 
 // hostname, boot id, network and user namespace: two ranks that differ in it are not on one host.
 std::string host_identity();
+std::string process_space();  // the namespace of process ids, never empty
 std::string random_hex();
 
 }  // namespace axo::host
