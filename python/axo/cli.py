@@ -49,7 +49,6 @@ def train(
     grid: Annotated[
         str, typer.Option(metavar="XxYxZxDATA", help="Ranks on each axis.", rich_help_panel="Ranks")
     ] = "1x1x1x1",
-    device: Annotated[str, typer.Option(help="cpu or cuda.", rich_help_panel="Ranks")] = "cpu",
     threads: Annotated[
         int, typer.Option(help="CPU threads of a rank; 0: its share of the cores.", rich_help_panel="Ranks")
     ] = 0,
@@ -134,7 +133,6 @@ def train(
             seed=seed,
             precision=precision,
             recompute=recompute,
-            device=device,
             threads=threads,
             out=out,
             log_every=log_every,

@@ -42,13 +42,10 @@ def _check_rank(grid: Grid) -> str:
     import axo
 
     torch.set_num_threads(1)
-    comms = axo.connect(grid)
-    try:
+    with axo.connect(grid) as comms:
         for axis in AXES:
             total = comms.axis(axis).all_reduce(torch.tensor([comms.rank], dtype=torch.int64))
             expected = sum(grid.ranks(axis, comms.rank))
             if int(total) != expected:
                 raise RuntimeError(f"all_reduce over {axis} gave {int(total)} instead of {expected}")
         return comms.world.transport
-    finally:
-        comms.close()

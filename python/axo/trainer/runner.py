@@ -2,7 +2,7 @@
 
 A run is checked here, before ranks exist, as far as that is possible. Ranks then connect, agree that all of them can
 read the data, train, and part; rank 0 alone holds the log and, with ``compare_serial``, trains the serial model
-afterwards on all cores, when the other ranks are gone.
+afterwards, when the other ranks are gone, with the threads of one rank.
 """
 
 from __future__ import annotations
@@ -85,13 +85,11 @@ def train_rank(config: TrainConfig) -> Outcome | None:
         )
     set_threads(config.threads, rank.local_world_size)
     batches, problem = _prepare(config)
-    comms = axo.connect(config.grid, device=config.device)
-    try:
+    # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
+    with axo.connect(config.grid, device=config.device) as comms:
         agree(comms, problem)
         assert batches is not None
         losses, seconds = _train(config, comms, batches)
-    finally:
-        comms.close()
     if rank.rank != 0:
         return None
     return _finish(config, batches, losses, seconds)
@@ -148,7 +146,6 @@ def _finish(config: TrainConfig, batches: data.Batches, losses: list[float], sec
     verdict: parity.Parity | None = None
     started = time.perf_counter()
     if config.compare_serial:
-        set_threads(config.threads, local_ranks=1)
         serial = []
         with Display(Console(), "serial", config.steps) as display:
             for loss in train_serial(config, batches):
