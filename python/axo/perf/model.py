@@ -108,6 +108,25 @@ def layer_times(
     )
 
 
+def communication_seconds(workload: Workload, grid: Grid, machine: Machine, run: Run, *, aware: bool = True) -> float:
+    """Return the papers' own figure of merit: equation (9) over all fully connected layers, seconds.
+
+    Args:
+        aware: Bandwidths by equation (10); False: one bandwidth for all axes (placement-agnostic).
+    """
+    bandwidth = {
+        axis: (machine.bandwidth(grid, axis) if aware else 1e9 * machine.inter_gbs) / run.itemsize for axis in AXES
+    }
+    rows = run.batch_tokens / grid.data
+    total = 0.0
+    for block in workload.blocks:
+        for layer in block.layers:
+            if layer.kind == "linear":
+                sizes = (rows * layer.rows, layer.in_features, layer.out_features)
+                total += block.repeat * layer_times(grid, *sizes, bandwidth, transposed=layer.transposed).total
+    return total
+
+
 # ---------------------------------------------------------------------------------------------------- a whole step
 
 

@@ -22,6 +22,7 @@ from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
 DAY = 86400.0
+CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
 
 
 @dataclass(frozen=True)
@@ -173,8 +174,8 @@ def _cache_what_fits(request: Request, grid: Grid, run: Run, held: memory.Memory
     if grid.z == 1:
         return run
     full = memory.estimate(request.workload, grid, replace(run, cached_gathers=1.0))
-    extra, free = full.total - held.total, request.machine.memory_gib * memory.GIB - held.total
-    share = 1.0 if extra <= free else max(0.0, int(100 * free / extra) / 100)
+    extra, free = full.total - held.total, CACHE_LIMIT * request.machine.memory_gib * memory.GIB - held.total
+    share = 1.0 if extra <= free else max(0, int(100 * free / extra)) / 100
     return replace(run, cached_gathers=share)
 
 

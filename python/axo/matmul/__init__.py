@@ -1,0 +1,1 @@
+"""Distributed matrix products: the algorithm, its communication, and what it costs."""

@@ -1,0 +1,199 @@
+"""Plots of a plan, a simulated step and a reproduction, as PNG bytes. The only file here that needs matplotlib."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+from axo.grid import AXES
+from axo.perf import layer_time
+from axo.perf.memory import GIB
+from axo.perf.planner import Plan
+from axo.perf.reproduce import Group
+from axo.perf.schedule import STREAMS
+from axo.perf.simulator import Simulation
+
+_COLORS = {
+    "products": "#3b6fb6",
+    "slowed": "#9dbbe0",
+    "x": "#d1495b",
+    "y": "#edae49",
+    "z": "#2e8b57",
+    "data": "#7b5ea7",
+    "optimizer": "#9aa3ad",
+    "compute": "#3b6fb6",
+}
+
+
+def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, bytes]:
+    """Return the plots of a plan: rank against time, stacked breakdown, roofline; the step's streams and memory."""
+    plots = {
+        "Step time of every grid, best first": _png(_ranking(made)),
+        "Where the time goes, best grids": _png(_breakdown(made)),
+        "Roofline of the best grid's products": _png(_roofline(made)),
+    }
+    if simulation is not None:
+        plots["One simulated step"] = _png(_timeline(simulation))
+        plots["Memory held over the step"] = _png(_memory(simulation, made.request.machine.memory_gib))
+    return plots
+
+
+def reproduction_plot(group: Group) -> bytes:
+    """Return the weak-scaling group as a plot: paper against prediction."""
+    figure, axes = _figure(8.5, 4.2)
+    names = [line.what.split()[0] for line in group.lines]
+    for name in dict.fromkeys(names):
+        lines = [line for line, owner in zip(group.lines, names, strict=True) if owner == name]
+        gpus = [int(line.what.split()[1]) for line in lines]
+        color = {"perlmutter": _COLORS["z"], "frontier": _COLORS["x"], "alps": _COLORS["products"]}[name]
+        axes.plot(gpus, [line.paper for line in lines], "o-", color=color, label=f"{name}, paper")
+        axes.plot(gpus, [line.predicted for line in lines], "s--", color=color, mfc="white", label=f"{name}, predicted")
+        seen = [(g, line.predicted) for g, line in zip(gpus, lines, strict=True) if "calibrated" in line.note]
+        axes.plot([g for g, _ in seen], [p for _, p in seen], "x", color="black", ms=9, label=None)
+    axes.plot([], [], "x", color="black", ms=9, label="calibrated on")
+    axes.set_xscale("log", base=2)
+    _count_ticks(axes, sorted({int(line.what.split()[1]) for line in group.lines}))
+    axes.set(xlabel="GPUs (GCDs on frontier)", ylabel="% of advertised peak", ylim=(0, None))
+    axes.legend(fontsize=8, ncols=2, loc="lower left")
+    return _png(figure)
+
+
+def _ranking(made: Plan) -> Any:
+    figure, axes = _figure(8.5, 3.8)
+    times = [candidate.time.total for candidate in made.ranked if candidate.time]
+    axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=_COLORS["products"])
+    axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
+    _plain_log(axes.yaxis)
+    for number, candidate in enumerate(made.ranked[:1], 1):
+        axes.annotate(
+            f"{candidate.grid}, {times[0]:.2f} s",
+            (number, times[0]),
+            xytext=(14, 70),
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "->", "color": "#566173"},
+        )
+    axes.set_title(f"{len(times)} grids fit, {len(made.left_out)} do not", fontsize=10)
+    return figure
+
+
+def _breakdown(made: Plan) -> Any:
+    best = made.ranked[:15]
+    figure, axes = _figure(8.5, 0.9 + 0.32 * len(best))
+    left = [0.0] * len(best)
+    parts = [("products", "compute"), ("slowed", "contention"), *((axis, axis) for axis in AXES), ("optimizer",) * 2]
+    labels = {"slowed": "products slowed by hidden communication"} | {a: f"waiting for {a}" for a in AXES}
+    for name, part in parts:
+        sizes = [
+            candidate.time.exposed[part] if part in AXES else getattr(candidate.time, part)
+            for candidate in best
+            if candidate.time
+        ]
+        if max(sizes) > 0:
+            axes.barh(range(len(best)), sizes, left=left, color=_COLORS[name], label=labels.get(name, name))
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.set_yticks(range(len(best)), [str(candidate.grid) for candidate in best])
+    axes.invert_yaxis()
+    axes.set(xlabel="predicted step time, s")
+    figure.legend(fontsize=8, ncols=3, loc="outside lower center")
+    return figure
+
+
+def _roofline(made: Plan) -> Any:
+    """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
+    figure, axes = _figure(8.5, 3.8)
+    machine, best, workload = made.request.machine, made.best, made.request.workload
+    rows = -(-best.run.group_rows(best.grid) // best.grid.z)
+    memory, rate = machine.memory_gbs * 1e9, machine.gemm_flops
+    seen = {}
+    for block in workload.blocks:
+        for layer in block.layers:
+            if layer.kind == "linear":
+                x, y = (best.grid.y, best.grid.x) if layer.transposed else (best.grid.x, best.grid.y)
+                k, n = -(-layer.in_features // y), -(-layer.out_features // x)
+                flops, moved = 2.0 * rows * k * n, 2.0 * (rows * k + k * n + rows * n)
+                seconds = layer_time.products(layer, best.grid, best.run.group_rows(best.grid), machine, 1)[0]
+                seen[layer.name] = (flops / moved, flops / seconds / 1e12)
+    low, high = 0.5 * rate / memory, 4 * max([intensity for intensity, _ in seen.values()] + [rate / memory])
+    points = [low, rate / memory, high]
+    axes.plot(points, [min(rate, memory * p) / 1e12 for p in points], color="black", lw=1.2, label="roof in a step")
+    axes.axhline(machine.gemm_tflops, color="#566173", ls=":", label="large product, measured or assumed")
+    axes.axhline(machine.peak_tflops, color="#566173", ls="--", label="advertised peak")
+    near: dict[int, list[str]] = {}
+    for name, (intensity, reached) in seen.items():
+        axes.plot(intensity, reached, "o", color=_COLORS["x"], ms=5)
+        near.setdefault(round(4 * math.log10(intensity)), []).append(name)
+    for number, names in enumerate(near.values()):
+        text = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
+        offset = (0, -14 - 12 * (number % 3))
+        axes.annotate(text, seen[names[0]], xytext=offset, textcoords="offset points", fontsize=8, ha="right", va="top")
+    axes.set(xlabel="flops a byte moved", ylabel="TFLOP/s a GPU", xscale="log", yscale="log")
+    _plain_log(axes.yaxis)
+    axes.legend(fontsize=8, loc="lower right")
+    axes.set_title(f"forward products of {best.grid}", fontsize=10)
+    return figure
+
+
+def _timeline(simulation: Simulation) -> Any:
+    figure, axes = _figure(8.5, 2.8)
+    streams = [stream for stream in STREAMS if simulation.busy.get(stream)]
+    for row, stream in enumerate(streams):
+        spans = [(s.start, s.end - s.start) for s in simulation.spans if s.rank == 0 and s.stream == stream]
+        axes.broken_barh(_merge(spans, simulation.seconds), (row - 0.4, 0.8), facecolors=_COLORS[stream])
+    axes.set_yticks(range(len(streams)), streams)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, simulation.seconds))
+    return figure
+
+
+def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, float]]:
+    """Join spans that no pixel separates, and give the others a pixel, so that ten thousand of them draw at once."""
+    merged: list[list[float]] = []
+    for start, length in spans:
+        if merged and start - merged[-1][1] < total / 4000:
+            merged[-1][1] = max(merged[-1][1], start + length)
+        else:
+            merged.append([start, start + length])
+    return [(start, max(end - start, total / 2000)) for start, end in merged]
+
+
+def _memory(simulation: Simulation, limit: float) -> Any:
+    figure, axes = _figure(8.5, 2.8)
+    times = [when for when, _ in simulation.memory]
+    axes.step([*times, simulation.seconds], [h / GIB for _, h in simulation.memory] + [simulation.memory[-1][1] / GIB],
+              where="post", color=_COLORS["products"], lw=1)  # fmt: skip
+    axes.axhline(limit, color=_COLORS["x"], ls="--", lw=1, label="a GPU's memory")
+    axes.set(xlabel="seconds", ylabel="GiB held", xlim=(0, simulation.seconds), ylim=(0, None))
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _figure(width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
+    axes = figure.subplots()
+    axes.grid(True, color="#e6eaf0", lw=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _plain_log(axis: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _count_ticks(axes: Any, counts: list[int]) -> None:
+    axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=30, fontsize=8)
+    axes.minorticks_off()
+
+
+def _png(figure: Any) -> bytes:
+    out = io.BytesIO()
+    figure.savefig(out, format="png")
+    return out.getvalue()

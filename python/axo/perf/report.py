@@ -1,0 +1,277 @@
+"""Plans, simulations and reproductions as tables, JSON, CSV and one self-contained HTML page.
+
+The HTML page holds its style and its plots (PNG, base64); it loads nothing from the network.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from axo.grid import AXES
+from axo.perf.memory import GIB
+from axo.perf.planner import Candidate, Plan
+from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group
+from axo.perf.simulator import Simulation
+
+Table = tuple[list[str], list[list[str]]]
+
+
+def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
+    """Return one grid as plain numbers: seconds, bytes, percent."""
+    found: dict[str, Any] = {"grid": str(candidate.grid), "reason": candidate.reason}
+    if candidate.memory is not None:
+        parts = ("weights", "gradients", "optimizer", "gathered", "kept", "working", "total")
+        found["memory_bytes"] = {part: getattr(candidate.memory, part) for part in parts}
+    if candidate.time is not None:
+        time = candidate.time
+        found |= {
+            "step_s": time.total,
+            "compute_s": time.compute,
+            "contention_s": time.contention,
+            "optimizer_s": time.optimizer,
+            "exposed_s": dict(time.exposed),
+            "communication_s": dict(time.communication),
+            "hfu_percent": made.percent_of_peak(candidate),
+            "mfu_percent": made.percent_of_peak(candidate, model_flops=True),
+            "micro_batches": candidate.run.micro_batches,
+            "cached_gathers": candidate.run.cached_gathers,
+            "why": made.why(candidate),
+        }
+        if made.request.tokens:
+            found["days"] = made.days(candidate)
+    return found
+
+
+def as_json(made: Plan, top: int | None = None) -> dict[str, Any]:
+    """Return the whole plan as plain data; ``top`` limits the ranked grids."""
+    asked = made.request
+    return {
+        "model": asked.workload.name,
+        "parameters": asked.workload.parameters,
+        "machine": asked.machine.name,
+        "calibrated_on": list(asked.machine.calibrated_on),
+        "gpus": asked.gpus,
+        "batch_tokens": asked.batch_tokens,
+        "sequence_length": asked.workload.seq_length,
+        "tokens": asked.tokens,
+        "hardware_flops_a_step": made.step_flops(),
+        "ranked": [record(made, candidate) for candidate in made.ranked[:top]],
+        "left_out": [record(made, candidate) for candidate in made.left_out],
+    }
+
+
+def as_csv(made: Plan) -> str:
+    """Return every grid as CSV, the fastest first, what is left out at the end."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    exposed = [f"exposed_{axis}_s" for axis in AXES]
+    writer.writerow(
+        ["rank", "grid", *AXES, "step_s", "compute_s", "contention_s", *exposed, "hfu_percent", "mfu_percent", "days"]
+        + ["micro_batches", "cached_gathers", "memory_bytes", "reason"]
+    )
+    for number, candidate in enumerate([*made.ranked, *made.left_out], 1):
+        sizes = [candidate.grid.size(axis) for axis in AXES]
+        held = f"{candidate.memory.total:.0f}" if candidate.memory else ""
+        if candidate.time is None:
+            writer.writerow(["", candidate.grid, *sizes, *[""] * 12, held, candidate.reason])
+            continue
+        time = candidate.time
+        seconds = [time.total, time.compute, time.contention, *(time.exposed[axis] for axis in AXES)]
+        shares = [made.percent_of_peak(candidate), made.percent_of_peak(candidate, model_flops=True)]
+        days = made.days(candidate) if made.request.tokens else ""
+        writer.writerow(
+            [number, candidate.grid, *sizes, *seconds, *shares, days]
+            + [candidate.run.micro_batches, candidate.run.cached_gathers, held, ""]
+        )
+    return out.getvalue()
+
+
+def plan_table(made: Plan, top: int) -> Table:
+    """Return header and rows of the best ``top`` grids, as text."""
+    header = ["", "grid", "step s", "% peak", "products s", *(f"{axis} s" for axis in AXES), "hidden s", "GiB", "micro"]
+    if made.request.tokens:
+        header.append("days")
+    rows = []
+    for number, candidate in enumerate(made.ranked[:top], 1):
+        time, held = candidate.time, candidate.memory
+        assert time is not None and held is not None
+        hidden = sum(time.communication.values()) - time.exposed_total
+        row = [str(number), str(candidate.grid), f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
+        row += [f"{time.compute:.2f}", *(f"{time.exposed[axis]:.2f}" for axis in AXES), f"{hidden:.2f}"]
+        row += [f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
+        if made.request.tokens:
+            row.append(f"{made.days(candidate):.1f}")
+        rows.append(row)
+    return header, rows
+
+
+def memory_table(candidate: Candidate) -> Table:
+    """Return what a rank holds, by what it is for."""
+    held = candidate.memory
+    if held is None:
+        return ["what", "GiB"], []
+    parts = ("weights", "gradients", "optimizer", "gathered", "kept", "working")
+    rows = [[part, f"{getattr(held, part) / GIB:.2f}"] for part in parts]
+    return ["what", "GiB"], [*rows, ["with waste and reserve", f"{held.total / GIB:.2f}"]]
+
+
+def traffic_table(made: Plan, candidate: Candidate) -> Table:
+    """Return seconds by axis, shown and hidden, of one grid."""
+    time = candidate.time
+    if time is None:
+        return ["axis", "reason"], [["", candidate.reason]]
+    rows = []
+    for axis in AXES:
+        if candidate.grid.size(axis) > 1:
+            gbs = made.request.machine.bandwidth(candidate.grid, axis) / 1e9
+            where = "between nodes" if made.request.machine.crosses_nodes(candidate.grid, axis) else "inside a node"
+            total = time.communication[axis]
+            rows.append(
+                [axis, str(candidate.grid.size(axis)), f"{gbs:.1f}", where, f"{total:.3f}", f"{time.exposed[axis]:.3f}"]
+            )
+    return ["axis", "ranks", "GB/s a ring", "where", "traffic s", "exposed s"], rows
+
+
+def simulation_table(simulation: Simulation) -> Table:
+    """Return busy and exposed seconds by stream."""
+    rows = [
+        [stream, f"{busy:.3f}", f"{simulation.exposed[stream]:.3f}" if stream in simulation.exposed else ""]
+        for stream, busy in simulation.busy.items()
+        if busy
+    ]
+    return ["stream", "busy s", "products wait s"], rows
+
+
+def group_table(group: Group) -> Table:
+    """Return the lines of a reproduction as text."""
+    rows = []
+    for line in group.lines:
+        paper = line.paper if isinstance(line.paper, str) else f"{line.paper:.4g}"
+        error = "" if line.error is None else f"{100 * line.error:+.1f}%"
+        rows.append([line.what, paper, f"{line.predicted:.4g}", line.unit, error, line.note])
+    return ["what", "paper", "predicted", "unit", "error", "note"], rows
+
+
+def group_json(group: Group) -> dict[str, Any]:
+    """Return a reproduction group as plain data."""
+    lines = [
+        {"what": line.what, "paper": line.paper, "predicted": line.predicted, "unit": line.unit, "error": line.error}
+        | {"note": line.note}
+        for line in group.lines
+    ]
+    return {"title": group.title, "note": group.note, "lines": lines}
+
+
+def groups_csv(groups: Sequence[Group]) -> str:
+    """Return reproduction groups as CSV."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(["group", "what", "paper", "predicted", "unit", "error", "note"])
+    for group in groups:
+        for line in group.lines:
+            error = "" if line.error is None else line.error
+            writer.writerow([group.title, line.what, line.paper, line.predicted, line.unit, error, line.note])
+    return out.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------------- HTML
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1d2430; background: #fff; max-width: 70rem; margin: 2rem auto;
+       padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
+table { border-collapse: collapse; margin: .7rem 0; font-variant-numeric: tabular-nums; }
+th, td { padding: .2rem .7rem; text-align: right; border-bottom: 1px solid #dde2ea; white-space: nowrap; }
+th { border-bottom: 2px solid #8893a5; } td:first-child, th:first-child, td.text, th.text { text-align: left; }
+td.text { white-space: normal; } img { max-width: 100%; } .wide { overflow-x: auto; } .note { color: #566173; }
+"""
+
+
+def page(title: str, sections: Sequence[tuple[str, Sequence[str]]]) -> str:
+    """Return one HTML page: a title and sections of (heading, pieces of HTML)."""
+    body = "".join(f"<h2>{html.escape(heading)}</h2>\n{''.join(pieces)}\n" for heading, pieces in sections)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
+        f"<h1>{html.escape(title)}</h1>\n{body}</body>\n</html>\n"
+    )
+
+
+def paragraph(text: str) -> str:
+    """Return text as a paragraph."""
+    return f'<p class="note">{html.escape(text)}</p>\n'
+
+
+def bullets(texts: Sequence[str]) -> str:
+    """Return texts as a list."""
+    return "<ul>" + "".join(f"<li>{html.escape(text)}</li>" for text in texts) + "</ul>\n"
+
+
+def html_table(table: Table) -> str:
+    """Return a table; cells that do not look like numbers are set to the left."""
+    header, rows = table
+    texts = [any(row[i] and not _numeric(row[i]) for row in rows) for i in range(len(header))]
+
+    def cells(tag: str, values: Sequence[str]) -> str:
+        return "".join(
+            f"<{tag}{' class=text' if text else ''}>{html.escape(value)}</{tag}>"
+            for value, text in zip(values, texts, strict=True)
+        )
+
+    body = "".join(f"<tr>{cells('td', row)}</tr>\n" for row in rows)
+    return f'<div class="wide"><table>\n<tr>{cells("th", header)}</tr>\n{body}</table></div>\n'
+
+
+def image(png: bytes, alt: str) -> str:
+    """Return a PNG inside the page."""
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
+
+
+def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: int = 20) -> str:
+    """Return the report of a plan: the ranking, the best grid in detail, one simulated step, what is left out."""
+    asked, best = made.request, made.best
+    title = f"{asked.workload.name} on {asked.gpus} GPUs of {asked.machine.name}"
+    facts = [
+        f"{asked.workload.parameters / 1e9:.1f} billion parameters, {asked.batch_tokens:,} tokens a batch in sequences"
+        f" of {asked.workload.seq_length}; {made.step_flops():.3e} hardware flops a step.",
+        f"Machine figures calibrated on: {', '.join(asked.machine.calibrated_on) or 'nothing; they are guesses'}.",
+        made.why(best),
+    ]
+    fullest = simulation.peak_memory / GIB
+    step = f"One simulated step of {best.grid}: {simulation.seconds:.2f} s, at most {fullest:.1f} GiB."
+    reasons = [f"{candidate.grid}: {candidate.reason}" for candidate in made.left_out[:40]]
+    if len(made.left_out) > 40:
+        reasons.append(f"and {len(made.left_out) - 40} more")
+    sections = [
+        ("What was asked", [bullets(facts)]),
+        (f"The best {min(top, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, top))]),
+        ("Plots", [image(png, name) for name, png in plots.items()]),
+        (f"Traffic of {best.grid}", [html_table(traffic_table(made, best))]),
+        (f"Memory of {best.grid}", [html_table(memory_table(best))]),
+        ("Simulation", [paragraph(step), html_table(simulation_table(simulation))]),
+        (f"Left out: {len(made.left_out)} grids", [bullets(reasons)]),
+    ]
+    return page(title, sections)
+
+
+def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict[str, bytes]) -> str:
+    """Return the reproduction as a page."""
+    sections = [("How it was calibrated", [bullets(notes), *(image(png, name) for name, png in plots.items())])]
+    sections += [(group.title, [html_table(group_table(group)), paragraph(group.note)]) for group in groups]
+    sections.append(("What cannot be predicted", [bullets(CANNOT)]))
+    sections.append(("Where the papers contradict", [bullets(CONTRADICTIONS)]))
+    return page("The papers' numbers beside the model's", sections)
+
+
+def _numeric(text: str) -> bool:
+    try:
+        float(text.rstrip("%"))
+    except ValueError:
+        return False
+    return True
