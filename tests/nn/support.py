@@ -10,7 +10,8 @@ def assert_close(actual, expected, limit, what):
     assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} is not {tuple(expected.shape)}"
     if not actual.numel():
         return
-    difference = (actual.detach().double() - expected.detach().double()).abs()
+    actual, expected = actual.detach(), expected.detach()
+    difference = (actual.double() - expected.double()).abs()
     worst = int(difference.nan_to_num(nan=torch.inf).argmax())
     found = float(difference.reshape(-1)[worst])
     assert found <= limit, (

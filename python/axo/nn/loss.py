@@ -1,13 +1,15 @@
 """Cross-entropy of logits whose vocabulary is split over x, without gathering them and without a copy of them.
 
-    m = max_v l_v                       all-reduce (max) over x, fp32, one number a row
-    s = sum_v exp(l_v - m)              all-reduce (sum) over x: s and l_target together (and sum_v l_v when smoothing)
-    loss = m + log s - (1 - e) l_target - e * sum_v l_v / V
-    dl_v = exp(l_v - m - log s) - (1 - e) [v = target] - e / V
+    m = max_v l_v                          all-reduce (max) over x, fp32, one number a row
+    s = sum_v exp(l_v - m)                 all-reduce (sum) over x, together with d (and t when smoothing)
+    d = l_target - m;   t = sum_v (l_v - m)
+    loss = log s - (1 - e) d - e t / V
+    dl_v = exp(l_v - m) / s - (1 - e) [v = target] - e / V
 
-(e = label_smoothing). Statistics and gradient are taken in chunks of rows, so that the largest temporary is some
-megabytes; the gradient goes into one tensor of the size of this rank's logits, or with ``inplace_backward`` into the
-logits themselves. Columns from ``vocab_size`` on are padding: they count for nothing and get a zero gradient.
+(e = label_smoothing; m is never added to log s, which would cost digits where logits are large.) Statistics and
+gradient are taken in chunks of rows, so that the largest temporary is one megabyte. The gradient goes into one tensor
+of the size of this rank's logits, or with ``inplace_backward`` into the logits themselves. Columns from ``vocab_size``
+on are padding: they count for nothing and get a zero gradient.
 
 Source: the vocabulary-parallel loss of Megatron-LM (arXiv:1909.08053, section 3); semantics of
 ``torch.nn.functional.cross_entropy``, with the classes in the last dim. Not here: class weights, class probabilities.
@@ -150,40 +152,37 @@ class _CrossEntropy(torch.autograd.Function):
             for start, chunk in _row_chunks(logits.detach()):
                 _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
         own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
-        sums[0] *= torch.exp(torch.where(own_peak == -torch.inf, 0, own_peak) - peak)
+        _move_to_peak(sums, own_peak, peak, ids, options)
         if options.comms.grid.x > 1:
             sums = options.comms.x.all_reduce(sums)
-        log_sum = peak + sums[0].log()
-        losses = log_sum - (1 - options.smoothing) * sums[1]
+        losses = sums[0].log() - (1 - options.smoothing) * sums[1]
         if options.smoothing:
             losses -= options.smoothing / options.classes * sums[2]
         ctx.options, ctx.used = options, False
         ctx.logits = logits.detach() if options.inplace else None  # not saved: its version is about to change
-        ctx.save_for_backward(None if options.inplace else logits, ids, log_sum)
+        ctx.save_for_backward(None if options.inplace else logits, ids, peak, sums[0].clone())
         return losses.masked_fill_(~kept, 0).view(target.shape)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         refuse_create_graph("cross_entropy")
         options: _Options = ctx.options
-        logits, ids, log_sum = ctx.saved_tensors
+        logits, ids, peak, total = ctx.saved_tensors
         if options.inplace:
             if ctx.used:
-                raise RuntimeError(
-                    "cross_entropy: with inplace_backward=True the logits are gone after one backward pass"
-                )
+                raise RuntimeError("cross_entropy: inplace_backward=True has overwritten the logits; only one backward")
             logits = ctx.logits
         ctx.used, ctx.logits = True, None
         grad = logits if options.inplace else torch.empty_like(logits)
-        scale = grad_output.reshape(-1).to(log_sum.dtype).masked_fill(ids == options.ignore_index, 0)
+        scale = grad_output.reshape(-1).to(peak.dtype).masked_fill(ids == options.ignore_index, 0)
         local = ids - options.low
         mine = (local >= 0) & (local < options.real)
         local.masked_fill_(~mine, 0)
         hit = torch.where(mine, -(1 - options.smoothing) * scale, 0)
         for (start, source), (_, out) in zip(_row_chunks(logits.detach()), _row_chunks(grad), strict=True):
             part = slice(start, start + source.shape[0])
-            share = source[:, : options.real].to(log_sum.dtype, copy=True)
-            share.sub_(log_sum[part, None]).exp_()
+            share = source[:, : options.real].to(peak.dtype, copy=True)
+            share.sub_(peak[part, None]).exp_().div_(total[part, None])
             if options.smoothing:
                 share.sub_(options.smoothing / options.classes)
             share.mul_(scale[part, None])
@@ -199,18 +198,35 @@ class _CrossEntropy(torch.autograd.Function):
 def _chunk_statistics(
     chunk: torch.Tensor, start: int, ids: torch.Tensor, peak: torch.Tensor, sums: torch.Tensor, options: _Options
 ) -> None:
-    """Fill in this rank's peak, and its sums around that peak, for the rows of one chunk (r, real columns)."""
+    """Fill in this rank's peak and its sums (d and t around that peak) for the rows of one chunk (r, real columns)."""
     part = slice(start, start + chunk.shape[0])
     wide = chunk.to(peak.dtype, copy=True)
     torch.amax(wide, 1, out=peak[part])
     local = ids[part] - options.low
     mine = (local >= 0) & (local < options.real)
+    wide.sub_(_finite(peak[part])[:, None])
     picked = wide.gather(1, local.masked_fill(~mine, 0)[:, None]).squeeze(1)
     sums[1, part] = torch.where(mine, picked, 0)
     if options.smoothing:
         sums[2, part] = wide.sum(1)
-    base = torch.where(peak[part] == -torch.inf, 0, peak[part])
-    sums[0, part] = wide.sub_(base[:, None]).exp_().sum(1)
+    sums[0, part] = wide.exp_().sum(1)
+
+
+def _move_to_peak(
+    sums: torch.Tensor, own_peak: torch.Tensor, peak: torch.Tensor, ids: torch.Tensor, options: _Options
+) -> None:
+    """Turn sums around this rank's peak into sums around the peak over x."""
+    down = _finite(own_peak) - peak
+    local = ids - options.low
+    sums[0] *= down.exp()
+    sums[1] += torch.where((local >= 0) & (local < options.real), down, 0)
+    if options.smoothing:
+        sums[2] += options.real * down
+
+
+def _finite(peak: torch.Tensor) -> torch.Tensor:
+    """Peaks to take off: where all of this rank's columns are -inf, or there are none, nothing."""
+    return torch.where(peak == -torch.inf, 0, peak)
 
 
 def _reduce_peak(peak: torch.Tensor, width: int, options: _Options) -> tuple[torch.Tensor, torch.Tensor]:
@@ -242,6 +258,8 @@ def _check_targets(ids: torch.Tensor, kept: torch.Tensor, classes: int) -> None:
 
 def _row_chunks(tensor: torch.Tensor, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
     """Views (r, V) of consecutive rows of (..., V), with the number of their first row; never a copy."""
+    if not tensor.numel():
+        return
     if tensor.dim() == 1:
         tensor = tensor.unsqueeze(0)
     if tensor.dim() > 2:

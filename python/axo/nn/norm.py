@@ -50,9 +50,7 @@ class _Norm(ParallelLayer):
         placement = Placement(shape[-1:], ((axis,) if axis else (),), comms=comms)
         self._start(comms, name, dict.fromkeys(parameters, placement))
         if len(shape) != 1:
-            raise ValueError(
-                f"{self.label()}: normalized_shape={shape} spans {len(shape)} dims; only the last one can be"
-            )
+            raise ValueError(f"{self.label()}: normalized_shape={shape} has {len(shape)} dims; use one")
         if axis is not None:
             check_divides(self.label(), "normalized_shape", shape[0], axis, comms.grid.size(axis))
         self.features = shape[0]
