@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from axo import cli
+from axo.perf.flops import narayanan
 from tests.launcher import Outcome, rank_outcomes
 from tests.test_trainer import NEOX, TEXT
 
@@ -79,7 +80,9 @@ def test_train_compares_with_serial_and_leaves_log_and_plot(text: str, tmp_path:
         assert set(step["comm_share"]) == {"x", "y", "z", "data", "world", "all"}
         assert step["comm_share"]["y"] == step["comm_share"]["data"] == 0  # axes of size 1 say nothing
         assert step["comm_share"]["x"] > 0 and step["comm_share"]["z"] > 0 and step["comm_share"]["all"] < 1
-        assert step["mfu"] is None and step["hardware_flops"] == step["model_flops"] > 0
+        assert step["mfu"] is None and step["hardware_flops"] == step["model_flops"] == narayanan(
+            8, 32, 2, 64, 256, recompute=False
+        )
     assert steps[1]["lr"] == 2e-3
 
 
@@ -124,11 +127,13 @@ def test_bf16_states_its_own_limit(text: str, tmp_path: Path) -> None:
     (tmp_path / "neox.json").write_text(json.dumps(NEOX))
     code, lines = run_axo(
         "train", "--model", str(tmp_path / "neox.json"), "--grid", "2x1x1x1", "--steps", "3", "--batch-size", "8",
-        "--seq-len", "32", "--compare-serial", "--out", str(tmp_path / "run"), "--peak-tflops", "2", "--data", text,
+        "--seq-len", "32", "--compare-serial", "--out", str(tmp_path / "run"), "--peak-tflops", "2",
+        "--recompute", "--data", text, text,
     )  # fmt: skip
     pattern = r"parity \(bf16-mixed, relative\): max \|loss - serial\| / serial = \S+ over 3 steps \(limit 1e-2\): ok"
     assert code == 0 and re.fullmatch(pattern, lines[-1]), lines
     step = json.loads((tmp_path / "run" / "log.jsonl").read_text().splitlines()[1])
+    assert step["hardware_flops"] == narayanan(8, 32, 2, 64, 256, recompute=True) > step["model_flops"]
     assert step["mfu"] == pytest.approx(step["model_flops"] / step["seconds"] / 4e12)  # two ranks of 2 TFLOP/s
 
 
@@ -166,7 +171,7 @@ def test_what_the_plan_refuses_is_said_once(text: str, tmp_path: Path) -> None:
     assert "n_query_groups" in errors[0] and "x=8" in errors[0], errors
 
 
-def main_that_kills_rank_1(*arguments: str) -> int:
+def main_that_kills_rank_1_in_a_step(*arguments: str) -> int:
     from axo.trainer import loop
 
     honest = loop.Trainer.step
@@ -180,10 +185,23 @@ def main_that_kills_rank_1(*arguments: str) -> int:
     return call_main(*arguments)
 
 
-def test_a_killed_rank_is_one_message(text: str, tmp_path: Path) -> None:
-    code, lines = run_axo(
-        "train", "--grid", "1x1x4x1", "--data", text, "--out", str(tmp_path), *SMALL, main=main_that_kills_rank_1
-    )  # fmt: skip
+def main_that_kills_rank_1_at_its_start(*arguments: str) -> int:
+    from axo.trainer import runner
+
+    honest = runner.set_threads
+
+    def set_threads(*args: Any, **kwargs: Any) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        honest(*args, **kwargs)
+
+    runner.set_threads = set_threads
+    return call_main(*arguments)
+
+
+@pytest.mark.parametrize("main", [main_that_kills_rank_1_in_a_step, main_that_kills_rank_1_at_its_start])
+def test_a_killed_rank_is_one_message(text: str, tmp_path: Path, main: Any) -> None:
+    code, lines = run_axo("train", "--grid", "1x1x4x1", "--data", text, "--out", str(tmp_path), *SMALL, main=main)
     assert code == 1 and "Traceback" not in "\n".join(lines)
     assert lines[-1] == "axo train: error: rank 1 was killed by SIGKILL; is there enough memory?", lines
 

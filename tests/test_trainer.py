@@ -14,7 +14,7 @@ import torch
 import axo
 from axo import data, models
 from axo.grid import Grid
-from axo.trainer import TrainConfig, flops, parity, plot, recipe
+from axo.trainer import TrainConfig, parity, peaks, plot, recipe
 from axo.trainer.config import check, open_batches, open_corpus
 from axo.trainer.loop import Trainer
 from axo.trainer.serial import build_serial, train_serial
@@ -132,7 +132,7 @@ def test_shape_counts_parameters() -> None:
     assert shape == models.Shape(2, 64, 256, 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64)
 
 
-# --- recipe, flops, verdict, pictures ----------------------------------------------------------------------------
+# --- recipe, peaks, verdict, pictures ----------------------------------------------------------------------------
 
 
 def test_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
@@ -153,31 +153,11 @@ def test_weights_decay_and_norms_do_not(text: str) -> None:
     assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
 
 
-def test_flops_give_the_papers_training_time() -> None:
-    """80B at 571.4 Pflop/s trains 2T tokens in 25.5 days (Democratizing AI): 16.8M tokens a batch, recomputation."""
-    rows = 16_777_216 // 2048
-    flop = flops.step_flops(
-        rows=rows, seq_len=2048, layers=42, hidden=12288, vocabulary=50304, recompute=True
-    )  # fmt: skip
-    days = flop / (rows * 2048) * 2e12 / 571.4e15 / 86400
-    assert days == pytest.approx(25.5, abs=0.1)
-
-
-def test_model_flops_are_the_products_of_a_gpt() -> None:
-    """Oracle: 2 m k n of every product of a forward pass (causality not counted, as in the papers), three times."""
-    rows, s, layers, h, v = 3, 40, 5, 64, 1000
-    block = 2 * rows * s * (3 * h * h + h * h + 8 * h * h) + 2 * 2 * rows * s * s * h
-    model = 3 * (layers * block + 2 * rows * s * h * v)
-    sizes = {"rows": rows, "seq_len": s, "layers": layers, "hidden": h, "vocabulary": v}
-    assert flops.step_flops(**sizes, recompute=False) == pytest.approx(model, rel=1e-12)
-    assert flops.step_flops(**sizes, recompute=True) == pytest.approx(model + layers * block, rel=1e-12)
-
-
 def test_peaks_are_known_by_name_and_precision() -> None:
-    assert flops.peak_tflops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989.0
-    assert flops.peak_tflops("NVIDIA H100 PCIe", "bf16-mixed") == 756.0
-    assert flops.peak_tflops("NVIDIA A100-SXM4-40GB", "32-true") is None
-    assert flops.peak_tflops("Some CPU @ 2.00GHz", "bf16-mixed") is None
+    assert peaks.peak_tflops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989.0
+    assert peaks.peak_tflops("NVIDIA H100 PCIe", "bf16-mixed") == 756.0
+    assert peaks.peak_tflops("NVIDIA A100-SXM4-40GB", "32-true") is None
+    assert peaks.peak_tflops("Some CPU @ 2.00GHz", "bf16-mixed") is None
 
 
 def test_the_verdict_is_one_exact_line() -> None:

@@ -232,6 +232,11 @@ def _one_message(command: str) -> Iterator[None]:
         _show_cursor()
         _complain(f"axo {command}: interrupted; all ranks have ended")
         raise typer.Exit(_INTERRUPTED) from None
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "litgpt":
+            raise
+        _complain(f"axo {command}: error: this needs LitGPT; install it with: pip install 'axo[litgpt]'")
+        raise typer.Exit(_FAILED) from None
     except (ValueError, FloatingPointError) as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":

@@ -2,7 +2,7 @@
 
 Cut by subject: ``config`` (options and checks), ``recipe`` (optimizer, schedule, precision), ``loop`` (the parallel
 step), ``serial`` (the oracle), ``parity``, ``runner`` (the whole), and what people see:
-``log``, ``plot``, ``progress``, ``flops``.
+``log``, ``plot``, ``progress``, ``peaks``.
 """
 
 from axo.launch import RankFailed

@@ -2,8 +2,8 @@
 
 The checks run before ranks start (and again, cheaply, on each rank under torchrun), so that bad input costs one
 message and no process. They build the model without storage and read the sizes of the files; they run no torch
-operation on data, since the ranks are forked from this process (a parallel operation here would leave them without their
-thread pool).
+operation on data, since the ranks are forked from this process (a parallel operation here would leave them without
+their thread pool).
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ header: the options, versions, grid, device, model and the constants below that 
 step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (mean over ranks of time blocked / time, by axis and
         in all), model_flops, hardware_flops, mfu, hfu (shares of the dense peak of all ranks; null where it is
         unknown).
-Units: seconds, tokens a second, flops of the whole step on all ranks. Flops: see ``axo.trainer.flops``.
+Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are
+those of ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 
 from axo import models
-from axo.trainer import flops
+from axo.perf.flops import narayanan
 from axo.trainer.config import TrainConfig
 from axo.trainer.loop import Step
+from axo.trainer.peaks import peak_tflops
 
 LOG_NAME = "log.jsonl"
 
@@ -43,7 +45,7 @@ class TrainLog:
         self._ranks = config.grid.world_size
         self._flops = _Flops.of(config, shape)
         device = device_name(config.device)
-        self._peak = config.peak_tflops or flops.peak_tflops(device, config.precision)
+        self._peak = config.peak_tflops or peak_tflops(device, config.precision)
         self.write(
             {
                 "kind": "header",
@@ -96,14 +98,8 @@ class _Flops:
     @classmethod
     def of(cls, config: TrainConfig, shape: models.Shape) -> _Flops:
         def count(recompute: bool) -> float:
-            return flops.step_flops(
-                rows=config.batch_size,
-                seq_len=config.seq_len,
-                layers=shape.layers,
-                hidden=shape.hidden,
-                vocabulary=shape.vocabulary,
-                recompute=recompute,
-            )
+            sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
+            return narayanan(*sizes, recompute=recompute)
 
         return cls(count(False), count(config.recompute))
 

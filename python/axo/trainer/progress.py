@@ -49,7 +49,7 @@ class Display:
         """Show a step's line; ``done`` steps are over."""
         figures = f"loss {line['loss']:.3f}"
         if "tokens_per_s" in line:
-            figures += f" · {line['tokens_per_s']:,.0f} tokens/s · {line['comm_share']['all']:.0%} communication"
+            figures += f" · {line['tokens_per_s']:,.0f} tokens/s · comm {line['comm_share']['all']:.0%}"
         if line.get("mfu") is not None:
             figures += f" · MFU {line['mfu']:.1%}"
         if self._bar is not None:
