@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from axo_kernels import device as devices
 from axo_kernels.layout import Product, as_row_major, check_offsets, fused_rows, product_of
-from axo_kernels.tiles import Config, default_config, shrink
+from axo_kernels.tiles import Config, Target, default_config, shrink
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
@@ -227,19 +227,21 @@ def launch(
     target = devices.target_of(left.device)
     kernels = devices.gemm_kernels()
     assert kernels is not None
-    descriptors = describable(left, right, out, accumulate) and (target.descriptors or config is not None)
+    wide = accumulate or gate is not None
+    descriptors = describable(left, right, out, accumulate)
     if config is None:
-        config = shrink(default_config(target, left.dtype, descriptors and target.descriptors, accumulate), product)
+        described = uses_descriptors(target, left, descriptors)
+        config = shrink(default_config(target, left.dtype, described, "wide" if wide else "plain"), product)
     if config.descriptors and not descriptors:
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; use "
             f"one without descriptors"
         )
-    if not config.fits(target, left.dtype, out.dtype):
+    if not config.fits(target, left.dtype, out.dtype, wide):
+        needed = config.shared_bytes(left.dtype.itemsize, target, out.dtype.itemsize, wide)
         raise ValueError(
-            f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} "
-            f"({config.shared_bytes(left.dtype.itemsize, target, out.dtype.itemsize)} of {target.shared_bytes} bytes of "
-            f"shared memory); use a smaller tile or fewer stages"
+            f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
+            f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages"
         )
     tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n) * product.batch
     if tiles > _INT32:
@@ -294,6 +296,12 @@ def precision(tensor: torch.Tensor) -> str:
     if tensor.dtype == torch.float32 and tensor.is_cuda and torch.version.hip is None:
         return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return "ieee"
+
+
+def uses_descriptors(target: Target, operand: torch.Tensor, describable: bool) -> bool:
+    """Say whether the default is to use descriptors: fp32 without TF32 spills registers that way (seen compiled)."""
+    exact = operand.dtype == torch.float32 and precision(operand) == "ieee"
+    return describable and target.descriptors and not exact
 
 
 def describable(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, accumulate: bool) -> bool:

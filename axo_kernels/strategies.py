@@ -18,7 +18,7 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm import FusedCommunicator, Ran
-from axo_kernels.gemm import describable, matmul, precision
+from axo_kernels.gemm import describable, matmul, precision, uses_descriptors
 from axo_kernels.layout import Product, as_row_major, check_offsets, product_of
 from axo_kernels.schedule import NO_FLAG, Schedule, plan, tile_table
 from axo_kernels.tiles import Config, default_config, shrink
@@ -341,7 +341,7 @@ def launch_segments(
         check_offsets(tensor, name)
     described = describable(left, right, out, accumulate=False)
     if config is None:
-        config = shrink(default_config(target, a.dtype, described and target.descriptors), product)
+        config = shrink(default_config(target, a.dtype, uses_descriptors(target, a, described), "fused"), product)
     if not config.fits(target, a.dtype):
         raise ValueError(f"fused product {product.name}: configuration '{config.name}' does not fit {target.arch}")
     descriptors = config.descriptors and described

@@ -86,21 +86,35 @@ class Config:
             f"{' p2' if self.parts == 2 else ''}"
         )
 
-    def shared_bytes(self, itemsize: int, target: Target, out_itemsize: int | None = None) -> int:
-        """Upper bound of the shared memory of one program, in bytes."""
-        operands = (self.block_m + self.block_n) * self.block_k * itemsize
-        if not target.nvidia:
-            # AMD's pipeline keeps one of the stages in registers
-            return max(1, self.stages - 1) * operands + 1024
-        total = self.stages * operands + 1024
-        if self.descriptors:
-            total += self.block_m * self.block_n // self.parts * (out_itemsize or itemsize)
-        return total
+    def shared_bytes(
+        self, itemsize: int, target: Target, out_itemsize: int | None = None, wide_epilogue: bool = False
+    ) -> int:
+        """Upper bound of the shared memory of one program, in bytes.
 
-    def fits(self, target: Target, dtype: torch.dtype, out_dtype: torch.dtype | None = None) -> bool:
+        The pipelined operands, and what the epilogue needs to turn the accumulators into rows: seen in compiled kernels,
+        not documented. ``wide_epilogue``: it also reads a tile (accumulating, or a gate).
+        """
+        operands = (self.block_m + self.block_n) * self.block_k * itemsize
+        tile = self.block_m * self.block_n
+        if not target.nvidia:
+            # AMD's pipeline keeps one of the stages in registers, and its matrix units' tiles are stored as they are
+            scratch = min(tile * 4, 8192 * self.warps) if wide_epilogue else 0
+            return max(1, self.stages - 1) * operands + scratch + 1024
+        epilogue = tile // self.parts * (out_itemsize or itemsize) * (2 if wide_epilogue else 1)
+        # fp32 operands of the matrix units (TF32) cannot be transposed on the way there: a second copy
+        return self.stages * operands * (2 if itemsize == 4 else 1) + epilogue + 1024
+
+    def fits(
+        self,
+        target: Target,
+        dtype: torch.dtype,
+        out_dtype: torch.dtype | None = None,
+        wide_epilogue: bool = False,
+    ) -> bool:
         """Say whether the kernel can run with this configuration on this device."""
         itemsize = dtype.itemsize
         accumulators = self.block_m * self.block_n // (self.warps * target.warp_size)
+        out_itemsize = out_dtype.itemsize if out_dtype else None
         return (
             all(_power_of_two(size) for size in (self.block_m, self.block_n, self.block_k, self.warps))
             and min(self.block_m, self.block_n) >= 16
@@ -111,7 +125,7 @@ class Config:
             and (not self.descriptors or max(self.block_m, self.block_n, self.block_k) <= 256)
             # fp32 accumulators a thread: 256 registers are all there are (512 with the second file of gfx9)
             and accumulators <= (128 if target.nvidia else 256)
-            and self.shared_bytes(itemsize, target, out_dtype.itemsize if out_dtype else None) <= target.shared_bytes
+            and self.shared_bytes(itemsize, target, out_itemsize, wide_epilogue) <= target.shared_bytes
         )
 
 
@@ -119,31 +133,40 @@ def _power_of_two(value: int) -> bool:
     return value > 0 and value & (value - 1) == 0
 
 
+PURPOSES = ("plain", "wide", "fused")
+
+
 @lru_cache(maxsize=None)
-def default_config(target: Target, dtype: torch.dtype, descriptors: bool, accumulate: bool = False) -> Config:
+def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpose: str = "plain") -> Config:
     """Configuration for large products when nothing was tuned.
 
+    Args:
+        target: The device.
+        dtype: Of the operands.
+        descriptors: Whether operands and result allow tensor descriptors.
+        purpose: ``"plain"``; ``"wide"``: the epilogue reads a tile too (accumulating, a gate); ``"fused"``: the kernel that
+            waits or signals.
+
     Hopper: 128x256x64 on 8 warps is the tile that public measurements of stock Triton put within 0.92 to 1.02 of cuBLAS
-    at 8192^2 (read, not measured here); the others follow from registers and shared memory alone.
+    at 8192^2 (read, not measured here); the others are the largest that compile without spilling registers.
     """
-    wide = dtype == torch.float32
     if target.arch == "cpu":
         return Config(16, 16, 16, group_m=2, warps=1, stages=1, descriptors=descriptors)
-    if target.nvidia:
-        if wide:
-            return Config(64, 64, 32, warps=4, stages=3, descriptors=descriptors)
-        if int(target.arch[3:]) < 90:
-            return Config(128, 128, 64, warps=8, stages=3)
-        if accumulate and descriptors:
-            return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)
-        if descriptors:
-            return Config(128, 256, 64, warps=8, stages=3, descriptors=True, parts=2)
-        return Config(128, 128, 64, warps=8, stages=4)  # 128x256 through pointers spills registers for TN
-    if wide:
-        return Config(64, 64, 32, warps=4, stages=2)
-    if target.arch == "gfx90a":
+    if dtype == torch.float32:
+        return Config(64, 64, 32, warps=4, stages=3 if target.nvidia else 2, descriptors=descriptors)
+    if not target.nvidia:
+        if target.arch == "gfx942" and purpose == "plain":
+            return Config(256, 256, 32, warps=8, stages=2)
         return Config(128, 128, 32, warps=4, stages=2)
-    return Config(256, 256, 32, warps=8, stages=2)
+    if descriptors:
+        if purpose == "wide":
+            return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)
+        return Config(128, 256, 64, warps=8, stages=3, descriptors=True, parts=2)
+    if purpose == "wide":
+        return Config(128, 64, 64, warps=4, stages=3)
+    if int(target.arch[3:]) < 90:
+        return Config(128, 128, 32 if purpose == "fused" else 64, warps=8, stages=3)
+    return Config(128, 128, 64, warps=8, stages=4)
 
 
 def shrink(config: Config, product: Product) -> Config:
@@ -163,7 +186,11 @@ def _cut(block: int, size: int) -> int:
 
 
 def candidates(
-    target: Target, product: Product, descriptors: bool, out_dtype: torch.dtype | None = None
+    target: Target,
+    product: Product,
+    descriptors: bool,
+    out_dtype: torch.dtype | None = None,
+    wide_epilogue: bool = False,
 ) -> list[Config]:
     """Return every configuration that the tuner may choose for this product, best guesses first.
 
@@ -178,7 +205,7 @@ def candidates(
                 config = Config(
                     block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
                 )
-                if config.fits(target, product.dtype, out_dtype):
+                if config.fits(target, product.dtype, out_dtype, wide_epilogue):
                     seen[config] = estimate(config, product, target)
     return sorted(seen, key=lambda config: -seen[config])
 

@@ -32,7 +32,10 @@ def communicator(kind, timeout=30.0):
         import axo
 
         size = int(os.environ["WORLD_SIZE"])
-        return adapt(axo.connect(f"{size}x1x1x1").world, timeout)
+        comms = axo.connect(f"{size}x1x1x1")
+        comm = adapt(comms.world, timeout)
+        comm.kept = comms  # its communicators close when it goes
+        return comm
     dist.init_process_group("gloo")
     return adapt(dist.group.WORLD, timeout)
 
@@ -69,7 +72,8 @@ def check_all_reduce(comm, strategy, chunks):
     out = matmul_all_reduce(a, b, SoloCommunicator(), grad_comm=comm, strategy=strategy, chunks=chunks)
     assert out.shape == (29, 1, 14)
     out.backward(g[:, rows].unsqueeze(1))
-    assert comm.ran[-1].strategy == strategy and comm.ran[-1].layout == "NN"
+    if size > 1:
+        assert comm.ran[-1].strategy == strategy and comm.ran[-1].layout == "NN"
     close(a.grad, (g.double() @ w.double()).unsqueeze(1))
     close(b.grad, g[:, rows].double().T @ x.double())
 
@@ -212,6 +216,35 @@ def check_strategy_in_interpreter(operation, strategy, chunks):
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_signal_kernel_alone(interpreter, operation, chunks):
     interpreter.run(check_strategy_in_interpreter, operation, "signal", chunks)
+
+
+def _rank_in_interpreter(rank, size, store, operation):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    from axo_kernels import adapt
+
+    comm = adapt(dist.group.WORLD, 60.0)
+    CHECKS[operation](comm, "signal", 2)
+    assert {record.engine for record in comm.ran} == {"interpreter"}
+    dist.destroy_process_group()
+
+
+def check_ranks_in_interpreter(operation, store):
+    import multiprocessing
+
+    context = multiprocessing.get_context("fork")
+    ranks = [context.Process(target=_rank_in_interpreter, args=(rank, 2, store, operation)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    assert [process.exitcode for process in ranks] == [0, 0]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_signal_kernel_on_two_ranks(interpreter, operation, tmp_path):
+    interpreter.run(check_ranks_in_interpreter, operation, str(tmp_path / "store"))
 
 
 BAD = {
