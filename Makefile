@@ -76,7 +76,7 @@ $(V)/.deps: pyproject.toml | $(V)/bin/python
 	@$(PIP) -c $(V)/torch.txt --no-build-isolation -e ".[litgpt,dev]"
 	@touch $@
 
-$(V)/.built: $(V)/.deps setup.py $(CORE)
+$(V)/.built: $(V)/.deps setup.py $(CORE) | prerequisites
 	@echo "Building the extension"
 	@$(V)/bin/python setup.py -q build_ext --inplace
 	@touch $@

@@ -131,3 +131,25 @@ def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) ->
     will gain when the core reduces shared buffers in place.
     """
     return torch.empty(tuple(shape), dtype=dtype)
+
+
+def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
+    """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
+
+    In place is ``target is source``, or memory that begins ``offset`` bytes apart.
+    """
+    receive = plain_output(target, what)
+    if target is source:
+        if receive is not target:
+            receive.copy_(source.detach())
+        send = receive
+    else:
+        send = plain_input(source)
+        if receive is target:
+            whole, part = (target, send) if target.nbytes >= send.nbytes else (send, target)
+            check_overlap(what, whole, part, offset)
+    return send, receive, () if receive is target else ((target, receive),)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

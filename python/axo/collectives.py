@@ -15,7 +15,10 @@ values.
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,15 +27,16 @@ import torch
 from axo.buffers import (
     DTYPES,
     OPS,
+    address,
     as_tensor,
     check_elements,
-    check_overlap,
+    core_buffers,
     like,
     plain_input,
-    plain_output,
     rows_to_elements,
 )
 from axo.counting import active as counting
+from axo.errors import Error
 from axo.work import Work, open_group
 
 try:
@@ -92,6 +96,8 @@ class Communicator:
         self.axis = axis
         self.transport: str = core.transport if core is not None else "none"
         self._blocked = 0.0
+        if core is not None:
+            _open.add(self)
 
     def __repr__(self) -> str:
         return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport})"
@@ -110,7 +116,7 @@ class Communicator:
         if self._core is None:
             return self._alone(source, target, result, async_op)
         self._count("all_reduce", source)
-        send, receive, copies = _buffers("all_reduce", source, target)
+        send, receive, copies = core_buffers("all_reduce", source, target)
         args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
         return self._issue(self._core.all_reduce, args, (send, receive), copies, target, result, async_op)
 
@@ -121,7 +127,7 @@ class Communicator:
         if self._core is None:
             return self._alone(source, target, result, async_op)
         self._count("all_gather", source)
-        send, receive, copies = _buffers("all_gather", source, target, self.rank * source.nbytes)
+        send, receive, copies = core_buffers("all_gather", source, target, self.rank * source.nbytes)
         args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype])
         return self._issue(self._core.all_gather, args, (send, receive), copies, target, result, async_op)
 
@@ -133,7 +139,7 @@ class Communicator:
         if self._core is None:
             return self._alone(source, target, result, async_op)
         self._count("reduce_scatter", source)
-        send, receive, copies = _buffers("reduce_scatter", source, target, self.rank * target.nbytes)
+        send, receive, copies = core_buffers("reduce_scatter", source, target, self.rank * target.nbytes)
         args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
         return self._issue(self._core.reduce_scatter, args, (send, receive), copies, target, result, async_op)
 
@@ -144,7 +150,7 @@ class Communicator:
         if self._core is None:
             return self._alone(target, target, tensor, async_op)
         self._count("broadcast", target)
-        buffer, _, copies = _buffers("broadcast", target, target)
+        buffer, _, copies = core_buffers("broadcast", target, target)
         args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], root)
         return self._issue(self._core.broadcast, args, buffer, copies, target, tensor, async_op)
 
@@ -160,10 +166,10 @@ class Communicator:
             return self._alone(source, target, result, async_op)
         self._count("reduce", source)
         if here:
-            send, receive, copies = _buffers("reduce", source, target)
+            send, receive, copies = core_buffers("reduce", source, target)
         else:
             send, receive, copies, result = plain_input(source), None, (), None
-        args = (send.data_ptr(), _address(receive), source.numel(), DTYPES[source.dtype], code, root)
+        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], code, root)
         keep = (send, receive)
         return self._issue(self._core.reduce, args, keep, copies, target if here else None, result, async_op)
 
@@ -178,9 +184,9 @@ class Communicator:
             target, result = self._whole("gather", source, tensor, out)
             if self._core is None:
                 return self._alone(source, target, result, async_op)
-            send, receive, copies = _buffers("gather", source, target, self.rank * source.nbytes)
+            send, receive, copies = core_buffers("gather", source, target, self.rank * source.nbytes)
         self._count("gather", source)
-        args = (send.data_ptr(), _address(receive), source.numel(), DTYPES[source.dtype], root)
+        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], root)
         return self._issue(self._core.gather, args, (send, receive), copies, target, result, async_op)
 
     def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
@@ -196,14 +202,14 @@ class Communicator:
             target, result = self._part("scatter", source, tensor, out)
             if self._core is None:
                 return self._alone(source, target, result, async_op)
-            send, receive, copies = _buffers("scatter", source, target, self.rank * target.nbytes)
+            send, receive, copies = core_buffers("scatter", source, target, self.rank * target.nbytes)
         else:
             if out is None:
                 raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
             target, result = as_tensor(out, "scatter"), out
-            send, (_, receive, copies) = None, _buffers("scatter", target, target)
+            send, (_, receive, copies) = None, core_buffers("scatter", target, target)
         self._count("scatter", target)
-        args = (_address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
+        args = (address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
         return self._issue(self._core.scatter, args, (send, receive), copies, target, result, async_op)
 
     def all_to_all(
@@ -236,7 +242,7 @@ class Communicator:
             check_elements("all_to_all", "out", target, source.numel(), source.dtype, "as the input")
             return self._alone(source, target, result, async_op)
         self._count("all_to_all", source)
-        send, receive, copies = _buffers("all_to_all", source, target)
+        send, receive, copies = core_buffers("all_to_all", source, target)
         code = DTYPES[source.dtype]
         if send_counts is None and recv_counts is None and sent[0] == received[0]:
             args: tuple = (send.data_ptr(), receive.data_ptr(), sent[0], code)
@@ -258,7 +264,7 @@ class Communicator:
         self._check_peer("recv", peer)
         target = as_tensor(tensor, "recv")
         self._count("recv", target)
-        buffer, _, copies = _buffers("recv", target, target)
+        buffer, _, copies = core_buffers("recv", target, target)
         args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], peer, tag)
         return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
 
@@ -372,23 +378,17 @@ class Communicator:
             raise ValueError(f"{what}: peer={peer} is this rank itself; copy the tensor instead")
 
 
-def _buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
-    """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
-
-    In place is ``target is source``, or memory that begins ``offset`` bytes apart.
-    """
-    receive = plain_output(target, what)
-    if target is source:
-        if receive is not target:
-            receive.copy_(source.detach())
-        send = receive
-    else:
-        send = plain_input(source)
-        if receive is target:
-            whole, part = (target, send) if target.nbytes >= send.nbytes else (send, target)
-            check_overlap(what, whole, part, offset)
-    return send, receive, () if receive is target else ((target, receive),)
+# Those that the end of the program closes. Closing says "left" to the peers; else they would find a dead process.
+_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
-def _address(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+@atexit.register
+def _close_all() -> None:
+    if hasattr(sys, "last_value"):
+        # The interpreter ends on an exception: what is pending here the peers may never join. They see us die.
+        return
+    for communicator in list(_open):
+        try:
+            communicator.close()
+        except Error:
+            pass  # a peer has gone already, and whoever waited for an operation has been told

@@ -10,8 +10,6 @@ communicator spans the world; each axis with more than one rank is split from it
 from __future__ import annotations
 
 import os
-import sys
-import weakref
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from axo.collectives import _C, Communicator
-from axo.errors import Error
 from axo.grid import AXES, Coords, Grid
 
 _DEFAULT_TIMEOUT_S = 600.0
@@ -44,9 +41,7 @@ class Communicators:
         self.z = self._line("z")
         self.data = self._line("data")
         self._device_mesh: Any = None
-        members = (self.x, self.y, self.z, self.data, self.world)
-        # Also runs at interpreter exit, so that peers are told "left" rather than finding out.
-        self._closer = weakref.finalize(self, _close, members, owns_process_group)
+        self._owns_process_group = owns_process_group
 
     def __repr__(self) -> str:
         return f"Communicators(grid {self.grid}, rank {self.rank} at {tuple(self.coords)}, {self.world.transport})"
@@ -90,8 +85,15 @@ class Communicators:
         return self._device_mesh
 
     def close(self) -> None:
-        """Wait for this rank's pending operations and take leave of the peers. May be called again."""
-        self._closer()
+        """Wait for this rank's pending operations and take leave of the peers. May be called again.
+
+        Without it a communicator takes leave when it is no longer referenced, or when the program ends.
+        """
+        for communicator in (self.x, self.y, self.z, self.data, self.world):
+            communicator.close()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_process_group = False
 
 
 def connect(
@@ -163,20 +165,6 @@ def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
             f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
             f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
         )
-
-
-def _close(members: tuple[Communicator, ...], owns_process_group: bool) -> None:
-    if hasattr(sys, "last_value"):
-        # The interpreter ends on an exception: operations may be pending that peers will never join. Leave as we are;
-        # the peers see this process die.
-        return
-    for communicator in members:
-        try:
-            communicator.close()
-        except Error:
-            pass  # a peer has gone already, and whoever waited for an operation has been told
-    if owns_process_group and dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def create_c10d_backend(options: Any) -> Any:
