@@ -77,7 +77,7 @@ def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: boo
         RankFailed: A rank raised or died; all others have been ended.
         KeyboardInterrupt: A signal came; all ranks have been ended.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -96,6 +96,7 @@ def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: boo
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
             shutdown_timeout=_GRACE_SECONDS,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
         try:
             return elastic_launch(config, _rank_main)(reports, function, args)[0]
@@ -116,7 +117,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
         _write_report(Path(reports), error)
         if isinstance(error, _CONSEQUENCES):
             time.sleep(_CAUSE_FIRST_SECONDS)
-        raise
+        raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
 
 
 def _write_report(reports: Path, error: Exception) -> None:
