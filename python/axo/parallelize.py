@@ -15,6 +15,7 @@ from torch import nn
 from axo.matmul.exchange import GRAD_REDUCE
 from axo.matmul.product import GATHER_CACHE
 from axo.nn.init import init_weights
+from axo.nn.layer import ParallelLayer
 from axo.plans.replace import Replacer
 
 __all__ = ["init_weights", "parallelize"]
@@ -55,6 +56,9 @@ def parallelize(
     ):
         if value not in known:
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelLayer):
+            raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
     check_same_model(model, comms)
     replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache)
     from axo.plans import litgpt

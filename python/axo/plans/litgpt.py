@@ -77,8 +77,6 @@ def check(model: nn.Module, comms: Any) -> None:
         raise ValueError(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
     if config.mlp_class_name == "LLaMAMoE":
         raise ValueError(f"{owner}: mixture of experts (mlp_class_name='LLaMAMoE') is not supported by plan 'litgpt'")
-    if model.lm_head.weight is model.transformer.wte.weight:
-        raise ValueError(f"{owner}: tied embeddings (lm_head.weight is wte.weight) are not supported by plan 'litgpt'")
     for index, block in enumerate(model.transformer.h):
         for part, kinds in ((block.attn, (CausalSelfAttention,)), (block.mlp, (GptNeoxMLP, LLaMAMLP, GemmaMLP))):
             if type(part) not in kinds:
@@ -92,6 +90,8 @@ def check(model: nn.Module, comms: Any) -> None:
             check_exact(module, nn.Linear, f"transformer.h.{index}.{name}")
     check_exact(model.lm_head, nn.Linear, "lm_head")
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
+    if model.lm_head.weight is model.transformer.wte.weight:
+        raise ValueError(f"{owner}: tied embeddings (lm_head.weight is wte.weight) are not supported by plan 'litgpt'")
     check_divides(owner, "n_embd", config.n_embd, "y", comms.grid.y)
     check_divides(owner, "n_head", config.n_head, "x", comms.grid.x)
     if config.n_query_groups % comms.grid.x and config.n_query_groups < comms.grid.x:

@@ -115,7 +115,7 @@ def check_exact(module: nn.Module, kind: type, name: str) -> None:
     if type(module) is not kind:
         raise ValueError(
             f"parallelize: {name!r} is a {type(module).__module__}.{type(module).__qualname__}, and the plan knows only"
-            f" torch.nn.{kind.__name__} there; LoRA, quantised and already parallel layers are not supported"
+            f" torch.nn.{kind.__name__} there; LoRA and quantised layers are not supported"
         )
 
 
