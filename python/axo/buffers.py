@@ -85,7 +85,7 @@ def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
         return tensor
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(f"{what}: the result tensor is expanded (several elements share memory); use .contiguous()")
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
 def check_elements(what: str, name: str, tensor: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
@@ -130,7 +130,7 @@ def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) ->
     Today it is ordinary memory: operations on it are staged like any other's. Code that allocates such buffers here
     will gain when the core reduces shared buffers in place.
     """
-    return torch.empty(tuple(shape), dtype=dtype)
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:

@@ -235,7 +235,7 @@ class Communicator:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
             rows = sum(recv_counts) if recv_counts is not None else source.shape[0]
-            target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype)
+            target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, device="cpu")
             result = like(target, tensor)
         received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
         if self._core is None:
@@ -348,7 +348,7 @@ class Communicator:
         """The tensor of ``size`` parts that a gather writes, and what the caller gets for it."""
         if out is None:
             rows = part.shape[0] if part.dim() else 1
-            target = torch.empty((self.size * rows, *part.shape[1:]), dtype=part.dtype)
+            target = torch.empty((self.size * rows, *part.shape[1:]), dtype=part.dtype, device="cpu")
             return target, like(target, array)
         target = as_tensor(out, what)
         why = f"{self.size} ranks with {part.numel()} each"
@@ -361,7 +361,7 @@ class Communicator:
         if rows % self.size:
             raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
         if out is None:
-            target = torch.empty((rows // self.size, *whole.shape[1:]), dtype=whole.dtype)
+            target = torch.empty((rows // self.size, *whole.shape[1:]), dtype=whole.dtype, device="cpu")
             return target, like(target, array)
         target = as_tensor(out, what)
         why = f"a part of {whole.numel()} over {self.size} ranks"
