@@ -1,0 +1,301 @@
+"""connect, the meaning of axes, counting, blocked time, and every way in which ranks can go wrong.
+
+What goes wrong must end on every rank with one clear error, soon, and leave nothing behind.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import axo
+from tests.launcher import rank_outcomes, run_ranks
+
+# Far more than noticing a death takes (milliseconds), far less than any time limit of an operation: a busy machine
+# passes, and a rank that waits for its time limit does not.
+NOTICED_S = 10.0
+
+
+def peers_of_each_axis(grid):
+    comms = axo.connect(grid)
+    rank = torch.tensor([comms.rank])
+    got = {axis: comms.axis(axis).all_gather(rank).tolist() for axis in axo.AXES}
+    assert got == {axis: comms.grid.ranks(axis, comms.rank) for axis in axo.AXES}
+    assert tuple(comms.axis(axis).rank for axis in axo.AXES) == tuple(comms.coords)
+    assert comms.world.all_gather(rank).tolist() == list(range(comms.grid.world_size))
+    comms.close()
+    return True
+
+
+def two_grids_at_once():
+    first, second = axo.connect("4x1x1x1"), axo.connect("2x1x2x1")
+    a, b = torch.ones(1), torch.ones(1)
+    work = first.x.all_reduce(a, async_op=True)
+    second.z.all_reduce(b)
+    work.wait()
+    return a.item(), b.item(), second.x.size
+
+
+def mesh_of_grid():
+    comms = axo.connect("2x1x2x1")
+    mesh = comms.device_mesh
+    assert mesh.mesh_dim_names == ("data", "z", "y", "x") and tuple(mesh.shape) == (1, 2, 1, 2)
+    for axis in axo.AXES:
+        assert mesh.get_local_rank(axis) == getattr(comms.coords, axis)
+    return comms.device_mesh is mesh
+
+
+def counted():
+    comms = axo.connect("2x2x1x1")
+    with axo.count_collectives() as outer:
+        comms.x.all_reduce(torch.ones(3, 5))
+        with axo.count_collectives() as inner:
+            comms.y.all_gather(torch.ones(7, dtype=torch.bfloat16))
+            comms.y.reduce_scatter(torch.ones(6, dtype=torch.float64))
+            comms.z.all_reduce(torch.ones(4))  # an axis of one rank
+            comms.x.barrier()
+        comms.x.all_reduce(torch.ones(1), async_op=True).wait()
+    assert inner == {("all_gather", "y"): (1, 7, 14), ("reduce_scatter", "y"): (1, 6, 48), ("barrier", "x"): (1, 0, 0)}
+    assert outer["all_reduce", "x"] == (2, 16, 64) and outer["all_reduce", "z"].calls == 0
+    assert outer.total(op="all_reduce") == (2, 16, 64) and outer.total(axis="y") == (2, 13, 62)
+    comms.x.all_reduce(torch.ones(1))
+    assert outer.total().calls == 5, "counting goes on after its block"
+
+
+def blocked_time():
+    comms = axo.connect("2x1x1x1")
+    comms.x.barrier()
+    before = comms.blocked_seconds["x"]
+    if comms.rank == 0:
+        time.sleep(0.5)
+    comms.x.all_reduce(torch.ones(1))
+    return comms.blocked_seconds["x"] - before, sorted(comms.blocked_seconds)
+
+
+def connect_with(grids):
+    axo.connect(grids[int(os.environ["RANK"]) % len(grids)], timeout=20)
+
+
+def mismatched(case):
+    comm = axo.connect("3x1x1x1", timeout=20).x
+    odd = comm.rank == 2
+    calls = {
+        "size": lambda: comm.all_reduce(torch.ones(5 if odd else 4)),
+        "dtype": lambda: comm.all_reduce(torch.ones(4, dtype=torch.float64 if odd else torch.float32)),
+        "op": lambda: comm.all_reduce(torch.ones(4), "max" if odd else "sum"),
+        "root": lambda: comm.broadcast(torch.ones(4), root=1 if odd else 0),
+        "kind": lambda: comm.all_gather(torch.ones(4)) if odd else comm.all_reduce(torch.ones(4)),
+        "rows": lambda: comm.all_to_all(
+            torch.ones(3 if not odd else 4), torch.empty(3),
+            send_counts=[1, 1, 1] if not odd else [2, 1, 1], recv_counts=[1, 1, 1],
+        ),
+    }  # fmt: skip
+    try:
+        calls[case]()
+    except axo.Mismatch as error:
+        with pytest.raises(axo.Error):  # the communicator is done for
+            comm.barrier()
+        return str(error)
+    raise AssertionError("no Mismatch")
+
+
+def lose_a_peer(how, pending):
+    comm = axo.connect("4x1x1x1").x
+    comm.barrier()
+    if comm.rank == 2:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "exit":
+            os._exit(7)
+        if how == "raise":
+            raise ZeroDivisionError("rank 2 fails")
+        return None
+    start = time.monotonic()
+    try:
+        if pending:
+            comm.all_reduce(torch.ones(1_000_000), async_op=True).wait()
+        else:
+            comm.all_reduce(torch.ones(1_000_000))
+    except axo.PeerLost as error:
+        return error.peer, str(error), time.monotonic() - start
+    raise AssertionError("no PeerLost")
+
+
+def one_never_comes():
+    if os.environ["RANK"] == "1":
+        os._exit(3)
+    axo.connect("3x1x1x1", timeout=3)
+
+
+def times_out():
+    comm = axo.connect("2x1x1x1", timeout=2).x
+    if comm.rank == 1:
+        time.sleep(6)
+        return None
+    try:
+        comm.all_reduce(torch.ones(3))
+    except axo.Timeout as error:
+        return str(error)
+    raise AssertionError("no Timeout")
+
+
+def aborts():
+    comm = axo.connect("2x1x1x1").x
+    comm.barrier()
+    if comm.rank == 1:
+        comm.abort("had enough")
+        return "had enough"
+    try:
+        comm.recv(torch.ones(1), peer=1)
+    except axo.Aborted as error:
+        return str(error)
+    raise AssertionError("no Aborted")
+
+
+def open_and_close(rounds):
+    def open_files():
+        return len(os.listdir("/proc/self/fd"))
+
+    dist.init_process_group("axo")
+    counts = []
+    for _ in range(rounds):
+        comms = axo.connect("2x2x1x1")
+        comms.x.all_reduce(torch.ones(1000))
+        sub = comms.world.split(comms.rank % 2)
+        sub.barrier()
+        sub.close()
+        comms.close()
+        del comms, sub
+        counts.append(open_files())
+    return counts
+
+
+def killed_all():
+    comms = axo.connect("2x2x1x1")
+    comms.world.all_reduce(torch.ones(1 << 20), async_op=True)
+    comms.world.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("grid", ["2x2x2x1", "1x2x1x2", "1x1x4x1"])
+def test_axes_are_the_grids(grid):
+    assert all(run_ranks(peers_of_each_axis, axo.Grid.parse(grid).world_size, grid))
+
+
+def test_two_grids_live_in_one_process():
+    assert run_ranks(two_grids_at_once, 4) == [(4.0, 2.0, 2)] * 4
+
+
+def test_device_mesh_agrees_with_the_coordinates():
+    assert all(run_ranks(mesh_of_grid, 4))
+
+
+def test_counts_are_calls_elements_and_bytes():
+    run_ranks(counted, 4)
+
+
+def test_blocked_seconds_of_the_rank_that_waits():
+    (busy, axes), (waiting, _) = run_ranks(blocked_time, 2)
+    assert axes == ["data", "world", "x", "y", "z"]
+    assert waiting >= 0.4 > 0 <= busy  # it slept 0.5 s, and the waiting rank came at most 0.1 s late
+
+
+def test_a_grid_of_another_size_is_one_error_on_every_rank():
+    outcomes = rank_outcomes(connect_with, 4, ["2x2x2x1"])
+    messages = {(outcome.error, outcome.message) for outcome in outcomes}
+    assert len(messages) == 1
+    error, message = messages.pop()
+    assert error == "ValueError" and "grid 2x2x2x1 has 8 ranks and the world has 4" in message and "2x2x1x1" in message
+
+
+def test_different_grids_are_one_error_on_every_rank():
+    outcomes = rank_outcomes(connect_with, 4, ["2x2x1x1", "4x1x1x1"])
+    assert {(o.error, o.message) for o in outcomes} == {
+        ("ValueError", "connect: rank 0 asks for grid 2x2x1x1 and rank 1 for 4x1x1x1; pass one grid")
+    }
+
+
+def test_a_grid_without_ranks_says_how_to_start_them():
+    with pytest.raises(ValueError, match="torchrun --nproc-per-node 4"):
+        axo.connect("2x2x1x1")
+    with pytest.raises(ValueError, match="device='cuda'"):
+        axo.connect("1x1x1x1", device="cuda")
+
+
+@pytest.mark.parametrize("case", ["size", "dtype", "op", "root", "kind", "rows"])
+def test_mismatched_calls_are_one_error_on_every_rank(case):
+    messages = run_ranks(mismatched, 3, case)
+    assert all("'x'" in message for message in messages), messages
+
+
+@pytest.mark.parametrize("pending", [False, True], ids=["blocking", "pending"])
+@pytest.mark.parametrize("how", ["kill", "exit", "raise", "return"])
+def test_a_lost_peer_is_named_by_every_survivor(how, pending):
+    outcomes = rank_outcomes(lose_a_peer, 4, how, pending)
+    for outcome in (outcomes[0], outcomes[1], outcomes[3]):
+        assert outcome.ok, outcome.describe() + outcome.traceback
+        peer, message, seconds = outcome.value
+        assert peer == 2 and "rank 2" in message and "all_reduce" in message
+        assert seconds < NOTICED_S
+    assert outcomes[2].signal == "SIGKILL" if how == "kill" else outcomes[2].exit_code == 7 if how == "exit" else True
+
+
+def test_a_rank_that_dies_at_start_up_is_an_error_for_the_others():
+    outcomes = rank_outcomes(one_never_comes, 3)
+    assert outcomes[1].exit_code == 3
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error in ("Timeout", "DistStoreError", "PeerLost"), outcome.describe()
+        assert outcome.seconds < 3 + NOTICED_S
+
+
+def test_an_operation_that_takes_too_long_says_who_is_missing():
+    message = run_ranks(times_out, 2)[0]
+    assert "all_reduce" in message and "1" in message
+
+
+def test_abort_frees_the_waiting():
+    assert all("had enough" in text for text in run_ranks(aborts, 2))
+
+
+def test_nothing_is_left_behind():
+    before = sorted(os.listdir("/dev/shm"))
+    for counts in run_ranks(open_and_close, 4, 6):
+        assert counts[-1] == counts[1], f"open files grow: {counts}"
+    assert [outcome.signal for outcome in rank_outcomes(killed_all, 4)] == ["SIGKILL"] * 4
+    assert sorted(os.listdir("/dev/shm")) == before
+
+
+PLAIN_PROGRAM = """
+import axo, torch
+comms = axo.connect("2x1x1x1")
+total = comms.x.all_reduce(torch.ones(1) + comms.rank)
+print("sum", total.item(), flush=True)
+"""
+
+
+def test_a_program_under_torchrun(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(PLAIN_PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("sum 3.0") == 2
+
+
+def test_planning_needs_no_torch():
+    program = (
+        "import axo, sys; axo.Grid.parse('2x2x2x1'); axo.PeerLost; import axo.perf; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("order", ["axo, torch.distributed", "torch.distributed, axo"])
+def test_the_backend_is_known_whichever_is_imported_first(order):
+    program = f"import sys, {order}; assert 'axo' in torch.distributed.Backend.backend_list"
+    program += "; assert 'axo._C' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
