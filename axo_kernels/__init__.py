@@ -3,12 +3,14 @@
 from axo_kernels.comm import Communicator, FusedCommunicator, Ran, SignalTimeout, adapt
 from axo_kernels.fused import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.gemm import matmul
+from axo_kernels.tuner import Tuner
 
 __all__ = [
     "Communicator",
     "FusedCommunicator",
     "Ran",
     "SignalTimeout",
+    "Tuner",
     "adapt",
     "all_gather_matmul",
     "matmul",

@@ -6,7 +6,13 @@ import re
 
 from axo_kernels.tiles import Target
 
-_MATRIX = {"sm_80": "mma.sync", "sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma", "gfx90a": "v_mfma", "gfx942": "v_mfma"}
+_MATRIX = {
+    "sm_80": "mma.sync",
+    "sm_90": "wgmma.mma_async",
+    "sm_100": "tcgen05.mma",
+    "gfx90a": "v_mfma",
+    "gfx942": "v_mfma",
+}
 # A read with acquire at system scope, a release at system scope, in each assembly.
 _ACQUIRE = {
     "nvidia": r"ld\.global\.(sys\.acquire|acquire\.sys)",

@@ -1,16 +1,16 @@
 """What fused operations want of a communicator, and adapters that make one.
 
 The protocol, :class:`Communicator`, is small: rank, size, three collectives that return pending work, and two flag
-operations of a *communication stream*. ``fork()`` lets that stream run on its own, after what the compute stream has been
-given so far; collectives issued until ``join()`` follow it and the flags waited for on it; ``join()`` makes the compute
-stream wait for all of it. Without a fork a collective follows the compute stream, as usual.
+operations of a *communication stream*. ``fork()`` lets that stream run on its own, after what the compute stream has
+been given so far; collectives issued until ``join()`` follow it and the flags waited for on it; ``join()`` makes the
+compute stream wait for all of it. Without a fork a collective follows the compute stream, as usual.
 
     serial, split:  work = comm.all_reduce(t); ...; work.wait()
     signal:         comm.fork(); launch the product; comm.wait_flag(flag, epoch); comm.all_reduce(t); comm.join()
 
-On a GPU the stream is a CUDA / HIP stream, and flags are waited for and written by one-program kernels (the portable form
-of the driver's stream operations). On a CPU it is a thread that runs what it is given in order. Nothing here knows axo: an
-axo.Communicator is taken by its methods.
+On a GPU the stream is a CUDA / HIP stream, and flags are waited for and written by one-program kernels (the portable
+form of the driver's stream operations). On a CPU it is a thread that runs what it is given in order. Nothing here knows
+axo: an axo.Communicator is taken by its methods.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ class FusedCommunicator:
         data = text.encode()
         length = torch.tensor([len(data)], dtype=torch.int64)
         self._broadcast_bytes(length, root)
+        if not int(length):
+            return ""
         buffer = torch.zeros(int(length), dtype=torch.uint8)
         if self.rank == root:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -285,7 +287,8 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
     Args:
-        communicator: An axo.Communicator, a torch.distributed.ProcessGroup, None for the default group (or a single rank
+        communicator: An axo.Communicator, a torch.distributed.ProcessGroup, None for the default group (or a single
+        rank
             when torch.distributed is not initialised), or something wrapped already.
         timeout: Seconds after which a flag that nobody sets is reported.
 

@@ -3,10 +3,11 @@
     python -m axo_kernels.compile_matrix            kernel x layout x dtype x target at the default configurations
     python -m axo_kernels.compile_matrix --all      every configuration that the tuner may choose, as well
 
-Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's limit
-and within what tiles.py promised, asynchronous copies; for waiting kernels a spin loop that has survived and reads with
-acquire at system scope; for signalling kernels a release at system scope. Registers spilled to memory are reported. The
-divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another kernel.
+Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
+limit and within what tiles.py promised, asynchronous copies; for waiting kernels a spin loop that has survived and
+reads with acquire at system scope; for signalling kernels a release at system scope. Registers spilled to memory are
+reported. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
+kernel.
 
 What this cannot show: that a kernel is fast, or that the hardware does what the assembly says.
 """
@@ -170,10 +171,10 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     epilogue = case.kernel == "epilogue"
     kind = case.dtype
     out = "fp32" if case.kernel == "accumulate" else kind
-    types = {name: f"*{kind}" for name in ("a", "b", "bias", "gate")} | {"c": f"*{out}"}
-    types |= {name: "i32" for name in ("batch", "M", "N", "K", "tiles", "bound", "number")}
-    types |= {name: "i32" for name in (f"stride_{x}" for x in "ab am ak bb bk bn cb cm gb gm".split())}
-    types |= {name: "*i32" for name in ("table", "flags", "flag", "counters", "epoch_address", "status")}
+    types = dict.fromkeys(("a", "b", "bias", "gate"), f"*{kind}") | {"c": f"*{out}"}
+    types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number"), "i32")
+    types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm gb gm".split()), "i32")
+    types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")
     constants: dict[str, Any] = {"stride_cn": 1}
     for name in _UNIT.get(case.layout, ()):
         del types[name]
@@ -184,14 +185,15 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         types["a"], types["b"] = f"tensordesc<{kind}{a}>", f"tensordesc<{kind}{b}>"
         if kernel_name == "matmul_descriptor_kernel":
             types["c"] = f"tensordesc<{out}{[config.block_m, config.block_n // config.parts]}>"
-    constants |= dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        NUM_PROGRAMS=128, EVEN_K=True, HAS_BIAS=epilogue, ACTIVATION="silu_gate" if epilogue else "",
-        ACCUMULATE=case.kernel == "accumulate", PRECISION=case.precision, INTERPRETED=False, FLATTEN=True,
-        A_TRANSPOSED=case.layout == "TN", B_TRANSPOSED=case.layout == "NT", PARTS=config.parts,
-        SEGMENTS=16, ALONG_N=wait and case.layout == "NT", WAIT=wait, SIGNAL=signal, DESCRIPTORS=config.descriptors,
-        FENCE=wait and config.descriptors,
-    )  # fmt: skip
+    constants |= {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "NUM_PROGRAMS": 128, "EVEN_K": True, "HAS_BIAS": epilogue, "ACTIVATION": "silu_gate" if epilogue else "",
+        "ACCUMULATE": case.kernel == "accumulate", "PRECISION": case.precision, "INTERPRETED": False, "FLATTEN": True,
+        "A_TRANSPOSED": case.layout == "TN", "B_TRANSPOSED": case.layout == "NT", "PARTS": config.parts,
+        "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait, "SIGNAL": signal,
+        "DESCRIPTORS": config.descriptors,
+        "FENCE": wait and config.descriptors,
+    }  # fmt: skip
     return constants, {name: kind.replace(", ", ",") for name, kind in types.items()}
 
 

@@ -5,7 +5,7 @@ Triton is optional: torch's CPU wheel brings none, and everything that does not 
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from axo_kernels.tiles import CPU_TARGET, Target
 
 
-@lru_cache(maxsize=None)
+@cache
 def gemm_kernels() -> ModuleType | None:
     """Return the module of matmul kernels, or None without Triton."""
     try:
@@ -25,7 +25,7 @@ def gemm_kernels() -> ModuleType | None:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def signal_kernels() -> ModuleType | None:
     """Return the module of flag and signalling kernels, or None without Triton."""
     if gemm_kernels() is None:
@@ -35,7 +35,7 @@ def signal_kernels() -> ModuleType | None:
     return module
 
 
-@lru_cache(maxsize=None)
+@cache
 def interpreted() -> bool:
     """Say whether kernels run in Triton's interpreter (TRITON_INTERPRET=1 when this process first imported them)."""
     module = gemm_kernels()
@@ -49,7 +49,7 @@ def runs_triton(device: torch.device) -> bool:
     return device.type == "cpu" and interpreted()
 
 
-@lru_cache(maxsize=None)
+@cache
 def target_of(device: torch.device) -> Target:
     """Describe a device; ``cuda`` stands for CUDA and ROCm devices alike."""
     if device.type != "cuda":
@@ -70,7 +70,7 @@ def device_name(device: torch.device) -> str:
     return f"cpu {_cpu_model()} threads={torch.get_num_threads()}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _cpu_model() -> str:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -2,13 +2,13 @@
 
     matmul_all_reduce       out = sum over ranks of A B             Algorithm 1's forward over y (NT)
                             dI = sum over grad_comm of dO W, its all-reduce overlapped with the product dW = dO^T I
-    all_gather_matmul       out = A B with one operand gathered     weight shards over z, or sequence-parallel activations
-    matmul_reduce_scatter   out = this rank's rows of the sum       dW over z, or sequence-parallel outputs
+    all_gather_matmul       out = A B with one operand gathered     weight shards over z, or sequence-parallel
+    activations matmul_reduce_scatter   out = this rank's rows of the sum       dW over z, or sequence-parallel outputs
 
-Gradients follow the convention of tensor parallelism: a result that is the same on every rank has one gradient, also the
-same on every rank, so the adjoint of the sum is the identity; the adjoint of a gather is a sum scattered, and the other
-way round. Backward passes use the strategy and the chunk count of the forward pass. bf16, fp16, fp32; first derivatives
-only. No tuning here: ``strategy`` and ``chunks`` are what is asked for, and what runs.
+Gradients follow the convention of tensor parallelism: a result that is the same on every rank has one gradient, also
+the same on every rank, so the adjoint of the sum is the identity; the adjoint of a gather is a sum scattered, and the
+other way round. Backward passes use the strategy and the chunk count of the forward pass. bf16, fp16, fp32; first
+derivatives only. No tuning here: ``strategy`` and ``chunks`` are what is asked for, and what runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from axo_kernels.comm import FusedCommunicator, adapt
+from axo_kernels.comm import FusedCommunicator
 from axo_kernels.gemm import BACKWARD, matmul
 from axo_kernels.layout import check_layout
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
@@ -122,8 +122,8 @@ def matmul_reduce_scatter(
 def _check(comm: FusedCommunicator, operation: str) -> None:
     if not isinstance(comm, FusedCommunicator):
         raise ValueError(
-            f"{operation}: comm is a {type(comm).__name__}; wrap it once with {adapt.__module__.split('.')[0]}.adapt(...) "
-            f"and keep the result, which holds workspaces and records"
+            f"{operation}: comm is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
+            f"result, which holds workspaces and records"
         )
 
 

@@ -2,9 +2,10 @@
 
     NN: A[M, K] B[K, N]        NT: A[M, K] B[N, K]^T        TN: A[K, M]^T B[K, N]          (row-major names)
 
-bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands allow
-it, plain pointers otherwise); CPU tensors, outside the interpreter, go to torch (which takes fp64 too). Which of several kernels, configurations
-or the vendor library is fastest is the tuner's question (tuner.py), communication is fused.py's.
+bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands
+allow it, plain pointers otherwise); CPU tensors, outside the interpreter, go to torch (which takes fp64 too). Which of
+several kernels, configurations or the vendor library is fastest is the tuner's question (tuner.py), communication is
+fused.py's.
 """
 
 from __future__ import annotations
@@ -63,16 +64,16 @@ def matmul(
     triton_runs = devices.runs_triton(a.device)
     if backend == "triton" and not triton_runs:
         raise ValueError(
-            f"matmul: backend='triton' cannot run on {a.device} here; use backend='vendor', or install triton for a GPU, "
-            f"or set TRITON_INTERPRET=1 for CPU tensors"
+            f"matmul: backend='triton' cannot run on {a.device} here; use backend='vendor', or install triton for a "
+            f"GPU, or set TRITON_INTERPRET=1 for CPU tensors"
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
     if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias)):
         if activation is not None or (out_dtype or a.dtype) != a.dtype or a.dim() != 2 or b.dim() != 2:
             raise ValueError(
-                "matmul: gradients flow through the Triton kernel for 2-D operands without activation and out_dtype only; "
-                "use torch.no_grad(), backend='vendor', or apply the activation outside"
+                "matmul: gradients flow through the Triton kernel for 2-D operands without activation and out_dtype "
+                "only; use torch.no_grad(), backend='vendor', or apply the activation outside"
             )
         result: torch.Tensor = _Matmul.apply(a, b, bias, layout, config)
         return result
@@ -234,8 +235,8 @@ def launch(
         config = shrink(default_config(target, left.dtype, described, "wide" if wide else "plain"), product)
     if config.descriptors and not descriptors:
         raise ValueError(
-            f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; use "
-            f"one without descriptors"
+            f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; "
+            f"use one without descriptors"
         )
     if not config.fits(target, left.dtype, out.dtype, wide):
         needed = config.shared_bytes(left.dtype.itemsize, target, out.dtype.itemsize, wide)
@@ -247,12 +248,13 @@ def launch(
     if tiles > _INT32:
         raise ValueError(f"matmul {product.name}: {tiles} tiles exceed {_INT32}; cut the product")
     programs = min(tiles, target.units)
-    options = dict(
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        NUM_PROGRAMS=programs, HAS_BIAS=bias is not None, ACTIVATION=activation or "", ACCUMULATE=accumulate,
-        PRECISION=precision(left), INTERPRETED=devices.interpreted(), FLATTEN=True,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    options = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "NUM_PROGRAMS": programs, "HAS_BIAS": bias is not None, "ACTIVATION": activation or "",
+        "ACCUMULATE": accumulate,
+        "PRECISION": precision(left), "INTERPRETED": devices.interpreted(), "FLATTEN": True,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
     bias = out if bias is None else bias.contiguous()
     if config.descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
@@ -315,7 +317,9 @@ def _describable(tensor: torch.Tensor) -> bool:
     if tensor.shape[:-2].numel() != 1 or tensor.data_ptr() % 16:
         return False
     inner, outer = sorted(tensor.stride()[-2:])
-    return inner == 1 and outer * tensor.itemsize % 16 == 0 and outer >= tensor.shape[-1 if tensor.stride(-1) == 1 else -2]
+    return (
+        inner == 1 and outer * tensor.itemsize % 16 == 0 and outer >= tensor.shape[-1 if tensor.stride(-1) == 1 else -2]
+    )
 
 
 class _Matmul(torch.autograd.Function):

@@ -2,12 +2,12 @@
 
     C[batch, m, n] = act(sum_k A[batch, m, k] B[batch, k, n] + bias[n]) (* gate)  (+ C when accumulating, in fp32)
 
-Both are persistent (programs walk over tiles in grouped order) and flattened: the loop over tiles and the loop over K are
-one, so the loads of the next tile are issued before this tile's epilogue. Sums are fp32. Which tile sizes to use is none
-of this file's business (tiles.py), nor are checks and launches (gemm.py).
+Both are persistent (programs walk over tiles in grouped order) and flattened: the loop over tiles and the loop over K
+are one, so the loads of the next tile are issued before this tile's epilogue. Sums are fp32. Which tile sizes to use is
+none of this file's business (tiles.py), nor are checks and launches (gemm.py).
 
-``INTERPRETED`` is set under Triton's interpreter, which computes bf16 products wrongly (so operands become fp32 first) and
-has no reduction through descriptors (so accumulating loads, adds and stores).
+``INTERPRETED`` is set under Triton's interpreter, which computes bf16 products wrongly (so operands become fp32 first)
+and has no reduction through descriptors (so accumulating loads, adds and stores).
 """
 
 from __future__ import annotations
@@ -143,7 +143,8 @@ def store_through_descriptor(
         offsets = rows[:, None].to(tl.int64) * stride_gm + columns[None, :]
         acc *= tl.load(gate + offsets, mask=mask, other=0.0).to(tl.float32)
     if ACCUMULATE and not INTERPRETED:
-        c.atomic_add([m0, n0], acc.to(c.dtype))  # each element once a launch: the copy engine adds, nothing is read here
+        # each element once a launch: the copy engine adds, nothing is read here
+        c.atomic_add([m0, n0], acc.to(c.dtype))
     else:
         if ACCUMULATE:
             acc += c.load([m0, n0]).to(tl.float32)

@@ -1,7 +1,7 @@
 """A communication stream for CPUs: one thread that runs what it is given, in order.
 
-It stands for what a CUDA stream is on a GPU. An error stops what follows and is raised by ``join``. The thread is made by
-the process that uses it (never before a fork), sleeps when it has nothing to do, and ends with the process.
+It stands for what a CUDA stream is on a GPU. An error stops what follows and is raised by ``join``. The thread is made
+by the process that uses it (never before a fork), sleeps when it has nothing to do, and ends with the process.
 """
 
 from __future__ import annotations
@@ -81,6 +81,6 @@ class HostStream:
             if self._error is None:
                 try:
                     call()
-                except BaseException as error:  # noqa: BLE001 - carried over to the thread that joins
+                except BaseException as error:
                     self._error = error
             work.finish(self._error)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -107,8 +107,8 @@ def _batch(a: torch.Tensor, b: torch.Tensor, layout: str) -> int:
         return math.prod(a.shape[:-2])
     if a.shape[:-2] != b.shape[:-2]:
         raise ValueError(
-            f"matmul {layout}: leading dims {tuple(a.shape[:-2])} of a and {tuple(b.shape[:-2])} of b differ; make them "
-            f"equal{', or give b two dims' if layout != 'TN' else ''}"
+            f"matmul {layout}: leading dims {tuple(a.shape[:-2])} of a and {tuple(b.shape[:-2])} of b differ; make "
+            f"them equal{', or give b two dims' if layout != 'TN' else ''}"
         )
     return math.prod(a.shape[:-2])
 
@@ -126,7 +126,7 @@ def check_offsets(tensor: torch.Tensor, name: str) -> None:
             )
 
 
-@lru_cache(maxsize=None)
+@cache
 def relayout(have: str, want: str) -> tuple[bool, bool]:
     """Say which operands must be laid out anew, ``(copy a, copy b)``, to compute a ``have`` product as ``want``.
 

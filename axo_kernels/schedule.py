@@ -7,8 +7,8 @@ Three operations, with ``size`` ranks and C chunks over the rows that travel:
     reduce_scatter  out[M/size, N], rank g keeps block g  chunk c: rows c of *every* block, packed [chunk][rank][rows]
     all_gather      operand[size * R, K] from shards      chunk c: rows c of *every* shard, packed [chunk][rank][rows]
 
-A :class:`Segment` is a run of rows that lie together both where they are read and where they are written; the product is
-computed segment by segment, in the order of the schedule, so a tile never straddles a chunk. An all-reduce or a
+A :class:`Segment` is a run of rows that lie together both where they are read and where they are written; the product
+is computed segment by segment, in the order of the schedule, so a tile never straddles a chunk. An all-reduce or a
 reduce-scatter of chunk c may start when all its segments are computed (the product *signals*); a segment of an
 all-gather may be computed when its chunk has arrived (the product *waits*). Within a chunk the next rank's rows come
 first and one's own last where rows are sent, one's own first where rows are received.

@@ -1,8 +1,8 @@
 """Triton kernels that let a product and a communication stream meet at flags, inside one kernel's run time.
 
 A flag is a 32-bit word that holds an epoch; it only grows, and is compared cyclically (``int32(flag - epoch) >= 0``, as
-the stream-wait operation of the GPU driver does). Release and acquire are at system scope, because the other side may be
-a copy engine, a NIC or another GPU. Every wait is bounded: after ``bound`` reads it gives up, writes
+the stream-wait operation of the GPU driver does). Release and acquire are at system scope, because the other side may
+be a copy engine, a NIC or another GPU. Every wait is bounded: after ``bound`` reads it gives up, writes
 ``(1, flag number, epoch, value seen)`` into ``status`` and the tile is filled with NaN, so nothing wrong passes unseen.
 
 ``atomic_add(flag, 0)`` is the read: a plain load in a loop is deleted by the compiler, a volatile one hangs on AMD, and
@@ -100,9 +100,10 @@ def segment_matmul_kernel(
     (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits
     once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch.
 
-    The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in the
-    PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
-    compiled, covers reading the shared memory only, not the visibility of what was written, so a flag could overtake it.
+    The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
+    the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
+    compiled, covers reading the shared memory only, not the visibility of what was written, so a flag could overtake
+    it.
     """
     epoch = tl.load(epoch_address)
     starts = tl.load(table + tl.arange(0, SEGMENTS))

@@ -2,11 +2,12 @@
 
     serial   the whole product, then the whole collective (or the other way round): the baseline
     split    the product cut into chunks; each chunk's collective runs while the next chunk is computed
-    signal   one kernel over all tiles in chunk order, with a flag for each chunk between it and the communication stream
+    signal   one kernel over all tiles in chunk order, with a flag for each chunk between it and the communication
+    stream
 
-``split`` needs nothing but a communicator that returns pending work. ``signal`` needs Triton on a GPU; on a CPU the same
-schedule, flags and communication stream are used, with torch (or, under the interpreter, the kernel itself) computing the
-segments. A strategy that cannot run is an error, never another strategy in silence. Shapes are 2-D here.
+``split`` needs nothing but a communicator that returns pending work. ``signal`` needs Triton on a GPU; on a CPU the
+same schedule, flags and communication stream are used, with torch (or, under the interpreter, the kernel itself)
+computing the segments. A strategy that cannot run is an error, never another strategy in silence. Shapes are 2-D here.
 """
 
 from __future__ import annotations
@@ -85,7 +86,12 @@ def start_all_reduce(
         for start, stop in schedule.bounds:
             matmul(_rows(a, layout, start, stop), b, layout, out[start:stop], bias)
             works.append(comm.all_reduce(out[start:stop]))
-        return out, lambda: [work.wait() for work in works] and None
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return out, finish
     workspace = comm.workspaces.get("matmul_all_reduce", schedule, product, a.device)
     workspace.advance()
     comm.fork(a.device)
@@ -177,8 +183,8 @@ def run_all_gather(
     """
     if (gather, layout) not in (("a", "NN"), ("a", "NT"), ("b", "NT")):
         raise ValueError(
-            f"all_gather_matmul: gather={gather!r} with layout={layout!r}; the gathered rows must be rows or columns of "
-            f"the result: use gather='a' with NN or NT, or gather='b' with NT"
+            f"all_gather_matmul: gather={gather!r} with layout={layout!r}; the gathered rows must be rows or columns "
+            f"of the result: use gather='a' with NN or NT, or gather='b' with NT"
         )
     check_strategy("all_gather_matmul", strategy, chunks, a.device)
     shard = (a if gather == "a" else b).contiguous()

@@ -8,7 +8,7 @@ a GPU.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -91,8 +91,8 @@ class Config:
     ) -> int:
         """Upper bound of the shared memory of one program, in bytes.
 
-        The pipelined operands, and what the epilogue needs to turn the accumulators into rows: seen in compiled kernels,
-        not documented. ``wide_epilogue``: it also reads a tile (accumulating, or a gate).
+        The pipelined operands, and what the epilogue needs to turn the accumulators into rows: seen in compiled
+        kernels, not documented. ``wide_epilogue``: it also reads a tile (accumulating, or a gate).
         """
         operands = (self.block_m + self.block_n) * self.block_k * itemsize
         tile = self.block_m * self.block_n
@@ -136,7 +136,7 @@ def _power_of_two(value: int) -> bool:
 PURPOSES = ("plain", "wide", "fused")
 
 
-@lru_cache(maxsize=None)
+@cache
 def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpose: str = "plain") -> Config:
     """Configuration for large products when nothing was tuned.
 
@@ -144,7 +144,8 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
         target: The device.
         dtype: Of the operands.
         descriptors: Whether operands and result allow tensor descriptors.
-        purpose: ``"plain"``; ``"wide"``: the epilogue reads a tile too (accumulating, a gate); ``"fused"``: the kernel that
+        purpose: ``"plain"``; ``"wide"``: the epilogue reads a tile too (accumulating, a gate); ``"fused"``: the kernel
+        that
             waits or signals.
 
     Hopper: 128x256x64 on 8 warps is the tile that public measurements of stock Triton put within 0.92 to 1.02 of cuBLAS

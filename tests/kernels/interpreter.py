@@ -29,7 +29,9 @@ class Interpreter:
         slowness = float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
         if not self._pipe.poll(timeout * slowness):
             self.close()
-            raise AssertionError(f"{function.__name__}: not finished after {timeout * slowness:.0f} s in the interpreter")
+            raise AssertionError(
+                f"{function.__name__}: not finished after {timeout * slowness:.0f} s in the interpreter"
+            )
         ok, value = self._pipe.recv()
         assert ok, value
         return value

@@ -9,8 +9,6 @@ from axo_kernels.layout import LAYOUTS, Product
 from axo_kernels.tiles import TARGETS, Config, candidates, default_config, estimate
 
 
-
-
 def passed(matrix):
     outcomes = list(compile_all(matrix))
     assert len(outcomes) == len(matrix) > 0

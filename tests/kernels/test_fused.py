@@ -134,7 +134,11 @@ def check_reduce_scatter(comm, strategy, chunks):
 
 
 CHECKS = dict(
-    zip(OPERATIONS, (check_all_reduce, check_gather_weights, check_gather_activations, check_reduce_scatter), strict=True)
+    zip(
+        OPERATIONS,
+        (check_all_reduce, check_gather_weights, check_gather_activations, check_reduce_scatter),
+        strict=True,
+    )
 )
 
 
@@ -248,10 +252,10 @@ def test_signal_kernel_on_two_ranks(interpreter, operation, tmp_path):
 
 
 BAD = {
-    "strategy='magic'; use one of serial, split, signal": dict(strategy="magic"),
-    "chunks=0; use at least 1": dict(strategy="split", chunks=0),
-    "9 chunks do not fit 4 rows; use between 1 and 4": dict(strategy="split", chunks=9),
-    "layout='XX' is not a layout": dict(layout="XX"),
+    "strategy='magic'; use one of serial, split, signal": {"strategy": "magic"},
+    "chunks=0; use at least 1": {"strategy": "split", "chunks": 0},
+    "9 chunks do not fit 4 rows; use between 1 and 4": {"strategy": "split", "chunks": 9},
+    "layout='XX' is not a layout": {"layout": "XX"},
 }
 
 

@@ -7,9 +7,9 @@ from axo_kernels.gemm import gradients, matmul, matmul_reference
 from axo_kernels.layout import LAYOUTS
 from axo_kernels.tiles import Config
 
-# Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the result
-# is rounded once, 2**-11 = 4.9e-4 at most. bf16: Triton's interpreter cuts instead of rounding, 2**-7 at most (a GPU
-# rounds, where the limit is 4e-3).
+# Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the
+# result is rounded once, 2**-11 = 4.9e-4 at most. bf16: Triton's interpreter cuts instead of rounding, 2**-7 at most (a
+# GPU rounds, where the limit is 4e-3).
 LIMITS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 SIZES = [(1, 1, 1), (1, 37, 5), (33, 1, 64), (7, 128, 31), (33, 47, 19), (64, 80, 48), (101, 13, 97), (32, 32, 128)]
 POINTERS = Config(32, 16, 16, group_m=2, warps=1, stages=1)
@@ -232,7 +232,9 @@ BAD = {
     "bias has shape (3,); use (2,)": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), bias=torch.ones(3)),
     "adds onto out; give out": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), accumulate=True),
     "out has shape (3, 2); the product": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), out=torch.ones(3, 2)),
-    "gate and activation='silu_gate' belong": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), activation="silu_gate"),
+    "gate and activation='silu_gate' belong": lambda: matmul(
+        torch.ones(2, 2), torch.ones(2, 2), activation="silu_gate"
+    ),
     "cannot run on cpu here; use backend='vendor'": lambda: matmul(
         torch.ones(2, 2), torch.ones(2, 2), backend="triton"
     ),
@@ -250,12 +252,14 @@ def check_offsets_that_overflow():
     huge = torch.empty_strided((2, 4), (2**24, 1), device="meta")
     from axo_kernels.layout import check_offsets
 
-    with pytest.raises(ValueError, match=r"stride of 16777216 elements; the kernels take at most 8388607: make it contig"):
+    with pytest.raises(
+        ValueError, match=r"stride of 16777216 elements; the kernels take at most 8388607: make it contig"
+    ):
         check_offsets(huge, "a")
     row = torch.empty((1, 2**31), device="meta")
     with pytest.raises(ValueError, match="each must be at most 2147483647; cut it"):
         matmul(row, torch.empty((2**31, 1), device="meta"), backend="vendor")
-    with pytest.raises(ValueError, match="does not fit cpu|wants 2-D operands with 16-byte"):
+    with pytest.raises(ValueError, match=r"does not fit cpu|wants 2-D operands with 16-byte"):
         matmul(torch.ones(3, 5), torch.ones(5, 3), config=DESCRIPTORS)
 
 

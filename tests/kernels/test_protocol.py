@@ -1,10 +1,11 @@
 """The signalling protocol between two processes, with the real kernels in Triton's interpreter.
 
-One process computes, the other stands for the communication stream; they share memory and nothing else. In each round the
-communication side delivers the chunks of an all-gather in a random order, some late, and sets their flags; the compute
-side's kernel waits for them, multiplies, and a second kernel produces chunks for a reduce-scatter and signals them; the
-communication side waits for those in another random order. Two slots are reused by turns, behind an acknowledgement that
-is itself an epoch. Values are whole numbers, so equality is exact; every slot is filled with NaN before it is reused.
+One process computes, the other stands for the communication stream; they share memory and nothing else. In each round
+the communication side delivers the chunks of an all-gather in a random order, some late, and sets their flags; the
+compute side's kernel waits for them, multiplies, and a second kernel produces chunks for a reduce-scatter and signals
+them; the communication side waits for those in another random order. Two slots are reused by turns, behind an
+acknowledgement that is itself an epoch. Values are whole numbers, so equality is exact; every slot is filled with NaN
+before it is reused.
 """
 
 import multiprocessing
@@ -28,7 +29,9 @@ class Shared:
 
         cpu = torch.device("cpu")
         self.gather = Workspace("all_gather_matmul", plan("all_gather", ROWS, CHUNKS, 0, 2), cpu, first_epoch)
-        self.scatter = Workspace("matmul_reduce_scatter", plan("reduce_scatter", 2 * ROWS, CHUNKS, 0, 2), cpu, first_epoch)
+        self.scatter = Workspace(
+            "matmul_reduce_scatter", plan("reduce_scatter", 2 * ROWS, CHUNKS, 0, 2), cpu, first_epoch
+        )
         self.packed = torch.full((2, 2 * ROWS, DEPTH), float("nan")).share_memory_()
         self.produced = torch.full((2, 2 * ROWS, COLUMNS), float("nan")).share_memory_()
         # acknowledgements: what has been read of each direction
@@ -121,7 +124,16 @@ def compute(shared, rounds, seed, bound=30.0):
             time.sleep(rng.random() * 0.01)
         out = torch.full((COLUMNS, 2 * ROWS), float("nan"))
         launch_segments(
-            other, shared.packed[turn], out, product, shared.gather.schedule, shared.gather, comm, None, config, along_n=True
+            other,
+            shared.packed[turn],
+            out,
+            product,
+            shared.gather.schedule,
+            shared.gather,
+            comm,
+            None,
+            config,
+            along_n=True,
         )
         shared.gather.check(0, comm.timeout)
         assert torch.equal(out, other @ full.T), epoch
@@ -173,8 +185,8 @@ def test_a_peer_that_never_signals_is_reported(interpreter):
     message = interpreter.run(check_missing_signal)
     epoch = FIRST_EPOCH + 5
     assert message == (
-        f"all_gather_matmul: rank 0 of 2 waited 0.5 s for chunk 1 (rows of rank 1) of epoch {epoch}; its flag stands at "
-        f"{epoch - 1}: a peer has not signalled"
+        f"all_gather_matmul: rank 0 of 2 waited 0.5 s for chunk 1 (rows of rank 1) of epoch {epoch}; its flag stands "
+        f"at {epoch - 1}: a peer has not signalled"
     )
 
 

@@ -49,9 +49,7 @@ def test_each_row_is_read_and_written_once(operation, size, chunks):
         schedule = plan(operation, rows, chunks, rank, size)
         total = 12 * size
         for side in ("source", "target"):
-            seen = [
-                getattr(segment, side) + row for segment in schedule.segments for row in range(segment.rows)
-            ]
+            seen = [getattr(segment, side) + row for segment in schedule.segments for row in range(segment.rows)]
             assert sorted(seen) == list(range(total)), side
         packed = [row for chunk in range(chunks) for row in range(*schedule.packed(chunk))]
         assert packed == list(range(total))
@@ -73,7 +71,7 @@ def test_own_rows_last_where_sent_and_first_where_received(operation):
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("chunks", CHUNKS)
 def test_streams_meet_in_any_interleaving(operation, size, chunks):
-    """All ranks' compute and communication streams, stepped in random order: nothing hangs, nothing is read too early."""
+    """All ranks' streams, stepped in random order: nothing hangs, nothing is read too early."""
     rng = random.Random(f"{operation}{size}{chunks}")
     rows = 12 * size if operation != "all_gather" else 12
     for _ in range(10):
@@ -134,7 +132,9 @@ def test_epochs_wrap_around():
     assert next_epoch(last) == -(2**31) and next_epoch(-1) == 0 and next_epoch(5) == 6
     assert reached(last, last) and reached(next_epoch(last), last) and not reached(last, next_epoch(last))
     assert not reached(4, 5) and reached(5, 5) and reached(6, 5)
-    assert {slot(epoch) for epoch in (last, next_epoch(last))} == {0, 1}, "neighbours must not share a slot, wrapped or not"
+    assert {slot(epoch) for epoch in (last, next_epoch(last))} == {0, 1}, (
+        "neighbours must not share a slot, wrapped or not"
+    )
 
 
 def test_what_does_not_fit_says_what_would():

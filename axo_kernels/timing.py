@@ -1,0 +1,96 @@
+"""Time rivals against each other: in turns, so that whatever slows the machine slows all of them, and by medians.
+
+On a GPU device events are used and the caches are flushed between runs; on a CPU the wall clock. Times are in seconds.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Call = Callable[[], object]
+# Larger than the L2 of any GPU in tiles.TARGETS.
+_FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured of one rival.
+
+    Attributes:
+        seconds: Median over the rounds.
+        ratio: Median over the rounds of this rival's time over the first rival's time in the same round.
+        late_ratio: The ratio that three rounds of four stay under.
+    """
+
+    seconds: float
+    ratio: float
+    late_ratio: float
+
+
+def once(call: Call, device: torch.device) -> float:
+    """Time one call, after everything before it has finished."""
+    if device.type != "cuda":
+        started = time.perf_counter()
+        call()
+        return time.perf_counter() - started
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / 1e3
+
+
+def paired(
+    calls: Sequence[Call], device: torch.device, rounds: int = 9, warmup: int = 2, budget: float = float("inf")
+) -> list[Timing]:
+    """Time all calls in turns.
+
+    Args:
+        calls: The rivals; the first is what the others are compared with.
+        device: Where they run.
+        rounds: Turns; every second one runs in reverse order.
+        warmup: Calls of each that are not counted.
+        budget: Seconds after which no further round is begun (three are run in any case).
+    """
+    flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    for call in calls:
+        for _ in range(warmup):
+            call()
+    times: list[list[float]] = [[] for _ in calls]
+    started = time.perf_counter()
+    for turn in range(rounds):
+        order = range(len(calls)) if turn % 2 == 0 else range(len(calls) - 1, -1, -1)
+        for index in order:
+            if flush is not None:
+                flush.zero_()
+            times[index].append(once(calls[index], device))
+        if turn >= 2 and time.perf_counter() - started > budget:
+            break
+    timings = []
+    for mine in times:
+        ratios = sorted(x / y for x, y in zip(mine, times[0], strict=True))
+        timings.append(Timing(statistics.median(mine), statistics.median(ratios), ratios[3 * len(ratios) // 4]))
+    return timings
+
+
+def relative_error(result: torch.Tensor, reference: torch.Tensor) -> float:
+    """Frobenius norm of the difference over that of the reference; NaN never passes a limit."""
+    gap = norm = 0.0
+    columns = max(1, reference.shape[-1]) if reference.dim() else 1
+    rows = max(1, _BLOCK // columns)
+    pairs = zip(result.reshape(-1, columns).split(rows), reference.reshape(-1, columns).split(rows), strict=True)
+    for got, expected in pairs:
+        exact = expected.double()
+        gap += float((got.double() - exact).square().sum())
+        norm += float(exact.square().sum())
+    return (gap / norm if norm > 0 else gap) ** 0.5
+
+
+# Elements compared at once: in fp64, large results would not fit beside themselves.
+_BLOCK = 1 << 26

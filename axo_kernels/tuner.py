@@ -1,0 +1,356 @@
+"""The tuner: measures once which way of computing a product is fastest here, and remembers it.
+
+Candidates for a product are the vendor library in **all three modes** NN, NT and TN ("Democratizing AI", BLAS tuning:
+the copy that lays an operand out anew counts) and the Triton configurations that a cost estimate puts first; for a
+fused operation, the strategies and chunk counts as well. Each candidate's result is checked before it is timed; times
+are paired medians; with a communicator the largest over the ranks decides and one choice is broadcast, since ranks with
+different chunk counts would hang. torch's own way is always a candidate and wins whenever the gain is within the noise.
+
+    AXO_TUNE=off         torch's own, always
+    AXO_TUNE=cached      what has been measured before; torch's own where nothing has (the default)
+    AXO_TUNE=first-step  measure at the first call of each shape, then as cached
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from axo_kernels import device as devices
+from axo_kernels.cache import Cache
+from axo_kernels.choice import Choice, from_json, vendor_choices
+from axo_kernels.comm import FusedCommunicator, gather_max
+from axo_kernels.gemm import describable, matmul, vendor_matmul
+from axo_kernels.layout import Product, as_row_major, laid_out, product_of, relayout
+from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.tiles import candidates
+from axo_kernels.timing import paired, relative_error
+
+Run = Callable[..., torch.Tensor]
+MODES = ("off", "cached", "first-step")
+FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
+# A candidate must beat torch's own by this much: what paired medians of one machine may differ by chance.
+_MARGIN = 0.03
+# Twice the rounding of one result: candidates add in different orders.
+_LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+# Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
+_FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The three products of a layer, with the weight stored ``[out, in]`` or transposed, whichever is faster
+    together."""
+
+    transposed: bool
+    forward: Choice
+    grad_input: Choice
+    grad_weight: Choice
+    seconds: float
+    other_seconds: float
+
+
+class Tuner:
+    """Chooses and remembers. Not thread-safe.
+
+    Args:
+        mode: ``"off"``, ``"cached"``, ``"first-step"``; None reads ``AXO_TUNE``.
+        comm: Ranks that decide together. Then all of them must ask for the same products in the same order.
+        cache: Where choices are kept; None: the user's cache folder, keyed by device and versions.
+        progress: Called with (done, total, name) while measuring.
+        configs: Triton configurations measured for each product, best guesses first.
+        budget: Seconds for the timed rounds of one product.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        *,
+        comm: FusedCommunicator | None = None,
+        cache: Cache | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
+        configs: int = 8,
+        budget: float = 1.0,
+    ) -> None:
+        mode = mode or os.environ.get("AXO_TUNE") or "cached"
+        if mode not in MODES:
+            raise ValueError(f"AXO_TUNE={mode!r} is not a mode; use one of {', '.join(MODES)}")
+        self.mode = mode
+        self.comm = comm
+        self.configs = configs
+        self.budget = budget
+        self.measured = 0  # products that this tuner has timed; a warm cache leaves it at 0
+        self.calls = 0  # products that went through matmul()
+        self._progress = progress
+        self._caches: dict[torch.device, Cache] = {}
+        self._given = cache
+        self._runs: dict[Any, tuple[Run, Run]] = {}  # without and with an epilogue
+        self._choices: dict[str, Choice] = {}
+
+    def matmul(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        layout: str = "NN",
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        accumulate: bool = False,
+        out_dtype: torch.dtype | None = None,
+        *,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply as :func:`axo_kernels.matmul` does, in the way that was chosen for these sizes."""
+        self.calls += 1
+        key = (layout, a.shape, b.shape, a.dtype, a.device)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self._runners(a, b, layout)
+        if out is None and bias is None and activation is None and out_dtype is None:
+            return runs[0](a, b)
+        return runs[1](
+            a, b, out=out, bias=bias, activation=activation, accumulate=accumulate, out_dtype=out_dtype, gate=gate
+        )
+
+    def _runners(self, a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[Run, Run]:
+        product = product_of(a, b, layout)
+        choice = Choice("vendor", layout)
+        if self.mode != "off" and product.flops:
+            if b.dim() == 2 and layout != "TN":  # one matrix for all leading dims: they are rows
+                product = replace(product, m=product.m * product.batch, batch=1)
+            choice = self.choose(product, a.device)
+        run = runner(choice, layout)
+        if choice.backend == "vendor" and choice.layout == layout:
+            return _SHORTEST[layout, b.dim() == 2], run
+        return run, run
+
+    def choose(self, product: Product, device: torch.device) -> Choice:
+        """Return the choice for a product; measures it only in mode ``first-step``."""
+        return self._decide(
+            f"matmul {product.name}",
+            product,
+            device,
+            lambda: self._candidates(product, device),
+            lambda choice, operands: runner(choice, product.layout)(*operands),
+        )
+
+    def choose_fused(self, operation: str, product: Product, device: torch.device, gather: str = "b") -> Choice:
+        """Return strategy and chunk count of a fused operation on ``comm``; the same on every rank.
+
+        ``product`` is what this rank multiplies: with its shard for a gather.
+
+        Raises:
+            ValueError: The tuner has no communicator, or the operation is unknown.
+        """
+        if operation not in FUSED:
+            raise ValueError(f"tuner: operation={operation!r}; use one of {', '.join(FUSED)}")
+        if self.comm is None:
+            raise ValueError(f"tuner: {operation} runs on a communicator; give Tuner(comm=...)")
+        if self.mode == "off" or self.comm.size == 1:
+            return Choice("vendor", product.layout)
+        name = f"{operation} {gather if operation == 'all_gather_matmul' else ''} size={self.comm.size} {product.name}"
+        run = partial(self._run_fused, operation, gather)
+        return self._decide(name, product, device, lambda: self._fused_candidates(product, device), run)
+
+    def layer(
+        self, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerChoice:
+        """Choose how to store a weight: by the sum of the layer's three products."""
+        m, n, k = rows, out_features, in_features
+        shapes = (
+            (("NT", m, n, k), ("NN", m, k, n), ("TN", n, k, m)),  # stored [out, in]
+            (("NN", m, n, k), ("NT", m, k, n), ("TN", k, n, m)),  # stored [in, out]
+        )
+        chosen = [[self.choose(Product(*shape, dtype), device) for shape in triple] for triple in shapes]
+        straight, transposed = (sum(choice.seconds for choice in triple) for triple in chosen)
+        flip = transposed < (1 - _MARGIN) * straight
+        triple = chosen[flip]
+        mine, other = (transposed, straight) if flip else (straight, transposed)
+        return LayerChoice(flip, triple[0], triple[1], triple[2], mine, other)
+
+    # The decision.
+    def _cache(self, device: torch.device) -> Cache:
+        if self._given is not None:
+            return self._given
+        if device not in self._caches:
+            self._caches[device] = Cache(devices.device_name(device), devices.versions())
+        return self._caches[device]
+
+    def _decide(
+        self,
+        name: str,
+        product: Product,
+        device: torch.device,
+        list_candidates: Callable[[], list[Choice]],
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+    ) -> Choice:
+        known = self._choices.get(name)
+        if known is not None:
+            return known
+        entry = self._cache(device).get(name)
+        found = from_json(entry) if entry is not None else None
+        if self.comm is not None and self.comm.size > 1:
+            # One choice for all, whatever each rank has on disk.
+            text = self.comm.broadcast_text(json.dumps(found.to_json()) if found else "")
+            found = from_json(json.loads(text)) if text else None
+        if found is None and self.mode == "first-step":
+            found = self._measure(name, product, device, list_candidates(), run)
+            if self.comm is None or self.comm.rank == 0:
+                self._cache(device).put({name: found.to_json()})
+        chosen = self._choices[name] = found or Choice("vendor", product.layout)
+        return chosen
+
+    def _measure(
+        self,
+        name: str,
+        product: Product,
+        device: torch.device,
+        choices: list[Choice],
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+    ) -> Choice:
+        """Check every candidate against the first (torch's own), time those that are right, return the fastest."""
+        self.measured += 1
+        generator = torch.Generator(device).manual_seed(20)
+        operands = [
+            torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(product.dtype)
+            for shape in _stored_shapes(product)
+        ]
+        with torch.no_grad():
+            reference = run(choices[0], operands)
+            right = [choices[0]]
+            for index, choice in enumerate(choices[1:], 1):
+                self._tell(index, len(choices), name)
+                right += [choice] * self._is_right(choice, operands, reference, run, device)
+            calls = [partial(run, choice, operands) for choice in right]
+            # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
+            quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
+            near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
+            rounds = max(5, min(25, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
+            timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)
+            ratios = self._together([timing.ratio for timing in timings])
+            late = self._together([timing.late_ratio for timing in timings])
+            seconds = self._together([timing.seconds for timing in timings])
+        self._tell(len(choices), len(choices), name)
+        # torch's own way stays unless the gain is larger than the margin, and there in three rounds of four
+        sure = [index for index in range(len(near)) if ratios[index] <= 1 - _MARGIN and late[index] < 1]
+        best = min(sure, key=lambda index: ratios[index], default=0)
+        result = replace(right[near[best]], seconds=seconds[best], baseline=seconds[0])
+        if self.comm is None or self.comm.size == 1:
+            return result
+        agreed = from_json(json.loads(self.comm.broadcast_text(json.dumps(result.to_json()))))
+        assert agreed is not None
+        return agreed
+
+    def _is_right(
+        self,
+        choice: Choice,
+        operands: list[torch.Tensor],
+        reference: torch.Tensor,
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+        device: torch.device,
+    ) -> bool:
+        """Run a candidate once; one that fails, or is wrong on any rank, is never timed."""
+        fused = choice.strategy != "serial"
+        try:
+            error = relative_error(run(choice, operands), reference)
+        except Exception:
+            if fused:  # the other ranks are inside the same operation: this cannot be survived alone
+                raise
+            error = float("inf")
+        limit = _LIMITS[reference.dtype]
+        return self._together([0.0 if error < limit else 1.0])[0] == 0.0
+
+    def _together(self, values: list[float]) -> list[float]:
+        return values if self.comm is None else gather_max(self.comm, values)
+
+    def _tell(self, done: int, total: int, name: str) -> None:
+        if self._progress is not None:
+            self._progress(done, total, name)
+
+    # The candidates, and how each runs.
+    def _candidates(self, product: Product, device: torch.device) -> list[Choice]:
+        found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
+        if device.type == "cuda" and devices.runs_triton(device):
+            a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in _stored_shapes(product))
+            left, right = as_row_major(a, b, product.layout)
+            described = product.batch == 1 and describable(left, right, left.new_empty((product.m, product.n)), False)
+            for config in candidates(devices.target_of(device), product, described)[: self.configs]:
+                found.append(Choice("triton", product.layout, config))
+        return found
+
+    def _fused_candidates(self, product: Product, device: torch.device) -> list[Choice]:
+        """Serial first; chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out)."""
+        found = [Choice("vendor", product.layout)]
+        rows = product.m // (128 if device.type == "cuda" else 8)
+        strategies = ("split", "signal") if device.type == "cuda" and devices.runs_triton(device) else ("split",)
+        for strategy in strategies:
+            for chunks in (2, 4, 8):
+                if chunks <= rows:
+                    found.append(Choice("vendor", product.layout, None, strategy, chunks))
+        return found
+
+    def _run_fused(self, operation: str, gather: str, choice: Choice, operands: list[torch.Tensor]) -> torch.Tensor:
+        assert self.comm is not None
+        a, b = operands
+        if operation == "matmul_all_reduce":
+            out, finish = start_all_reduce(a, b, self.comm, choice.layout, choice.strategy, choice.chunks)
+            finish()
+            return out
+        if operation == "matmul_reduce_scatter":
+            return run_reduce_scatter(a, b, self.comm, choice.layout, choice.strategy, choice.chunks)
+        return run_all_gather(a, b, self.comm, choice.layout, gather, choice.strategy, choice.chunks, keep=False)[0]
+
+
+def _stored_shapes(product: Product) -> list[tuple[int, ...]]:
+    lead = (product.batch,) if product.batch > 1 else ()
+    a = (product.k, product.m) if product.layout == "TN" else (product.m, product.k)
+    b = (product.n, product.k) if product.layout == "NT" else (product.k, product.n)
+    return [lead + a, lead + b]
+
+
+def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
+    """Return a function of the stored operands that computes their product in the chosen way."""
+    copy_a, copy_b = relayout(stored, choice.layout)
+    compute = partial(_triton, choice) if choice.backend == "triton" else partial(vendor_matmul, layout=choice.layout)
+    if not (copy_a or copy_b):
+        return compute
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+        if a.dim() > 2 and b.dim() == 2:  # leading dims are rows, which only a 2-D operand can be laid out by
+            if out is not None or rest.get("gate") is not None:
+                return vendor_matmul(a, b, stored, out, **rest)
+            flat = run(a.reshape(-1, a.shape[-1]), b, **rest)
+            return flat.view(*a.shape[:-1], flat.shape[-1])
+        return compute(laid_out(a) if copy_a else a, laid_out(b) if copy_b else b, out=out, **rest)
+
+    return run
+
+
+# Straight to torch, for what is called thousands of times a step: layout, b has two dims.
+_SHORTEST: dict[tuple[str, bool], Run] = {
+    ("NN", True): torch.matmul,
+    ("NN", False): torch.matmul,
+    ("NT", True): torch.nn.functional.linear,
+    ("NT", False): lambda a, b: torch.matmul(a, b.mT),
+    ("TN", True): lambda a, b: torch.matmul(a.mT, b),
+    ("TN", False): lambda a, b: torch.matmul(a.mT, b),
+}
+
+
+def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """The Triton kernel, with the measured tile where this call has the alignment and epilogue it was measured with."""
+    config = choice.config
+    if rest.get("accumulate") or rest.get("gate") is not None:
+        config = None
+    elif config is not None and config.descriptors:
+        left, right = as_row_major(a, b, choice.layout)
+        out = rest.get("out")
+        if not describable(left, right, left if out is None else out, False):
+            config = None
+    return matmul(a, b, choice.layout, backend="triton", config=config, **rest)

@@ -1,0 +1,295 @@
+"""The tuner and its cache. Speed is not tested here (bench/gemm.py prints it): clocks are replaced where one must
+win."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+
+import axo_kernels.tuner as tuner_module
+from axo_kernels import Tuner
+from axo_kernels.cache import Cache
+from axo_kernels.choice import Choice, from_json, vendor_choices
+from axo_kernels.gemm import matmul_reference
+from axo_kernels.layout import LAYOUTS, Product
+from axo_kernels.tiles import Config
+from axo_kernels.timing import Timing, paired, relative_error
+from axo_kernels.tuner import runner
+from tests.launcher import run_ranks
+
+CPU = torch.device("cpu")
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+VERSIONS = {"torch": "1", "triton": "none"}
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return Cache("a device", VERSIONS, tmp_path)
+
+
+def rigged(winner, calls, device, rounds=0, warmup=0, budget=0):
+    """Stands for the clock: runs every call once, and lets the one at index ``winner`` win by half."""
+    for call in calls:
+        call()
+    best = min(winner, len(calls) - 1)
+    return [Timing(1.0 - 0.5 * (index == best), 1.0 - 0.5 * (index == best), 0.9) for index in range(len(calls))]
+
+
+@pytest.mark.parametrize("stored", LAYOUTS)
+@pytest.mark.parametrize("mode", LAYOUTS)
+def test_every_mode_computes_the_same_product(stored, mode):
+    generator = torch.Generator().manual_seed(1)
+    a = torch.randn((8, 6) if stored == "TN" else (6, 8), generator=generator)
+    b = torch.randn((5, 8) if stored == "NT" else (8, 5), generator=generator)
+    reference = matmul_reference(a, b, stored)
+    run = runner(Choice("vendor", mode), stored)
+    assert relative_error(run(a, b), reference) < 1e-6
+    out = torch.ones(6, 5)
+    run(a, b, out=out, accumulate=True)
+    assert relative_error(out, reference + 1) < 1e-6
+    bias = torch.randn(5)
+    assert relative_error(run(a, b, bias=bias), reference + bias.double()) < 1e-6
+    if stored != "TN":
+        deep = a.view(3, 2, 8)
+        assert relative_error(run(deep, b), reference.view(3, 2, 5)) < 1e-6
+
+
+def test_candidates_count_the_copies():
+    product = Product("NT", 2048, 4096, 1024, torch.float32)
+    assert {choice.layout for choice in vendor_choices(product, 1.0)} == set(LAYOUTS)
+    skinny = Product("NT", 2, 4096, 4096, torch.float32)
+    assert [choice.layout for choice in vendor_choices(skinny, 4.0)] == ["NT"], "a copy of the weight is hopeless"
+
+
+@pytest.mark.parametrize("winner", [0, 1, 2])
+def test_the_fastest_right_candidate_wins(cache, monkeypatch, winner):
+    monkeypatch.setattr(tuner_module, "paired", partial(rigged, winner))
+    seen = []
+    tuner = Tuner("first-step", cache=cache, progress=lambda *told: seen.append(told))
+    product = Product("NT", 512, 256, 128, torch.float32)
+    choices = vendor_choices(product, 4.0)
+    assert len(choices) == 3
+    assert tuner.choose(product, CPU).layout == choices[winner].layout
+    assert tuner.measured == 1 and seen[-1] == (3, 3, f"matmul {product.name}")
+
+
+def test_a_gain_within_the_noise_is_no_gain(cache, monkeypatch):
+    def close(calls, device, rounds=0, warmup=0, budget=0):
+        return [Timing(1.0, 1.0 - 0.02 * index, 0.99) for index, _ in enumerate(calls[:2])] + [
+            Timing(0.9, 0.9, 1.05) for _ in calls[2:]
+        ]
+
+    monkeypatch.setattr(tuner_module, "paired", close)
+    tuner = Tuner("first-step", cache=cache)
+    assert tuner.choose(Product("NN", 512, 256, 128, torch.float32), CPU).layout == "NN"
+
+
+def test_a_wrong_candidate_is_never_timed(cache, monkeypatch):
+    """Break the path that lays operands out anew: the candidate that uses it must drop out, however fast it is."""
+    timed = []
+
+    def fastest_last(calls, device, rounds=0, warmup=0, budget=0):
+        timed.append(len(calls))
+        return [Timing(1.0 / (index + 1), 1.0 / (index + 1), 0.5) for index, _ in enumerate(calls)]
+
+    monkeypatch.setattr(tuner_module, "paired", fastest_last)
+    monkeypatch.setattr(tuner_module, "laid_out", lambda tensor: tensor.mT.contiguous() * 1.01)
+    tuner = Tuner("first-step", cache=cache)
+    assert tuner.choose(Product("NT", 512, 256, 128, torch.float32), CPU).layout == "NT"
+    assert timed == [1, 1]
+
+
+def test_off_cached_and_first_step(cache, monkeypatch):
+    monkeypatch.setattr(tuner_module, "paired", partial(rigged, 1))
+    product = Product("NT", 512, 256, 128, torch.float32)
+    a, b = torch.randn(512, 128), torch.randn(256, 128)
+    for mode in ("off", "cached"):
+        idle = Tuner(mode, cache=cache)
+        assert torch.equal(idle.matmul(a, b, "NT"), torch.nn.functional.linear(a, b))
+        assert idle.measured == 0 and idle.calls == 1
+    active = Tuner("first-step", cache=cache)
+    assert relative_error(active.matmul(a, b, "NT"), matmul_reference(a, b, "NT")) < 1e-6
+    assert active.measured == 1 and cache.path.exists()
+    for _ in range(3):
+        active.matmul(a, b, "NT")
+    assert active.measured == 1 and active.calls == 4
+    later = Tuner("cached", cache=Cache("a device", VERSIONS, cache.path.parent))
+    assert later.choose(product, CPU) == active.choose(product, CPU) and later.measured == 0
+    assert later.choose(product, CPU).layout != "NT"
+    other = Tuner("cached", cache=Cache("another device", VERSIONS, cache.path.parent))
+    assert other.choose(product, CPU).layout == "NT", "another device's choices are foreign"
+
+
+def test_environment_chooses_the_mode(monkeypatch, cache):
+    monkeypatch.setenv("AXO_TUNE", "off")
+    assert Tuner(cache=cache).mode == "off"
+    monkeypatch.delenv("AXO_TUNE")
+    assert Tuner(cache=cache).mode == "cached"
+    monkeypatch.setenv("AXO_TUNE", "always")
+    with pytest.raises(ValueError, match="AXO_TUNE='always' is not a mode; use one of off, cached, first-step"):
+        Tuner(cache=cache)
+
+
+def test_gradients_flow_through_every_choice(cache, monkeypatch):
+    for winner in range(3):
+        monkeypatch.setattr(tuner_module, "paired", partial(rigged, winner))
+        folder = cache.path.parent / str(winner)
+        tuner = Tuner("first-step", cache=Cache("a device", VERSIONS, folder))
+        a, b = torch.randn(2, 256, 128, requires_grad=True), torch.randn(256, 128, requires_grad=True)
+        grad = torch.randn(2, 256, 256)
+        got = torch.autograd.grad(tuner.matmul(a, b, "NT"), (a, b), grad)
+        expected = torch.autograd.grad(torch.nn.functional.linear(a, b), (a, b), grad)
+        for mine, theirs in zip(got, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)  # sums of 512 terms in another order
+
+
+def test_a_layer_may_store_its_weight_transposed(cache, monkeypatch):
+    """The three products together decide."""
+
+    def clock(transposed_wins, name, product, *_rest):
+        stored_transposed = (product.layout == "NN" and product.n == 96) or (product.layout == "NT" and product.n == 64)
+        stored_transposed = stored_transposed or (product.layout == "TN" and product.m == 64)
+        return Choice("vendor", product.layout, seconds=1.0 if stored_transposed == transposed_wins else 2.0)
+
+    for wins in (True, False):
+        tuner = Tuner("first-step", cache=cache)
+        monkeypatch.setattr(tuner, "_decide", partial(clock, wins))
+        layer = tuner.layer(32, 96, 64, torch.float32, CPU)
+        assert layer.transposed == wins and layer.seconds == 3.0 and layer.other_seconds == 6.0
+        assert layer.forward.layout == ("NN" if wins else "NT")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"format": 1}',
+        '{"format": 99, "entries": {}}',
+        "\x00\xff",
+        '{"entries": {"matmul NT 512x256x128 float32": 3}}',
+    ],
+)
+def test_a_damaged_or_foreign_file_is_a_miss(cache, damage):
+    cache.path.parent.mkdir(parents=True, exist_ok=True)
+    cache.path.write_text(damage)
+    assert cache.get("matmul NT 512x256x128 float32") is None
+    cache.put({"key": Choice("vendor", "NN").to_json()})
+    assert from_json(Cache("a device", VERSIONS, cache.path.parent).get("key")) == Choice("vendor", "NN")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"backend": "magic"},
+        {"layout": "XX"},
+        {"strategy": "hope"},
+        {"chunks": 0},
+        {"chunks": "four"},
+        {"config": {"block_m": 3}},
+        {"config": 5},
+        {"extra": 1},
+        {"seconds": None},
+    ],
+)
+def test_a_foreign_entry_is_a_miss(change):
+    good = Choice("triton", "NT", Config(128, 256, 64, descriptors=True), "split", 4, 1.0, 2.0)
+    assert from_json(json.loads(json.dumps(good.to_json()))) == good
+    assert from_json(good.to_json() | change) is None
+
+
+def test_the_cache_survives_a_folder_that_cannot_be_written(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    cache = Cache("a device", VERSIONS, blocked / "below")
+    cache.put({"key": {"value": 1}})
+    assert cache.get("key") == {"value": 1}
+
+
+def test_two_writers_never_leave_half_a_file(tmp_path):
+    code = (
+        "import sys; from pathlib import Path; from axo_kernels.cache import Cache\n"
+        "cache = lambda: Cache('a device', {'torch': '1', 'triton': 'none'}, Path(sys.argv[1]))\n"
+        "for n in range(30): cache().put({sys.argv[2]: {'n': n}})"
+    )
+    environment = os.environ | {"PYTHONPATH": ROOT}
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name], env=environment) for name in "ab"]
+    path = Cache("a device", VERSIONS, tmp_path).path
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            json.loads(path.read_text())  # raises on half a file
+            reads += 1
+        time.sleep(0.001)
+    assert [writer.returncode for writer in writers] == [0, 0] and reads > 0
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def check_ranks_agree(folder):
+    """Each rank's clock prefers another strategy; all must take the one that is fastest on the slowest rank."""
+    import torch.distributed as dist
+
+    from axo_kernels import adapt
+
+    dist.init_process_group("gloo")
+    comm = adapt(dist.group.WORLD)
+    product = Product("NT", 64, 32, 16, torch.float32)
+
+    def clock(calls, device, rounds=0, warmup=0, budget=0):
+        # serial 1.0; split/2 is fast on rank 0 alone; split/4 is rather fast everywhere
+        mine = [1.0, 0.2 if comm.rank == 0 else 1.3, 0.5 + 0.01 * comm.rank, 0.9]
+        return [Timing(seconds, seconds, 0.9) for seconds in mine[: len(calls)]]
+
+    tuner_module.paired = clock
+    own = Cache("a device", VERSIONS, folder / str(comm.rank))
+    tuner = Tuner("first-step", comm=comm, cache=own)
+    choices = [tuner.choose_fused(operation, product, CPU) for operation in tuner_module.FUSED]
+    again = Tuner("cached", comm=comm, cache=own)  # only rank 0 has a file: its choice is everybody's
+    assert [again.choose_fused(operation, product, CPU) for operation in tuner_module.FUSED] == choices
+    assert again.measured == 0 and own.path.exists() == (comm.rank == 0)
+    return [(choice.strategy, choice.chunks, choice.seconds) for choice in choices]
+
+
+def test_ranks_make_one_choice_by_the_slowest(tmp_path):
+    found = run_ranks(check_ranks_agree, 2, tmp_path)
+    assert found[0] == found[1] == [("split", 4, 0.51)] * 3
+
+
+def test_fused_choices_need_a_communicator(cache):
+    with pytest.raises(ValueError, match="give Tuner"):
+        Tuner("cached", cache=cache).choose_fused("matmul_all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
+    with pytest.raises(ValueError, match="use one of all_gather_matmul"):
+        Tuner("cached", cache=cache).choose_fused("all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
+
+
+def test_a_second_process_times_nothing(tmp_path):
+    """The real clock, in two processes: the second starts from the first one's file."""
+    code = (
+        "import torch; from axo_kernels import Tuner; t = Tuner(budget=0.01);"
+        "t.matmul(torch.randn(96, 64), torch.randn(80, 64), 'NT'); print(t.measured)"
+    )
+    counts = []
+    for mode in ("first-step", "first-step", "cached"):
+        environment = os.environ | {"AXO_TUNE": mode, "AXO_TUNE_CACHE": str(tmp_path), "PYTHONPATH": ROOT}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        counts.append(int(done.stdout))
+    assert counts == [1, 0, 0]
+
+
+def test_paired_timing_compares_round_by_round():
+    delays = [0.002, 0.004]
+    timings = paired([partial(time.sleep, delay) for delay in delays], CPU, rounds=4, warmup=0)
+    assert timings[0].ratio == 1.0 and timings[0].seconds >= 0.002 and timings[1].seconds >= 0.004
+    assert len(paired([lambda: None], CPU, rounds=50, budget=0.0)) == 1
+
+
+def test_nan_is_an_error_of_infinite_size():
+    error = relative_error(torch.tensor([[float("nan")]]), torch.ones(1, 1))
+    assert not error < 1e30
