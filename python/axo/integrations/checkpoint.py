@@ -1,0 +1,178 @@
+"""Checkpoints of a sharded model and optimizer as one rank would write them, and back.
+
+    save    for each tensor in turn: gather it, write it on rank 0, drop it      (every rank takes part)
+    load    each rank maps the file and copies its own parts out of it           (no communication)
+
+The file is what ``torch.save`` of the serial state gives: whole tensors under torch's names, the optimizer's moments in
+the shape of their parameters. So a run without Axo reads it, and one on any other grid.
+
+Not here: sharded files written by all ranks; state of an optimizer that has not the shape of its parameter (Adafactor's
+rows and columns) is refused by name.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.optim import Optimizer
+
+from axo.placement import Placement
+from axo.sharding import unshard
+
+Keep = Callable[[torch.Tensor], Any]
+Filter = Callable[[str, Any], bool]
+
+
+def keep_all(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep a gathered tensor in host memory."""
+    return tensor.cpu()
+
+
+def module_state(module: nn.Module, keep: Keep | None, wanted: Filter | None = None) -> dict[str, Any]:
+    """The whole state dict of a sharded module, tensor by tensor. Every rank must call it.
+
+    Args:
+        module: Holds Axo's layers; what else it holds is replicated.
+        keep: What becomes of each whole tensor on this rank; None: it is dropped and the result is empty.
+        wanted: Leave out what it is false for; must answer alike on all ranks.
+    """
+    kept = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if wanted is not None and not wanted(name, tensor):
+            continue
+        whole = _whole(tensor, getattr(tensor, "placement", None)) if isinstance(tensor, torch.Tensor) else tensor
+        if keep is not None:
+            kept[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
+    return kept
+
+
+def optimizer_state(optimizer: Optimizer, keep: Keep | None) -> dict[str, Any]:
+    """The whole state dict of an optimizer over sharded parameters, tensor by tensor. Every rank must call it.
+
+    Raises:
+        ValueError: A state tensor has neither the shape of its parameter nor a single element.
+    """
+    local = optimizer.state_dict()
+    kept: dict[int, dict[str, Any]] = {}
+    for index, parameter in enumerate(_parameters(optimizer)):
+        for name, value in local["state"].get(index, {}).items():
+            whole = value
+            if isinstance(value, torch.Tensor) and value.dim():
+                _check_shape(optimizer, index, name, value.shape, parameter.shape)
+                whole = _whole(value, getattr(parameter, "placement", None))
+            if keep is not None:
+                kept.setdefault(index, {})[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
+    return {"state": kept, "param_groups": local["param_groups"]} if keep is not None else {}
+
+
+def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+    """Cut this rank's parts out of a whole optimizer state dict, for ``optimizer.load_state_dict``.
+
+    Raises:
+        ValueError: A state tensor has the shape of neither the whole parameter nor this rank's part.
+    """
+    parameters = _parameters(optimizer)
+    local: dict[int, dict[str, Any]] = {}
+    for index, values in whole["state"].items():
+        if index >= len(parameters):
+            raise ValueError(f"checkpoint: optimizer state of parameter {index}; the model has only {len(parameters)}")
+        placement: Placement | None = getattr(parameters[index], "placement", None)
+        local[index] = {}
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
+                if tuple(value.shape) == placement.global_shape:
+                    value = placement.take(value)
+                _check_shape(optimizer, index, name, value.shape, parameters[index].shape)
+            local[index][name] = value.clone() if isinstance(value, torch.Tensor) else value
+    return {"state": local, "param_groups": whole["param_groups"]}
+
+
+def save(
+    path: Any, state: dict[str, Any], io: Any, storage_options: Any, filters: dict[str, Filter], *, writes: bool
+) -> None:
+    """Write ``state``, whose modules and optimizers are sharded, to ``path``. Every rank must call it.
+
+    Args:
+        path: The file.
+        state: Modules, optimizers, anything with a state dict, and plain values.
+        io: Fabric's CheckpointIO. The default one writes each tensor when it has been gathered; another gets all of
+            them at once, on rank 0.
+        storage_options: For another CheckpointIO.
+        filters: As in ``Fabric.save``.
+        writes: Whether this rank writes.
+    """
+    if type(io) is not TorchCheckpointIO or "://" in str(path) or storage_options is not None:
+        tree = _convert(state, keep_all if writes else None, filters)
+        if writes:
+            io.save_checkpoint(checkpoint=tree, path=path, storage_options=storage_options)
+        return
+    if not writes:
+        _convert(state, None, filters)
+        return
+    from litgpt.utils import incremental_save
+
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with incremental_save(unfinished) as file:
+            file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters))
+        os.replace(unfinished, target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
+    """Read a checkpoint file; its tensors stay on disk until they are used, where the format allows it.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    if type(io) is not TorchCheckpointIO or "://" in str(path):
+        return io.load_checkpoint(path, weights_only=weights_only)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"checkpoint: {path} does not exist or is not a file")
+    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+
+
+def _convert(state: dict[str, Any], keep: Keep | None, filters: dict[str, Filter]) -> dict[str, Any]:
+    converted: dict[str, Any] = {}
+    for key, value in state.items():
+        wanted = filters.get(key)
+        if isinstance(value, nn.Module):
+            converted[key] = module_state(value, keep, wanted)
+            continue
+        if isinstance(value, Optimizer):
+            value = optimizer_state(value, keep)
+        elif isinstance(value, _Stateful):
+            value = value.state_dict()
+        if wanted is not None and isinstance(value, dict):
+            value = {name: item for name, item in value.items() if wanted(name, item)}
+        converted[key] = value
+    return converted
+
+
+@torch.no_grad()
+def _whole(tensor: torch.Tensor, placement: Placement | None) -> torch.Tensor:
+    return tensor.detach().clone() if placement is None else unshard(tensor.detach(), placement)
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """In the order in which the state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _check_shape(optimizer: Optimizer, index: int, name: str, shape: Any, expected: Any) -> None:
+    if shape != expected:
+        raise ValueError(
+            f"checkpoint: {type(optimizer).__name__} keeps {name!r} of parameter {index} in shape {tuple(shape)}, and"
+            f" the parameter has shape {tuple(expected)} on this rank; only state of the parameter's shape is supported"
+        )

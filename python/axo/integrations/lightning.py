@@ -1,0 +1,398 @@
+"""AxoStrategy: a Lightning Fabric strategy that trains on a 4D grid.
+
+    fabric = L.Fabric(strategy=AxoStrategy(grid="2x2x2x1"))     # or strategy="axo" with AXO_GRID=2x2x2x1
+    fabric.launch()                                             # starts the ranks; joins them under torchrun, SLURM
+    with fabric.init_module(empty_init=True):                   # meta device: no rank ever holds the whole model
+        model = GPT(config)
+    model = fabric.setup(model)                                 # axo.parallelize; shards are filled layer by layer
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters()))
+
+What Fabric's parts become:
+
+    sampler              replicas = Gz*Gdata, this rank's number = z + Gz*data; peers on x and y get the same batches
+    backward             gradients come back averaged over the data ranks
+    clip_gradients       the norm over all shards, each element once
+    save, load           plain whole tensors, as one rank would write them, optimizer state included
+    logits               whole on every rank; ``vocab_loss`` (AXO_VOCAB_LOSS=1) leaves them split over x in training:
+                         then the loss must be ``fabric.strategy.cross_entropy``
+
+``fabric.world_size`` counts ranks. A trainer that takes every rank for a data rank (LitGPT) wants ``counts="data"``:
+then a data rank, its Gx*Gy ranks together, is what Fabric calls a device. Environment: AXO_GRID, AXO_VOCAB_LOSS.
+
+Not here: skipping the reduction of gradients while accumulating (``no_backward_sync`` does nothing, gradients are
+right without it), FSDP's and DDP's options, models that the plan does not know (refused by name).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.parallel import ParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.optim import Optimizer
+
+import axo
+from axo.grid import Grid
+from axo.integrations import checkpoint
+from axo.integrations.loader import SharedLoader
+from axo.integrations.materialize import is_parallel, materialize
+from axo.integrations.scaler import agree_on_overflow
+
+COUNTS = ("ranks", "data")
+_TIMEOUT = timedelta(minutes=30)
+
+
+class AxoStrategy(ParallelStrategy):
+    """Train on a grid of ranks.
+
+    Args:
+        grid: Ranks on each axis; None: the environment's AXO_GRID.
+        plan: How ``axo.parallelize`` is to split the model.
+        vocab_loss: Leave logits split over x while training; None: whether AXO_VOCAB_LOSS is 1.
+        counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
+        timeout: Of the rendezvous and of each operation.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
+
+    Raises:
+        ValueError: No grid is given, or an option is not known.
+    """
+
+    def __init__(
+        self,
+        grid: Grid | str | None = None,
+        *,
+        plan: str = "litgpt",
+        vocab_loss: bool | None = None,
+        counts: str = "ranks",
+        timeout: timedelta = _TIMEOUT,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+    ) -> None:
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        if counts not in COUNTS:
+            raise ValueError(f"AxoStrategy: counts={counts!r} is not known; use one of {COUNTS}")
+        self.grid = _grid(grid)
+        self.plan = plan
+        self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
+        self.counts = counts
+        self.comms: Any = None
+        self._columns = 0  # of whole logits
+        self._timeout = timeout
+        self._num_nodes = 1
+        self._backward_sync_control = _ReduceAlways()
+
+    # --- who is here --------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return self.grid.world_size // self._num_nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different batches: Gz * Gdata."""
+        return self.grid.z * self.grid.data
+
+    @property
+    def world_size(self) -> int:
+        return self.data_ranks if self.counts == "data" else self.grid.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        coords = self.grid.coords(self.global_rank)
+        return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
+        self._spread_devices()
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        environment.set_world_size(self.grid.world_size)
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        if environment.world_size() != self.grid.world_size:
+            raise ValueError(
+                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
+                f" started; start {self.grid.world_size}, or use another grid"
+            )
+        from lightning_utilities.core.rank_zero import rank_zero_only as shared
+
+        rank_zero_only.rank = shared.rank = self.global_rank
+
+    def _spread_devices(self) -> None:
+        if self.grid.world_size % self._num_nodes:
+            raise ValueError(
+                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, which do not divide over"
+                f" num_nodes={self._num_nodes}"
+            )
+        given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
+        fitting = {1, wanted} | ({self.data_ranks // self._num_nodes} if self.counts == "data" else set())
+        if len(given) not in fitting:
+            raise ValueError(
+                f"AxoStrategy: devices={len(given)} does not fit grid {self.grid}; leave devices out (the grid says how"
+                f" many ranks there are), or use devices={wanted}"
+            )
+        if len(given) < wanted:
+            kind = given[0].type
+            given = [torch.device(kind) if kind == "cpu" else torch.device(kind, index) for index in range(wanted)]
+        self.parallel_devices = given
+
+    # --- launch -------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.comms is not None:
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        # The ranks are the environment's: self.world_size may count something else.
+        _init_dist_connection(
+            environment, "axo", environment.global_rank(), environment.world_size(), timeout=self._timeout
+        )
+        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout)
+        agree_on_overflow(self.precision, self.comms)
+
+    def teardown(self) -> None:
+        if self.comms is not None:
+            self.comms.close()
+        super().teardown()
+
+    # --- model and optimizer ------------------------------------------------------------------------------------
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager:
+        """Build on the meta device with ``empty_init=True``, else with values on the CPU.
+
+        A trainer that counts data ranks loads or resets the weights in any case, so there it is always meta.
+        """
+        stack = ExitStack()
+        meta = bool(empty_init) or self.counts == "data"
+        stack.enter_context(torch.device("meta") if meta else torch.device("cpu"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack
+
+    def module_to_device(self, module: nn.Module) -> None:
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module.to(self.root_device)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Split ``module`` over the grid, in place. One made of Axo's layers already is left as it is."""
+        self._check_launched("setup")
+        if is_parallel(module):
+            return module
+        originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
+        axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss)
+        if originals:
+            materialize(module, originals, self.comms)
+        if self.vocab_loss:
+            head: Any = module.get_submodule("lm_head")
+            self._columns = head.out_features
+            head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for optimizer in optimizers:
+            if optimizer.state:
+                raise ValueError("AxoStrategy: the optimizer has taken steps already; set it up before its first step")
+        module = self.setup_module(module)
+        parallel = dict(module.named_parameters())
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [parallel[names[id(p)]] if id(p) in names else p for p in group["params"]]
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float | int,
+        norm_type: float | int = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        self.precision.unscale_gradients(optimizer)
+        return axo.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
+
+    def cross_entropy(
+        self, logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
+    ) -> torch.Tensor:
+        """Mean loss of ``logits`` (batch, seq, V or V/Gx), or a list of them cut along seq; as litgpt's own function.
+
+        Whole logits take the stock path; logits split over x the vocabulary-parallel one.
+        """
+        whole = logits[0].shape[-1] if isinstance(logits, list) else logits.shape[-1]
+        if not self.vocab_loss or self.grid.x == 1 or whole == self._columns:
+            from litgpt.utils import chunked_cross_entropy
+
+            return chunked_cross_entropy(logits, targets, chunk_size, ignore_index)
+        parts = logits if isinstance(logits, list) else [logits]
+        total = targets.new_zeros((), dtype=torch.float32)
+        for part, wanted in zip(parts, targets.split([part.shape[1] for part in parts], 1), strict=True):
+            total = total + axo.nn.cross_entropy(
+                part, wanted, ignore_index=ignore_index, reduction="sum", comms=self.comms, columns=self._columns
+            )
+        return total / (targets != ignore_index).sum().clamp(min=1)
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        self._check_launched("setup_dataloaders")
+        return SharedLoader(dataloader, self.comms)
+
+    # --- collectives of the user ---------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce in place over ranks (or data ranks: see ``counts``); a given group of torch's is torch's business."""
+        if not isinstance(tensor, torch.Tensor) or self.comms is None:
+            return tensor
+        if group not in (None, torch.distributed.group.WORLD):
+            from lightning.fabric.utilities.distributed import _sync_ddp
+
+            return _sync_ddp(tensor, group, reduce_op)
+        op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        mean = op in ("mean", "avg")
+        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.world,)
+        result = tensor.reshape(-1).clone()
+        for line in lines:
+            line.all_reduce(result, "sum" if mean else op)
+        tensor.copy_((result / self.world_size if mean else result).view_as(tensor))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        gathered = super().all_gather(tensor, group, sync_grads)
+        if self.counts == "data" and group in (None, torch.distributed.group.WORLD) and self.comms is not None:
+            first = [rank for rank in range(self.grid.world_size) if self.grid.coords(rank)[:2] == (0, 0)]
+            gathered = gathered[first]
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks of the grid, whatever ``counts`` says: peers must decide alike."""
+        if self.comms is None:
+            return decision
+        vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
+        return bool(self.comms.world.all_reduce(vote, "min" if all else "max").item())
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.comms is not None:
+            self.comms.world.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.comms is None:
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        return checkpoint.module_state(module, checkpoint.keep_all if self.is_global_zero else None)
+
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        return checkpoint.optimizer_state(optimizer, checkpoint.keep_all if self.is_global_zero else None)
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write whole tensors into one file. Rank 0 writes; no rank holds more than one of them at a time."""
+        checkpoint.save(path, state, self.checkpoint_io, storage_options, filter or {}, writes=self.is_global_zero)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Read a file that any number of ranks, or a run without Axo, wrote; each rank copies its parts out of it."""
+        loaded = checkpoint.load(path, self.checkpoint_io, weights_only)
+        if not state:
+            return loaded
+        if isinstance(state, nn.Module | Optimizer):
+            self._restore(state, loaded, strict)
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), loaded.keys(), strict=strict)
+        for name in [name for name in state if name in loaded]:
+            if isinstance(state[name], _Stateful):
+                self._restore(state[name], loaded.pop(name), strict)
+            else:
+                state[name] = loaded.pop(name)
+        return loaded
+
+    def _restore(self, target: Any, value: Any, strict: bool) -> None:
+        if isinstance(target, nn.Module):
+            self.load_module_state_dict(target, value, strict)
+        elif isinstance(target, Optimizer):
+            target.load_state_dict(checkpoint.local_optimizer_state(target, value))
+        else:
+            target.load_state_dict(value)
+
+    def _check_launched(self, what: str) -> None:
+        if self.comms is None:
+            raise RuntimeError(f"AxoStrategy: fabric.{what}() came before fabric.launch(); launch first")
+
+
+class _ReduceAlways(_BackwardSyncControl):
+    """Every backward reduces: accumulated gradients are the same, at the price of the communication."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return nullcontext()
+
+
+def _grid(grid: Grid | str | None) -> Grid:
+    if grid is None:
+        grid = os.environ.get("AXO_GRID")
+        if not grid:
+            raise ValueError("AxoStrategy: no grid; pass grid='2x2x2x1', or set AXO_GRID")
+    return Grid.parse(grid) if isinstance(grid, str) else grid
+
+
+def _holds_meta(module: nn.Module) -> bool:
+    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    return any(tensor.is_meta for tensor in own)
+
+
+def _gather_unless_training(head: Any, inputs: Any) -> None:
+    head.gather_output = not head.training
+
+
+def register() -> None:
+    """Make ``strategy="axo"`` known to Fabric (importing this module does it)."""
+    STRATEGY_REGISTRY.register("axo", AxoStrategy, "Four-dimensional parallelism; the grid is AXO_GRID", override=True)
+
+
+register()

@@ -1,0 +1,195 @@
+"""A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
+
+Of the Gx*Gy ranks of a data rank the first (x = y = 0) reads; its batch goes to the others over x, then over y, as
+pickled bytes. So nothing depends on equal random state, equal workers or equal file systems, and one rank's error is
+every peer's error. The reader draws random numbers from a generator state of its own: the ranks' generators, which must
+stay equal along x and y (generation samples with them), do not see who reads.
+
+State: ``{"epoch", "samples"}``, samples of all data ranks, so that a run goes on where it stopped on another grid
+too. A loader that has a state of its own (:class:`ResumableLoader`, litdata's) keeps it.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.data import _set_sampler_epoch
+from torch.utils.data import DataLoader
+
+
+class Position:
+    """Where a run stands in its data, counted in samples of all data ranks."""
+
+    def __init__(self) -> None:
+        self._epoch = -1  # how often iteration has begun, less one
+        self._given = 0  # batches given out in this epoch
+        self._skip = 0  # samples to leave out when iteration begins
+        self._resumed = False
+
+    def batches(self, loader: Any, start: Callable[[], Iterator[Any]], each: int) -> Iterator[Any]:
+        """One epoch of ``loader``: ``start()`` begins it, ``each`` samples are read at once by all data ranks.
+
+        Raises:
+            ValueError: The run that is resumed stopped between two batches of this one.
+        """
+        self._epoch, self._given = self._epoch + 1, 0
+        skip, self._skip = self._skip, 0
+        if skip % each:
+            raise ValueError(
+                f"data: the checkpoint was taken after {skip} samples of an epoch, which is not a multiple of the"
+                f" {each} that the data ranks read at once; change the micro-batch size"
+            )
+        if self._resumed:
+            _set_sampler_epoch(loader, self._epoch)  # Fabric counts from the start of this process
+        iterator = start()
+        for _ in range(skip // each):
+            next(iterator, None)
+            self._given += 1
+        for batch in iterator:
+            self._given += 1
+            yield batch
+
+    def state_dict(self, each: int) -> dict[str, int]:
+        return {"epoch": max(self._epoch, 0), "samples": self._given * each}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on there.
+
+        Raises:
+            ValueError: ``state`` is of another kind.
+        """
+        if not isinstance(state, dict) or not {"epoch", "samples"} <= state.keys():
+            raise ValueError("data: the checkpoint does not say where its run stood in the data; start a new run of it")
+        self._epoch, self._skip, self._resumed = state["epoch"] - 1, state["samples"], True
+
+
+class ResumableLoader(DataLoader):
+    """A ``DataLoader`` that a checkpoint can hold: its state is where it stands. With or without Axo."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._position = Position()
+
+    def __iter__(self) -> Any:
+        return self._position.batches(self, super().__iter__, self._each())
+
+    def _each(self) -> int:
+        return (self.batch_size or 1) * getattr(self.sampler, "num_replicas", 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return self._position.state_dict(self._each())
+
+    def load_state_dict(self, state: Any) -> None:
+        self._position.load_state_dict(state)
+
+
+class SharedLoader:
+    """Wraps a loader for the ranks of ``comms``; attributes are those of the loader.
+
+    Args:
+        loader: A ``torch.utils.data.DataLoader``; its sampler has been split over the data ranks.
+        comms: What ``axo.connect`` returned.
+    """
+
+    def __init__(self, loader: Any, comms: Any) -> None:
+        self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
+        self._loader = loader
+        self._comms = comms
+        self._reads = comms.coords.x == 0 and comms.coords.y == 0
+        self._random = torch.get_rng_state()
+        self._own = None if hasattr(loader, "state_dict") else Position()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._shared()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands in the data; right on a rank that reads, such as rank 0."""
+        return self._loader.state_dict() if self._own is None else self._own.state_dict(self._each())
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on where ``state`` was taken."""
+        (self._loader if self._own is None else self._own).load_state_dict(state)
+
+    def _each(self) -> int:
+        size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
+        return size * self._comms.grid.z * self._comms.grid.data
+
+    def _shared(self) -> Iterator[Any]:
+        alone = self._comms.grid.x * self._comms.grid.y == 1
+        source = self._read() if self._reads else None
+        while True:
+            outcome = next(source) if source is not None else None
+            kind, value = outcome if alone else self._share(outcome)  # type: ignore[misc]
+            if kind == "end":
+                return
+            if kind == "error":
+                raise value
+            yield value
+
+    def _read(self) -> Iterator[tuple[str, Any]]:
+        """("batch", it), ..., then ("end", None) or ("error", exception)."""
+        try:
+            with _Random(self):
+                batches = self._start()
+            while True:
+                with _Random(self):
+                    batch = next(batches, self)
+                if batch is self:
+                    yield "end", None
+                    return
+                yield "batch", batch
+        except Exception as error:
+            yield "error", error
+
+    def _start(self) -> Iterator[Any]:
+        if self._own is None:
+            return iter(self._loader)
+        return self._own.batches(self._loader, lambda: iter(self._loader), self._each())
+
+    def _share(self, outcome: Any) -> tuple[str, Any]:
+        """The first rank's ``outcome``, on all ranks along x and y."""
+        comms = self._comms
+        message = torch.frombuffer(bytearray(_pickle(outcome) if self._reads else b"-"), dtype=torch.uint8)
+        size = torch.tensor([message.numel()], dtype=torch.int64)
+        self._broadcast(size)
+        if not self._reads:
+            message = torch.empty(int(size), dtype=torch.uint8)
+        message = message.to(comms.device)
+        self._broadcast(message)
+        return pickle.loads(message.cpu().numpy().tobytes())
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        if self._comms.coords.y == 0:
+            self._comms.x.broadcast(tensor, root=0)
+        self._comms.y.broadcast(tensor, root=0)
+
+
+class _Random:
+    """Runs a block under the loader's own generator state."""
+
+    def __init__(self, loader: SharedLoader) -> None:
+        self._loader = loader
+
+    def __enter__(self) -> None:
+        self._outer = torch.get_rng_state()
+        torch.set_rng_state(self._loader._random)
+
+    def __exit__(self, *_: Any) -> None:
+        self._loader._random = torch.get_rng_state()
+        torch.set_rng_state(self._outer)
+
+
+def _pickle(outcome: tuple[str, Any]) -> bytes:
+    kind, value = outcome
+    try:
+        return pickle.dumps(outcome, protocol=5)
+    except Exception as error:
+        if kind == "error":  # an exception that does not pickle: its words do
+            return pickle.dumps((kind, RuntimeError(f"{type(value).__name__}: {value}")))
+        return pickle.dumps(("error", TypeError(f"data: a batch cannot be sent to other ranks: {error}")))

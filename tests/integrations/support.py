@@ -1,0 +1,17 @@
+"""Shared by the tests of the integrations: a small GPT, and training steps with Fabric on any strategy."""
+
+import torch
+
+LLAMA = {
+    "name": "small-llama", "block_size": 32, "n_layer": 2, "n_embd": 64, "n_head": 8, "n_query_groups": 4,
+    "vocab_size": 250, "padded_vocab_size": 256, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
+    "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 96,
+}  # fmt: skip
+ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # what makes Fabric see torchrun
+
+
+def tokens(rows, length=33, seed=3):
+    """Reproducible rows (rows, length) of ids that a model can learn: each counts up in steps of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    start, step = torch.randint(0, 250, (2, rows, 1), generator=generator)
+    return (start + (step % 5 + 1) * torch.arange(length)) % 250
