@@ -18,6 +18,8 @@ class FutureThread {
     static auto* const self = new FutureThread;  // never destroyed: the thread may outlive static destruction
     return *self;
   }
+  // Whether the caller runs inside a future's callback.
+  static bool here() { return here_; }
   void post(std::function<void()> job) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -31,6 +33,7 @@ class FutureThread {
     std::thread([this] { run(); }).detach();
   }
   void run() {
+    here_ = true;
     for (;;) {
       std::unique_lock<std::mutex> lock(mutex_);
       ready_.wait(lock, [this] { return !jobs_.empty(); });
@@ -40,6 +43,7 @@ class FutureThread {
       job();
     }
   }
+  static inline thread_local bool here_ = false;
   std::mutex mutex_;
   std::condition_variable ready_;
   std::deque<std::function<void()>> jobs_;
@@ -169,7 +173,9 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
     if (future_) return future_;
     future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
   }
-  if (parts_completed()) {
+  // A callback that issues a collective may wait for its future (torch's PowerSGD hook does), which only this thread
+  // could complete: so wait for the operation at once.
+  if (parts_completed() || FutureThread::here()) {
     complete_future();
   } else {
     auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
