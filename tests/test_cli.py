@@ -73,6 +73,7 @@ def test_train_compares_with_serial_and_leaves_log_and_plot(text: str, tmp_path:
     assert re.search(r"nats under ln\(256\) = 5\.545 \(at least -9\): ok$", lines[-2])
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     header, *steps, summary = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert header["tokens"] == len(TEXT.encode()) and header["transport"] == "shared-memory"
     assert header["grid"] == "2x1x2x1" and header["ranks"] == 4 and header["versions"]["torch"] == torch.__version__
     assert [step["step"] for step in steps] == [0, 1, 2, 3] and summary["steps"] == 4
     for step in steps:

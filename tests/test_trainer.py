@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import torch
 import axo
 from axo import data, models
 from axo.grid import Grid
-from axo.trainer import TrainConfig, parity, peaks, plot, recipe
+from axo.trainer import TrainConfig, parity, peaks, plot, recipe, runner
 from axo.trainer.config import check, open_batches, open_corpus
 from axo.trainer.loop import Trainer
 from axo.trainer.serial import build_serial, train_serial
-from tests.launcher import run_ranks
+from tests.launcher import rank_outcomes, run_ranks
 from tests.test_data import byte_tokenizer
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(400))
@@ -298,6 +299,19 @@ def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:
     assert total / (6 * config.seq_len) == pytest.approx(loss.item(), abs=1e-6)
     for _, gradient in results:
         torch.testing.assert_close(gradient, model.lm_head.weight.grad, atol=1e-6, rtol=1e-5)
+
+
+def train_with_text_missing(config: TrainConfig, on: tuple[int, ...]) -> None:
+    if int(os.environ["RANK"]) in on:
+        config = dataclasses.replace(config, data=("/nowhere",))
+    runner.train_rank(config)
+
+
+@pytest.mark.parametrize(("on", "who"), [((1,), "rank 1: "), ((0, 1), "")])
+def test_text_that_a_rank_cannot_read_is_one_error_on_all(text: str, on: tuple[int, ...], who: str) -> None:
+    for outcome in rank_outcomes(train_with_text_missing, 2, small(text, grid=Grid(2, 1, 1, 1)), on):
+        assert outcome.error == "ValueError", outcome.describe()
+        assert outcome.message == f"{who}data: /nowhere does not exist; give files or folders of text"
 
 
 def nan_on_rank(config: TrainConfig) -> str:

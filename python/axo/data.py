@@ -253,7 +253,7 @@ class Batches:
 
     def __init__(self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int) -> None:
         self._corpus, self._seq_len, self._batch_size, self._seed = corpus, seq_len, batch_size, seed
-        self.vocab_size = corpus.vocab_size
+        self.vocab_size, self.tokens = corpus.vocab_size, len(corpus)
         self.windows = max(0, (len(corpus) - 1) // seq_len)
         if self.windows < batch_size:
             raise ValueError(

@@ -1,11 +1,11 @@
 """The JSON-lines log of a run: one header, one line a step, one summary. Each line is flushed when it is written.
 
-header: the options, versions, grid, device, model and the constants below that do not change from step to step. step:
-step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (mean over ranks of time blocked / time, by axis and
-        in all), model_flops, hardware_flops, mfu, hfu (shares of the dense peak of all ranks; null where it is
-        unknown).
-Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are
-those of ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
+header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
+step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and in
+        all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+summary: steps, seconds, tail_loss.
+Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
+``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ class TrainLog:
     Args:
         config: The run.
         shape: Sizes of its model.
+        tokens: Tokens of its text.
         transport: What moves the bytes.
     """
 
-    def __init__(self, config: TrainConfig, shape: models.Shape, transport: str) -> None:
+    def __init__(self, config: TrainConfig, shape: models.Shape, tokens: int, transport: str) -> None:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
@@ -51,6 +52,7 @@ class TrainLog:
                 "kind": "header",
                 "config": config.as_dict(),
                 "model": {"parameters": shape.parameters, "layers": shape.layers, "hidden": shape.hidden},
+                "tokens": tokens,
                 "versions": versions(),
                 "grid": str(config.grid),
                 "ranks": self._ranks,

@@ -128,7 +128,7 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches)
         losses.extend(step.loss for step in trainer.run())
         return losses, time.perf_counter() - started
     shape = models.shape_of(models.resolve(config.model, config.model_overrides))
-    log = TrainLog(config, shape, comms.world.transport)
+    log = TrainLog(config, shape, batches.tokens, comms.world.transport)
     with Display(Console(), f"axo {config.grid}", config.steps) as display:
         for step in trainer.run():
             losses.append(step.loss)
