@@ -1,8 +1,8 @@
 """The JSON-lines log of a run: one header, one line a step, one summary. Each line is flushed when it is written.
 
 header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
-step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and in
-        all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and
+        in all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
 summary: steps, seconds, tail_loss.
 Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
 ``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
