@@ -150,6 +150,10 @@ def simulate(
         )
         if len(found.ranks) > 1:
             typer.echo(f"ranks that stood for all: {', '.join(map(str, found.ranks))}")
+        if found.micro_batches < made.best.run.micro_batches:
+            typer.echo(
+                f"simulated {found.micro_batches} of {made.best.run.micro_batches} micro-batches; the rest repeat"
+            )
         if trace is not None:
             typer.echo(f"trace: {trace} (open it in ui.perfetto.dev)")
 

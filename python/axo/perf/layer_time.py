@@ -14,7 +14,7 @@ from typing import NamedTuple
 from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.machine import Machine
-from axo.perf.workload import NORM, Layer, Workload
+from axo.perf.workload import NORM, Block, Layer, Workload
 
 OVERLAPS = ("oar", "ors", "oag")
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
@@ -28,8 +28,9 @@ class Run:
         batch_tokens: Tokens of one step, all ranks together.
         itemsize: Bytes an element of the dtype that products compute in (bf16: 2); master weights are fp32.
         overlap: Which of oar, ors and oag hide communication.
-        cached_gathers: Share of the gathered weights that are kept from the forward to the recomputation or backward
-            (1: N gathers a step, 0: 2N).
+        cached_gathers: Share of the gathered weights that are kept for their second use (1: N gathers a step, 0: 2N).
+            With checkpointing that is the recomputation of the checkpointed blocks, and other layers keep theirs;
+            without, it is the backward of every layer.
         micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
     """
@@ -40,6 +41,10 @@ class Run:
     cached_gathers: float = 0.0
     micro_batches: int = 1
     rows: int = 0
+
+    def keeps(self, workload: Workload, block: Block) -> bool:
+        """True when every layer of ``block`` gathers its weight once a step."""
+        return self.cached_gathers == 1.0 or (workload.checkpointed and not block.checkpointed)
 
     def group_rows(self, grid: Grid) -> int:
         """Rows of one data-parallel group and micro-batch: m of the equations."""
@@ -122,7 +127,7 @@ def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.F
     rows = run.group_rows(grid)
     calls = []
     for block in workload.blocks:
-        gathers = 1 if run.cached_gathers == 1.0 else 2
+        gathers = 1 if run.keeps(workload, block) else 2
         for layer in block.layers:
             for call in calls_of(
                 layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords

@@ -139,7 +139,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     network = Network(machine, grid)
     rows = run.group_rows(grid)
     step = StepTime()
-    pieces = _Pieces(step, run, network)
+    pieces = _Pieces(step, run, network, workload)
     known: dict[Layer, LayerCost] = {}
     for block in workload.blocks:
         costs = []
@@ -165,8 +165,8 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
 class _Pieces:
     """Adds blocks up into a StepTime, one micro-batch."""
 
-    def __init__(self, step: StepTime, run: Run, network: Network) -> None:
-        self.step, self.run, self.network = step, run, network
+    def __init__(self, step: StepTime, run: Run, network: Network, workload: Workload) -> None:
+        self.step, self.run, self.network, self.workload = step, run, network, workload
         self.data = 0.0
         self.path = 0.0  # backward: products and blocking collectives, the time in which z may hide
         self.queue = 0.0  # backward: what waits on z
@@ -183,7 +183,7 @@ class _Pieces:
         self._forward(costs, times)
         if block.checkpointed:
             self._recompute(costs, times)
-        elif self.run.cached_gathers < 1.0:
+        elif not self.run.keeps(self.workload, block):
             self._regather(costs, times)
         self._backward(costs, times)
 

@@ -88,10 +88,10 @@ class _Builder:
         self._finish()
         return self.schedule
 
-    def _cached(self, number: int) -> bool:
+    def _cached(self, number: int, block: Block) -> bool:
         """True when repeat ``number`` keeps its gathered weights: the first ones do, as far as the share goes."""
         repeats = sum(block.repeat for block in self.workload.blocks)
-        return number < round(self.run.cached_gathers * repeats)
+        return self.run.keeps(self.workload, block) or number < round(self.run.cached_gathers * repeats)
 
     def _add(
         self, name: str, stream: str, seconds: float, after: tuple[int, ...], takes: float = 0.0, frees: float = 0.0
@@ -120,7 +120,7 @@ class _Builder:
 
     def _forward(self, number: int, block: Block, *, kept: bool, again: bool = False) -> None:
         phase = "recompute" if again else "forward"
-        cached = self._cached(number)
+        cached = self._cached(number, block)
         if not kept:
             size = memory.block_input(block, self.grid, self._my_rows())
             self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
@@ -139,7 +139,7 @@ class _Builder:
                 self._blocking(name, f"{phase} output", cost.output)
 
     def _backward(self, number: int, block: Block) -> None:
-        cached = block.checkpointed or self._cached(number)
+        cached = block.checkpointed or self._cached(number, block)
         for layer in reversed(block.layers):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()

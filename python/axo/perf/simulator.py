@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import NormalDist
 
@@ -26,6 +26,9 @@ from axo.perf.layer_time import Run
 from axo.perf.machine import Machine
 from axo.perf.schedule import COMPUTE, STREAMS, Schedule, build
 from axo.perf.workload import Workload
+
+
+MOST_MICRO_BATCHES = 8  # simulated one by one; further ones repeat
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class Simulation:
         spans: Every operation of every representative rank.
         memory: (seconds, bytes held) on rank 0, in time order.
         ranks: Grid ranks of the representatives.
+        micro_batches: How many were simulated; where there are more, ``seconds``, ``exposed`` and ``busy`` count the
+            rest as the last ones simulated, and ``spans`` and ``memory`` show only these.
     """
 
     seconds: float
@@ -58,6 +63,7 @@ class Simulation:
     spans: list[Span] = field(repr=False)
     memory: list[tuple[float, float]] = field(repr=False)
     ranks: list[int] = field(default_factory=lambda: [0])
+    micro_batches: int = 1
 
     @property
     def peak_memory(self) -> float:
@@ -79,10 +85,30 @@ def simulate(
     """
     if not 0 <= straggle < 1:
         raise ValueError(f"simulate: straggle={straggle!r} is not between 0 and 1; 0.02 means two percent")
+    if run.micro_batches > MOST_MICRO_BATCHES:
+        return _extrapolate(workload, grid, machine, run, straggle, seed)
     schedule = build(workload, grid, machine, run)
     places = list(product(*((0, 1) if straggle and grid.size(axis) > 1 else (0,) for axis in AXES)))
     slowness = _slowness(len(places), grid.world_size / len(places), straggle, seed)
-    return _Clock(schedule, machine.contention, places, slowness, grid).run()
+    found = _Clock(schedule, machine.contention, places, slowness, grid).run()
+    found.micro_batches = run.micro_batches
+    return found
+
+
+def _extrapolate(workload: Workload, grid: Grid, machine: Machine, run: Run, straggle: float, seed: int) -> Simulation:
+    """Simulate a few micro-batches and count the rest as the second half of them."""
+    few, half = MOST_MICRO_BATCHES, MOST_MICRO_BATCHES // 2
+    rows = run.group_rows(grid)
+    shorter, found = (
+        simulate(workload, grid, machine, replace(run, micro_batches=n, rows=rows), straggle=straggle, seed=seed)
+        for n in (half, few)
+    )
+    more = (run.micro_batches - few) / (few - half)
+    found.seconds += more * (found.seconds - shorter.seconds)
+    for counted, less in ((found.exposed, shorter.exposed), (found.busy, shorter.busy)):
+        for stream in counted:
+            counted[stream] += more * (counted[stream] - less[stream])
+    return found
 
 
 def _slowness(count: int, each: float, straggle: float, seed: int) -> list[float]:

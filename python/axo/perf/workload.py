@@ -138,6 +138,11 @@ class Workload:
                 sizes.append((f"{layer.name}.features", layer.in_features, "y"))
         return [entry for entry in dict.fromkeys(sizes) if entry[1]]
 
+    @property
+    def checkpointed(self) -> bool:
+        """True when some block runs its forward again before backward."""
+        return any(block.checkpointed for block in self.blocks)
+
     def with_checkpointing(self, on: bool) -> Workload:
         """Return the same model with its repeated blocks checkpointed, or with none."""
         return replace(

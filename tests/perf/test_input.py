@@ -1,0 +1,192 @@
+"""What the planner reads: models, machines, counts of tokens; and how it refuses what it cannot read.
+
+Oracles: the papers' tables; LitGPT's own parameter count; the lines of broken files.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from axo.perf import cli, machine, readers
+from axo.perf.workload import Block, Layer, Workload
+
+FILE = """\
+name: mine
+gpus_per_node: 4
+memory_gib: 40
+peak_tflops: 312
+gemm_tflops: 280
+memory_gbs: 1500
+inter_gbs: 100
+intra_gbs: {1x2: 80, 1x4: 230}
+"""
+
+
+def test_known_machines() -> None:
+    assert machine.known() == ["alps", "dgx-a100", "dgx-h100", "dgx-h200", "frontier", "perlmutter"]
+    peaks = readers.papers()["peaks_tflops"]
+    for name, key in (("perlmutter", "perlmutter_A100"), ("frontier", "frontier_GCD"), ("alps", "alps_H100")):
+        found = machine.load(name)
+        assert [found.peak_tflops, found.gemm_tflops] == peaks[key]
+    for name in machine.known():
+        found = machine.load(name)
+        assert found.name == name and found.gemm_tflops < found.peak_tflops
+
+
+@pytest.mark.parametrize(
+    ("line", "text", "message"),
+    [
+        (3, "memory_gib: forty", r"line 3, field 'memory_gib': 'forty' is not a number"),
+        (3, "memory_gib: -1", r"line 3, field 'memory_gib': -1 must be above 0"),
+        (2, "gpus_per_node: 4.5", r"line 2, field 'gpus_per_node': 4.5 is not a whole number"),
+        (8, "intra_gbs: {1-2: 80}", r"line 8, field 'intra_gbs': '1-2' is not of the form INNERxSIZE"),
+        (8, "intra_gbs: {1x2: fast}", r"line 8, field 'intra_gbs': 'fast' is not a number"),
+        (6, "memory_bandwidth: 1500", r"line 6, field 'memory_bandwidth': is not a field"),
+        (4, "peak_tflops: [1", r"line \d+: not YAML"),
+        (6, "", r"field 'memory_gbs': is missing"),
+        (1, "gemms: [{m: 1}]", r"line 1, field 'gemms': .* lacks one of m, k, n, tflops"),
+        (1, "network_fraction: 77", r"line 1, field 'network_fraction': 77.0 is not a share"),
+    ],
+)
+def test_broken_machine_files_name_line_and_field(tmp_path: Path, line: int, text: str, message: str) -> None:
+    lines = FILE.splitlines()
+    lines[line - 1] = text
+    path = tmp_path / f"broken-{line}-{abs(hash(text))}.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ValueError, match=message):
+        machine.load(str(path))
+
+
+def test_a_machine_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(FILE + "gemms: [{m: 8192, k: 4096, n: 4096, tflops: 200}, {m: 64, k: 4096, n: 4096, tflops: 20}]\n")
+    found = machine.load(str(path))
+    assert found.intra_gbs == {(1, 2): 80, (1, 4): 230} and found.calibrated_on == ()
+    few, many = found.gemm_seconds(128, 4096, 4096), found.gemm_seconds(8192, 4096, 4096)
+    assert few > 2 * many / 64  # the small product was measured to be slow
+    path.write_text(FILE.replace("{1x2: 80, 1x4: 230}", "150"))
+    machine._read.cache_clear()
+    assert machine.load(str(path)).intra(2, 2) == 150
+    path.write_text("- 1\n- 2\n")
+    machine._read.cache_clear()
+    with pytest.raises(ValueError, match="line 1: expected fields"):
+        machine.load(str(path))
+
+
+def test_unknown_names_list_the_known() -> None:
+    with pytest.raises(ValueError, match="machine 'summit' is not known; use one of alps, dgx-a100, .*perlmutter"):
+        machine.load("summit")
+    with pytest.raises(ValueError, match=r"machine file 'gone\.yaml' does not exist"):
+        machine.load("gone.yaml")
+    with pytest.raises(ValueError, match=r"model 'gpt-7b' is not known; use one of gpt-5b, .*, unet-4b"):
+        readers.read("gpt-7b")
+    with pytest.raises(ValueError, match=r"model file 'gone\.json' does not exist"):
+        readers.read("gone.json")
+
+
+def test_papers_models_have_their_names_sizes() -> None:
+    for name in readers.known():
+        parameters = readers.read(name).parameters
+        size = name.split("-")[1]
+        stated = float(size[:-1]) * (1e9 if size.endswith("b") else 1e6)
+        # U-Nets leave out attention and embeddings; GPT names round (gpt-60b holds 57.8 billion)
+        assert parameters == pytest.approx(stated, rel=0.12 if name.startswith("gpt") else 0.5), name
+
+
+@pytest.mark.parametrize("name", ["pythia-160m", "Llama-2-7b-hf", "Llama-3-8B", "phi-2", "Gemma-2b"])
+def test_litgpt_configurations_have_litgpts_parameters(name: str) -> None:
+    """LitGPT's own model on the meta device is the oracle. Tied tables are stored once there, counted twice here."""
+    import torch
+    from litgpt import GPT, Config
+
+    config = Config.from_name(name)
+    with torch.device("meta"):
+        model = GPT(config)
+    stored = sum(parameter.numel() for parameter in model.parameters())
+    tied = model.lm_head.weight.numel() if model.lm_head.weight is model.transformer.wte.weight else 0
+    assert readers.read(name).parameters == stored + tied
+
+
+def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+    }
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    mine, theirs = readers.read(str(path)), readers.read("Llama-3-8B")
+    assert mine.parameters == theirs.parameters and mine.blocks == theirs.blocks
+    assert mine.seq_length == 2048 and readers.read(str(path), seq_length=4096).seq_length == 4096
+    path.write_text(json.dumps({**fields, "num_local_experts": 8}))
+    with pytest.raises(ValueError, match="mixtures of experts are not modelled"):
+        readers.read(str(path))
+    path.write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
+    with pytest.raises(ValueError, match="has no num_attention_heads or n_head"):
+        readers.read(str(path))
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json"):
+        readers.read(str(path))
+
+
+def test_any_module() -> None:
+    from torch import nn
+
+    model = nn.Sequential(
+        nn.Embedding(100, 32), nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8, False)
+    )
+    found = readers.from_module(model, seq_length=16, name="mlp")
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert [(layer.kind, layer.transposed) for b in found.blocks for layer in b.layers if layer.kind == "linear"] == [
+        ("linear", False),
+        ("linear", True),
+    ]
+    with pytest.raises(ValueError, match="layer '0' is a LSTM, which the planner does not know"):
+        readers.from_module(nn.Sequential(nn.LSTM(4, 4)), seq_length=1)
+    with pytest.raises(ValueError, match="no layer with parameters"):
+        readers.from_module(nn.Sequential(nn.GELU()), seq_length=1)
+
+
+def test_a_workload_names_the_size_that_does_not_divide() -> None:
+    from axo.grid import Grid
+
+    workload = Workload("w", (Block((Layer("linear", "fc", 30, 64),)),), 16)
+    assert workload.misfit(Grid(y=4)) == "y=4 does not divide fc.in_features=30"
+    assert workload.misfit(Grid(x=4, y=2)) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "batch", "expected"),
+    [("16.8M", True, 2**24), ("4M", True, 2**22), ("5M", True, 5_000_000), ("524288", True, 524288)]
+    + [("16800000", True, 16_800_000), ("2T", False, 2 * 10**12), ("1_000", False, 1000), ("1.5k", False, 1500)],
+)
+def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
+    assert cli.tokens_of(text, batch=batch) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("plan --model gpt-80b --gpus 8192 --machine summit", "axo plan: machine 'summit' is not known"),
+        ("plan --model gpt-7b --gpus 8 --machine alps", "axo plan: model 'gpt-7b' is not known"),
+        ("plan --model gpt-80b --gpus 4 --machine alps", "not enough memory; the nearest miss is"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens many", "'many' is not a count of tokens"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --overlap all", "overlap all is not known"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --explain 2x2x2x2", "grid 2x2x2x2 has 16 ranks, not 64"),
+        ("simulate --model gpt-5b --grid 2x2 --machine alps", "grid '2x2' is not of the form"),
+        ("simulate --model gpt-10b --grid 1x1x1x1 --machine alps", "not enough memory"),
+        ("reproduce tables", "axo reproduce: 'tables' is not known; use papers"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --json /nowhere/x.json", "folder '/nowhere' does not exist"),
+    ],
+)
+def test_mistakes_end_in_one_line_and_exit_code_2(arguments: str, message: str) -> None:
+    found = CliRunner().invoke(cli.app, arguments.split())
+    assert found.exit_code == 2
+    assert message in found.stderr and found.stderr.count("\n") == 1, found.stderr
