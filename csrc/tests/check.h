@@ -12,9 +12,16 @@
 
 namespace check {
 
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kThreadSanitizer = true;
+#else
+inline constexpr bool kThreadSanitizer = false;
+#endif
+
 struct Test {
   const char* name;
   void (*run)();
+  bool forks;  // ThreadSanitizer does not support a child that starts threads, and sees one process only
 };
 
 inline std::vector<Test>& tests() {
@@ -28,7 +35,7 @@ inline std::atomic<long>& checks() {
 }
 
 struct Register {
-  Register(const char* name, void (*run)()) { tests().push_back({name, run}); }
+  Register(const char* name, void (*run)(), bool forks) { tests().push_back({name, run, forks}); }
 };
 
 class Failed : public std::runtime_error {
@@ -51,10 +58,14 @@ void equal(const A& a, const B& b, const char* file, int line, const char* text)
 
 }  // namespace check
 
-#define TEST(name)                                             \
-  static void test_##name();                                   \
-  static check::Register register_##name(#name, &test_##name); \
+#define AXO_TEST(name, forks)                                         \
+  static void test_##name();                                          \
+  static check::Register register_##name(#name, &test_##name, forks); \
   static void test_##name()
+
+#define TEST(name) AXO_TEST(name, false)
+// A test whose ranks are forked processes.
+#define PROCESS_TEST(name) AXO_TEST(name, true)
 
 #define CHECK(cond)                                              \
   do {                                                           \

@@ -10,7 +10,7 @@ using namespace axo;
 using ranks::Comm;
 using values::Bytes;
 
-TEST(progress_without_the_caller) {
+PROCESS_TEST(progress_without_the_caller) {
   // The operation completes while the caller does something else and never calls Axo.
   ranks::TableStore store;
   ranks::all_well(ranks::processes(2, [&](int r) {
@@ -97,7 +97,7 @@ TEST(group_issues_at_its_end) {
 TEST(crossed_order_without_blocking) {
   ranks::with_threads(2, [](Comm c) {
     auto a = c->split(0, 0, "a"), b = c->split(0, 0, "b");
-    for (int i = 0; i < 200; ++i) {
+    for (int i = 0; i < (check::kThreadSanitizer ? 20 : 200); ++i) {
       std::vector<int> x(5000, 1), y(70000, 2);
       auto& first = c->rank() == 0 ? a : b;
       auto& second = c->rank() == 0 ? b : a;
@@ -247,9 +247,9 @@ static void interleave(const Comm& world, unsigned seed, int operations) {
 }
 
 TEST(random_interleavings_threads) {
-  ranks::with_threads(4, [](Comm c) { interleave(c, 1, 150); });
+  ranks::with_threads(4, [](Comm c) { interleave(c, 1, check::kThreadSanitizer ? 40 : 150); });
 }
-TEST(random_interleavings_processes) {
+PROCESS_TEST(random_interleavings_processes) {
   ranks::TableStore store;
   ranks::all_well(ranks::processes(4, [&](int r) {
     Comm c = ranks::connect(store, r, 4);

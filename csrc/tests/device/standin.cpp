@@ -188,6 +188,25 @@ int wait(Stream& stream, Event& event) {
   return 0;
 }
 
+int wait_value(void* stream, const void* address, std::uint32_t value) {
+  Lock hold(world().mutex);
+  Stream* s = stream_of(stream);
+  if (!s) return kInvalidHandle;
+  enqueue(*s, [=] {
+    const auto* word = static_cast<const volatile std::uint32_t*>(address);
+    return Action{[=] { return static_cast<std::int32_t>(*word - value) >= 0; }, {}};
+  });
+  return 0;
+}
+
+int write_value(void* stream, void* address, std::uint32_t value) {
+  Lock hold(world().mutex);
+  Stream* s = stream_of(stream);
+  if (!s) return kInvalidHandle;
+  enqueue(*s, [=] { return Action{{}, [=] { *static_cast<volatile std::uint32_t*>(address) = value; }}; });
+  return 0;
+}
+
 bool captures_forbid_queries() {
   Lock hold(world().mutex);
   return world().captures > 0 && !thread_is_relaxed;

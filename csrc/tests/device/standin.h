@@ -64,6 +64,9 @@ void* create_event(bool timing);
 bool destroy_event(void* handle);
 int record(Event& event, Stream& stream);  // runtime error codes
 int wait(Stream& stream, Event& event);
+int wait_value(void* stream, const void* address, std::uint32_t value);
+int write_value(void* stream, void* address, std::uint32_t value);
+unsigned long long graph_id(const Graph& graph);
 bool captures_forbid_queries();  // a capture is under way and this thread has not relaxed its rules
 void relax(bool relaxed);
 

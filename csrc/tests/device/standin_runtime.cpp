@@ -4,10 +4,6 @@
 
 #include "standin.h"
 
-namespace standin {
-unsigned long long graph_id(const Graph& graph);
-}
-
 #ifdef AXO_STANDIN_HIP
 #define FN(name) hip##name
 #define NAME(name) "hip" name
@@ -229,26 +225,12 @@ const char* FN(GetErrorString)(int code) {
 int hipStreamWaitValue32(void* stream, void* address, std::uint32_t value, unsigned flags, std::uint32_t mask) {
   ENTER("StreamWaitValue32");
   if (flags != 0 || mask != 0xFFFFFFFFu) return kInvalidValue;
-#else
-}  // extern "C"
-#include "standin_driver.h"
-extern "C" {
-#endif
-#ifdef AXO_STANDIN_HIP
-  Stream* s = standin::stream_of(stream);
-  if (!s) return kInvalidHandle;
-  standin::enqueue(*s, [=] {
-    const auto* word = static_cast<const volatile std::uint32_t*>(address);
-    return standin::Action{[=] { return static_cast<std::int32_t>(*word - value) >= 0; }, {}};
-  });
-  return 0;
+  return standin::wait_value(stream, address, value);
 }
 int hipStreamWriteValue32(void* stream, void* address, std::uint32_t value, unsigned flags) {
   ENTER("StreamWriteValue32");
-  Stream* s = standin::stream_of(stream);
-  if (!s || flags != 0) return kInvalidValue;
-  standin::enqueue(*s, [=] { return standin::Action{{}, [=] { *static_cast<volatile std::uint32_t*>(address) = value; }}; });
-  return 0;
+  if (flags != 0) return kInvalidValue;
+  return standin::write_value(stream, address, value);
 }
 #endif
 

@@ -1,4 +1,4 @@
-// What happens when a rank dies, leaves, stalls, aborts or asks for something else than the others.
+// What happens when a rank dies, at any moment, or forks; and what is left behind.
 //
 // Oracle: the contract in communicator.h; the texts must name rank, communicator, operation and sequence number.
 #include <dirent.h>
@@ -82,7 +82,7 @@ void kill_one(int n, int victim, int delay_us, const std::function<void(const Co
 
 }  // namespace
 
-TEST(kill_in_all_reduce) {
+PROCESS_TEST(kill_in_all_reduce) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 6; ++trial) {
     const int n = 2 + trial;
@@ -93,7 +93,7 @@ TEST(kill_in_all_reduce) {
   }
 }
 
-TEST(kill_with_operations_pending) {
+PROCESS_TEST(kill_with_operations_pending) {
   kill_one(4, 1, 30000, [](const Comm& c, int) {
     std::vector<std::vector<float>> data(8, std::vector<float>(10000));
     std::vector<WorkPtr> works;
@@ -110,7 +110,7 @@ TEST(kill_with_operations_pending) {
   });
 }
 
-TEST(kill_in_messages) {
+PROCESS_TEST(kill_in_messages) {
   kill_one(3, 2, 20000, [](const Comm& c, int) {
     std::vector<char> a(300000), b(300000);
     auto s = c->send(a.data(), a.size(), DType::uint8, (c->rank() + 1) % 3, 0, {});
@@ -120,14 +120,14 @@ TEST(kill_in_messages) {
   });
 }
 
-TEST(kill_while_idle) {
+PROCESS_TEST(kill_while_idle) {
   kill_one(2, 0, 20000, [](const Comm& c, int step) {
     if (step == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));
     c->barrier(ranks::blocking());
   });
 }
 
-TEST(kill_in_create_and_split) {
+PROCESS_TEST(kill_in_create_and_split) {
   std::mt19937 random(7);
   for (int trial = 0; trial < 20; ++trial) {
     constexpr int n = 4;
@@ -182,7 +182,7 @@ TEST(absent_rank_times_out) {
   });
 }
 
-TEST(exit_without_shutdown) {
+PROCESS_TEST(exit_without_shutdown) {
   // A rank that ends after its last operation disturbs nobody: what it has published still counts.
   for (int trial = 0; trial < 5; ++trial) {
     ranks::TableStore store;
@@ -198,155 +198,7 @@ TEST(exit_without_shutdown) {
   }
 }
 
-TEST(left_peer_is_named) {
-  ranks::with_threads(3, [](Comm c) {
-    c->barrier(ranks::blocking());
-    if (c->rank() == 1) return c->shutdown();
-    CHECK_THROWS(PeerLost, "rank 1 (process " + std::to_string(::getpid()) + ") left", c->barrier(ranks::blocking()));
-  });
-}
-
-TEST(mismatch_is_named_on_every_rank) {
-  struct Case {
-    const char* text;
-    std::function<void(const Comm&, float*)> call;
-  };
-  const auto b = ranks::blocking();
-  const std::vector<Case> cases = {
-      {"rank 0: all_reduce(float32[8], sum); rank 1: broadcast(float32[8], root 0)",
-       [&](const Comm& c, float* p) {
-         if (c->rank() == 1) c->broadcast(p, 8, DType::float32, 0, b);
-         else c->all_reduce(p, p, 8, DType::float32, ReduceOp::sum, b);
-       }},
-      {"rank 0: all_reduce(float32[8], sum); rank 1: all_reduce(float32[9], sum)",
-       [&](const Comm& c, float* p) {
-         c->all_reduce(p, p, c->rank() == 1 ? 9 : 8, DType::float32, ReduceOp::sum, b);
-       }},
-      {"rank 0: all_reduce(float32[8], sum); rank 1: all_reduce(int32[8], sum)",
-       [&](const Comm& c, float* p) {
-         c->all_reduce(p, p, 8, c->rank() == 1 ? DType::int32 : DType::float32, ReduceOp::sum, b);
-       }},
-      {"rank 0: all_reduce(float32[8], sum); rank 1: all_reduce(float32[8], max)",
-       [&](const Comm& c, float* p) {
-         c->all_reduce(p, p, 8, DType::float32, c->rank() == 1 ? ReduceOp::max : ReduceOp::sum, b);
-       }},
-      {"rank 0: broadcast(float32[8], root 0); rank 1: broadcast(float32[8], root 1)",
-       [&](const Comm& c, float* p) { c->broadcast(p, 8, DType::float32, c->rank() == 1 ? 1 : 0, b); }},
-      {"all_to_all_v: rank 1 sends 3 elements to rank",
-       [&](const Comm& c, float* p) {
-         const auto N = static_cast<std::size_t>(c->size());
-         std::vector<std::size_t> ones(N, 1), threes(N, 3), offsets(N, 0);
-         c->all_to_all_v(p, c->rank() == 1 ? threes : ones, offsets, p + 32, ones, offsets, DType::float32, b);
-       }},
-  };
-  for (const auto& one : cases) {
-    for (int n : {2, 4}) {
-      ranks::with_threads(n, [&](Comm c) {
-        std::vector<float> data(64);
-        c->barrier(ranks::blocking());
-        CHECK_THROWS(Mismatch, one.text, one.call(c, data.data()));
-        CHECK_THROWS(Aborted, "is aborted", c->barrier(ranks::blocking()));
-      });
-    }
-  }
-}
-
-TEST(message_mismatch_is_named) {
-  ranks::with_threads(2, [](Comm c) {
-    std::vector<float> data(1000);
-    if (c->rank() == 0) {
-      CHECK_THROWS(Mismatch, "rank 0 sends float32[1000], rank 1 expects float32[999]",
-                   c->send(data.data(), 1000, DType::float32, 1, 3, ranks::blocking()));
-    } else {
-      CHECK_THROWS(Mismatch, "rank 0 sends float32[1000], rank 1 expects float32[999]",
-                   c->recv(data.data(), 999, DType::float32, 0, 3, ranks::blocking()));
-    }
-  });
-}
-
-TEST(timeout_names_who_is_missing) {
-  ranks::with_threads(3, [](Comm c) {
-    c->barrier(ranks::blocking());
-    CallOptions options = ranks::blocking();
-    options.timeout = Milliseconds(c->rank() == 0 ? 150 : 30000);
-    std::vector<float> data(10);
-    if (c->rank() == 2) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(400));
-      CHECK_THROWS(Timeout, "rank 0 timed out", all_reduce(c, data, options));
-      return;
-    }
-    CHECK_THROWS(Timeout, "arrived: 0, 1; not arrived: 2 (last issued barrier #1)", all_reduce(c, data, options));
-  });
-}
-
-TEST(synchronize_leaves_the_operation_pending) {
-  ranks::with_threads(2, [](Comm c) {
-    std::vector<float> data(10, 1.0f);
-    if (c->rank() == 1) std::this_thread::sleep_for(std::chrono::milliseconds(120));
-    auto w = c->all_reduce(data.data(), data.data(), 10, DType::float32, ReduceOp::sum, {});
-    if (c->rank() == 0) {
-      CHECK_THROWS(Timeout, "still pending after 30 ms", w->synchronize(Milliseconds(30)));
-      CHECK(!w->is_completed());
-      CHECK(w->seconds() < 0);
-    }
-    w->synchronize(Milliseconds(20000));
-    CHECK(w->is_completed());
-    CHECK(w->seconds() >= 0);
-    CHECK(w->exception() == nullptr);
-    CHECK_EQ(data[9], 2.0f);
-  });
-}
-
-TEST(abort_frees_every_waiter) {
-  ranks::with_threads(4, [](Comm c) {
-    std::vector<float> data(100000, 1.0f);
-    all_reduce(c, data);
-    if (c->rank() == 3) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(50));
-      c->abort("the user has had enough");
-      c->abort("and again");
-      CHECK_THROWS(Aborted, "the user has had enough", all_reduce(c, data));
-      return;
-    }
-    CHECK_THROWS(Aborted, "the user has had enough", all_reduce(c, data));
-  });
-}
-
-TEST(abort_of_own_pending_operations) {
-  ranks::with_threads(2, [](Comm c) {
-    std::vector<float> data(1000, 1.0f);
-    if (c->rank() == 1) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(100));
-      CHECK_THROWS(Aborted, "stop", all_reduce(c, data));
-      return;
-    }
-    auto work = c->all_reduce(data.data(), data.data(), 1000, DType::float32, ReduceOp::sum, {});
-    std::thread other([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(30));
-      c->abort("stop");
-    });
-    CHECK_THROWS(Aborted, "stop", work->wait());
-    other.join();
-  });
-}
-
-TEST(wrong_arguments) {
-  ranks::with_threads(2, [](Comm c) {
-    float x = 0;
-    CHECK_THROWS(Error, "broadcast: root: got 2, expected a rank from 0 to 1", c->broadcast(&x, 1, DType::float32, 2, {}));
-    CHECK_THROWS(Error, "send: peer: got -1", c->send(&x, 1, DType::float32, -1, 0, {}));
-    CHECK_THROWS(Error, "bxor is not defined on float32", c->all_reduce(&x, &x, 1, DType::float32, ReduceOp::bit_xor, {}));
-    CHECK_THROWS(Error, "sum is not defined on complex64", c->all_reduce(&x, &x, 1, DType::complex64, ReduceOp::sum, {}));
-    CHECK_THROWS(Error, "in: got null", c->all_reduce(nullptr, &x, 1, DType::float32, ReduceOp::sum, {}));
-    CHECK_THROWS(Error, "expected 2 entries", c->all_to_all_v(&x, {1}, {0}, &x, {1}, {0}, DType::float32, {}));
-    c->barrier(ranks::blocking());
-    c->shutdown();
-    c->shutdown();
-    CHECK_THROWS(Error, "is closed", c->barrier({}));
-  });
-}
-
-TEST(fork_marks_the_child) {
+PROCESS_TEST(fork_marks_the_child) {
   ranks::TableStore store;
   ranks::all_well(ranks::processes(2, [&](int r) {
     Comm c = ranks::connect(store, r, 2);
@@ -370,7 +222,7 @@ TEST(fork_marks_the_child) {
   }));
 }
 
-TEST(a_forked_child_does_not_hide_a_death) {
+PROCESS_TEST(a_forked_child_does_not_hide_a_death) {
   ranks::TableStore store;
   const auto ends = ranks::processes(2, [&](int r) {
     Comm c = ranks::connect(store, r, 2);
