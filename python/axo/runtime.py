@@ -41,6 +41,7 @@ class Communicators:
         self.z = self._line("z")
         self.data = self._line("data")
         self._device_mesh: Any = None
+        self._checkpoint_mesh: Any = None
         self._owns_process_group = owns_process_group
 
     def __repr__(self) -> str:
@@ -83,6 +84,18 @@ class Communicators:
             shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
             self._device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=tuple(reversed(AXES)))
         return self._device_mesh
+
+    @property
+    def checkpoint_mesh(self) -> Any:
+        """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"), made on first use. Collective then.
+
+        DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
+        over x and y, rows of a block over z.
+        """
+        if self._checkpoint_mesh is None:
+            ranks = self.device_mesh.mesh.permute(0, 2, 3, 1)
+            self._checkpoint_mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("data", "y", "x", "z"))
+        return self._checkpoint_mesh
 
     def close(self) -> None:
         """Wait for this rank's pending operations and take leave of the peers. May be called again.

@@ -4,6 +4,7 @@
     unshard(local, where)         gather over the axes that split it         backward takes this rank's part
     shard_input(layer, t)         rows over (data, z), features over the layer's in axis; no communication
     unshard_output(layer, t)      the inverse for what the layer returns     backward takes this rank's part
+    to_dtensor(p)                 a parameter seen as a DTensor; no communication
 
 ``where`` is a placement, or a layer: then its weight's. Gathers are exact also where parts are uneven: they travel
 padded to the longest. Backward of a gather assumes that all ranks go on with the same computation.
@@ -151,6 +152,33 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad_output.narrow(0, *ctx.rows).contiguous(), None
+
+
+def to_dtensor(parameter: torch.Tensor) -> Any:
+    """View a parameter as a DTensor on ``comms.checkpoint_mesh``: same storage, no copy.
+
+    Collective on its first use on a grid, when the mesh is made.
+
+    Raises:
+        ValueError: It has no placement, or its row blocks are split one by one, which no DTensor can say.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placement = getattr(parameter, "placement", None)
+    if not isinstance(placement, Placement) or placement.comms is None:
+        raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
+    comms = placement.comms
+    if placement.blocks is not None and any(comms.grid.size(axis) > 1 for axis in placement.splits[0][:1]):
+        raise ValueError(
+            f"to_dtensor: a fused parameter, whose row blocks {placement.blocks} are split one by one over"
+            f" {placement.splits[0][0]}={comms.grid.size(placement.splits[0][0])}, is not a DTensor; use axo.unshard"
+        )
+    mesh = comms.checkpoint_mesh
+    dim_of = {axis: dim for dim, axes in enumerate(placement.splits) for axis in axes}
+    placements = [Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in mesh.mesh_dim_names]
+    shape = torch.Size(placement.global_shape)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(parameter.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def pad_to(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

@@ -40,7 +40,7 @@ def _generator_access(device: torch.device) -> tuple[Callable[[], torch.Tensor],
     return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
 
 
-def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None) -> nn.Module:
+def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with_names: bool = False) -> nn.Module:
     """Give a parallel model, on the meta device or not, the values that the serial model would get.
 
     Equal to ``serial.to_empty(device=...); serial.apply(fn)`` under rank 0's generator, modules in the order of
@@ -53,6 +53,7 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None)
     Args:
         model: What ``axo.parallelize`` returned, or any module that holds parallel layers.
         fn: Fills one module; None calls ``reset_parameters`` of each module that has it.
+        with_names: Call ``fn(module, name)`` with the module's name in ``model``, for rules that depend on it.
 
     Raises:
         ValueError: The model holds no parallel layer.
@@ -60,9 +61,10 @@ def init_weights(model: nn.Module, fn: Callable[[nn.Module], Any] | None = None)
     comms: Any = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
     if comms is None:
         raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
-    fill = _reset if fn is None else fn
+    if fn is None:
+        fn, with_names = _reset, False
     with source_generator(comms, comms.device), torch.no_grad():
-        _init_module(model, fill, comms.device)
+        _init_module(model, "", fn if with_names else _nameless(fn), comms.device)
     return model
 
 
@@ -72,22 +74,26 @@ def _reset(module: nn.Module) -> None:
         reset()
 
 
-def _init_module(module: nn.Module, fill: Callable[[nn.Module], Any], device: torch.device) -> None:
-    for child in module.children():
-        _init_module(child, fill, device)
+def _nameless(fn: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]:
+    return lambda module, name: fn(module)
+
+
+def _init_module(module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device) -> None:
+    for child_name, child in module.named_children():
+        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
         module.to_empty(device=device, recurse=False)
     if hasattr(module, "load_serial"):
-        _init_layer(module, fill, was_meta)
+        _init_layer(module, name, fill, was_meta)
         return
-    fill(module)
-    if was_meta and not any(True for _ in module.parameters(recurse=False)) and fill is not _reset:
+    fill(module, name)
+    if was_meta and not any(True for _ in module.parameters(recurse=False)):
         _reset(module)
 
 
-def _init_layer(layer: Any, fill: Callable[[nn.Module], Any], was_meta: bool) -> None:
+def _init_layer(layer: Any, name: str, fill: Callable[[nn.Module, str], Any], was_meta: bool) -> None:
     """Fill the serial layer that ``layer`` stands for and keep this rank's part of what was touched."""
     if not layer.placements:
         return
@@ -96,12 +102,11 @@ def _init_layer(layer: Any, fill: Callable[[nn.Module], Any], was_meta: bool) ->
     parameters = dict(serial.named_parameters())
     for parameter in parameters.values():
         parameter.view(-1)[:1].fill_(torch.nan)  # still there afterwards: not touched
-    fill(serial)
-    untouched = [name for name, parameter in parameters.items() if parameter.view(-1)[:1].isnan().any()]
+    fill(serial, name)
+    untouched = [key for key, parameter in parameters.items() if parameter.view(-1)[:1].isnan().any()]
+    layer.load_serial(serial, [key for key in layer.placements if key not in untouched])
     if untouched and was_meta:
-        default = layer.serial(weight.device, weight.dtype)
+        del serial, parameters, parameter  # one whole layer at a time
+        default: Any = layer.serial(weight.device, weight.dtype)
         default.reset_parameters()
-        for name in untouched:
-            parameters[name].copy_(getattr(default, name))
-        untouched = []
-    layer.load_serial(serial, [name for name in layer.placements if name not in untouched])
+        layer.load_serial(default, untouched)

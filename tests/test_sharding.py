@@ -1,0 +1,96 @@
+"""shard, unshard, shard_input, unshard_output: round trips, gradients and errors."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import axo
+from tests.launcher import run_ranks
+
+
+def round_trips(grids):
+    dist.init_process_group("axo")
+    for grid in grids:
+        comms = axo.connect(grid)
+        for shape, splits, blocks in (
+            ((12, 8), (("x", "z"), ("y",)), None),
+            ((7, 5), (("x", "z"), ("y",)), None),
+            ((7, 5), (("y", "z"), ("x",)), None),
+            ((1, 9), (("x", "z"), ("y",)), None),
+            ((16, 6), (("x", "z"), ("y",)), (8, 4, 4)),
+            ((9,), (("x",),), (4, 3, 2)),
+            ((6, 3, 4), (("data", "z"), (), ("y",)), None),
+            ((5,), (), None),
+        ):
+            placement = axo.Placement(shape, splits, blocks, comms)
+            full = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape)
+            local = axo.shard(full, placement)
+            assert local.is_contiguous() and tuple(local.shape) == placement.local_shape()
+            assert torch.equal(axo.unshard(local, placement), full), (grid, shape, blocks)
+            local.requires_grad_()
+            (axo.unshard(local, placement) * full).sum().backward()
+            assert torch.equal(local.grad, local.detach()), "backward takes this rank's part of the gradient"
+        comms.close()
+
+
+def test_round_trips():
+    run_ranks(round_trips, 8, ["2x2x2x1", "1x2x2x2"], timeout=120)
+    run_ranks(round_trips, 6, ["3x1x2x1", "1x3x2x1"])
+
+
+def dtensors():
+    comms = axo.connect("2x2x2x1")
+    layers = [
+        axo.nn.Linear(8, 12, comms=comms),
+        axo.nn.Linear(8, 12, comms=comms, transposed=True),
+        axo.nn.Linear(8, 6, comms=comms),  # 3 rows of the block over z=2
+        axo.nn.Embedding(9, 8, comms=comms),
+        axo.nn.LayerNorm(8, comms=comms),
+    ]
+    for layer in layers:
+        for parameter in layer.parameters():
+            view = axo.to_dtensor(parameter)
+            assert view.shape == parameter.placement.global_shape
+            assert view.to_local().data_ptr() == parameter.data_ptr()
+            assert torch.equal(view.full_tensor(), axo.unshard(parameter.detach(), parameter.placement))
+    fused = axo.nn.Linear(8, 16, comms=comms, out_blocks=(8, 4, 4))
+    with pytest.raises(ValueError, match=r"row blocks \(8, 4, 4\) are split one by one over x=2"):
+        axo.to_dtensor(fused.weight)
+    with pytest.raises(ValueError, match="has no placement on a grid"):
+        axo.to_dtensor(torch.zeros(2))
+
+
+def test_dtensors_describe_the_same_shards():
+    run_ranks(dtensors, 8)
+
+
+def activations(grid):
+    comms = axo.connect(grid)
+    normal = axo.nn.Linear(8, 12, comms=comms)
+    fused = axo.nn.Linear(8, 16, comms=comms, out_blocks=(8, 4, 4))
+    wte = axo.nn.Embedding(9, 8, comms=comms)
+    x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
+    mine = axo.shard_input(normal, x)
+    rows, columns = 8 // (comms.grid.z * comms.grid.data), 8 // comms.grid.y
+    assert mine.shape == (rows, 3, columns) and mine.is_contiguous()
+    for layer in (normal, fused):
+        whole = axo.unshard_output(layer, layer(mine))
+        expected = torch.nn.functional.linear(x, layer.full_weight(), axo.unshard(layer.bias, layer.bias.placement))
+        assert torch.allclose(whole, expected, atol=1e-6)
+    ids = torch.arange(8).view(8, 1) % 9
+    assert axo.shard_input(wte, ids).shape == (rows, 1)
+    assert torch.equal(axo.unshard_output(wte, wte(axo.shard_input(wte, ids))), wte.full_weight()[ids])
+    uneven = torch.full((1 + comms.coords.z, 12 // comms.grid.x), float(comms.coords.z))  # any number of rows a rank
+    assert axo.unshard_output(normal, uneven)[:, 0].tolist() == [0.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"Linear: shard_input wants a last dim of 8, got \(8, 7\)"):
+        axo.shard_input(normal, torch.zeros(8, 7))
+    with pytest.raises(ValueError, match=r"the tensor has shape \(3, 3\), its placement says \(12, 8\)"):
+        axo.shard(torch.zeros(3, 3), normal)
+    with pytest.raises(ValueError, match=r"this rank's part has shape \(3, 3\), its placement says"):
+        axo.unshard(torch.zeros(3, 3), normal)
+    with pytest.raises(ValueError, match="int is neither a placement nor a parallel layer"):
+        axo.shard(x, 3)
+
+
+def test_activations_and_errors():
+    run_ranks(activations, 8, "2x2x2x1")
