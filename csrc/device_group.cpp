@@ -11,7 +11,7 @@ namespace host {
 // host_work.cpp keeps the groups of a thread, for both transports.
 bool inside_group();
 void at_group_end(void (*launch)() noexcept);
-}
+}  // namespace host
 
 namespace {
 

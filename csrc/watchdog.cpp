@@ -64,8 +64,9 @@ void Watchdog::hurry() {
 
 void Watchdog::run(const std::shared_ptr<State>& state) {
   // Without this, asking an event would break a capture that another thread has begun.
+  std::unique_ptr<DeviceGuard> guard;
   try {
-    DeviceGuard guard(*state->gpu, state->device);
+    guard = std::make_unique<DeviceGuard>(*state->gpu, state->device);
     state->gpu->relax_capture_rules();
   } catch (const Error&) {  // a runtime that is shutting down; nothing below depends on it
   }

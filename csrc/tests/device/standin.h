@@ -1,10 +1,10 @@
 // A GPU that is not there: streams, events, captures and the calls made, for machines without one.
 //
-// The stand-in libraries (libcudart, libcuda, libnccl; libamdhip64, librccl) are opened through the same tables as the real
-// ones and share this simulator, which the tests link too. "Device memory" is host memory. Work on a stream is a node that
-// runs when what it depends on has run, and only then: an event edge that is missing, or recorded too early, shows as a
-// wrong value or as an operation that completes while its gate is shut. Nothing depends on time.
-// It proves sequences, orders and error paths. It says nothing about speed, and it is not the vendors' code.
+// The stand-in libraries (libcudart, libcuda, libnccl; libamdhip64, librccl) are opened through the same tables as the
+// real ones and share this simulator, which the tests link too. "Device memory" is host memory. Work on a stream is a
+// node that runs when what it depends on has run, and only then: an event edge that is missing, or recorded too early,
+// shows as a wrong value or as an operation that completes while its gate is shut. Nothing depends on time. It proves
+// sequences, orders and error paths. It says nothing about speed, and it is not the vendors' code.
 #pragma once
 
 #include <cstddef>
@@ -93,13 +93,13 @@ void fail(const std::string& function, int code, int times = 1, int skip = 0);
 int injected(const std::string& function);
 
 struct Settings {
-  int nccl_version = 0;        // 0: the library's own
-  int init_polls = 0;          // "in progress" answers after everybody has come
-  int launch_polls = 0;        // the same for a launch; the work is on the stream only after them
+  int nccl_version = 0;  // 0: the library's own
+  int init_polls = 0;    // "in progress" answers after everybody has come
+  int launch_polls = 0;  // the same for a launch; the work is on the stream only after them
   bool register_nothing = false;
-  std::string last_error;      // ncclGetLastError
-  int async_error = 0;         // of every communicator
-  std::string pci;             // non-empty: every device's bus id
+  std::string last_error;  // ncclGetLastError
+  int async_error = 0;     // of every communicator
+  std::string pci;         // non-empty: every device's bus id
 };
 Settings& settings();
 

@@ -13,9 +13,9 @@
 #endif
 
 // Every call is noted, may be made to fail, and runs under the simulator's lock.
-#define ENTER(name)                                                             \
-  standin::note(NAME(name));                                                    \
-  if (const int code = standin::injected(NAME(name))) return code;              \
+#define ENTER(name)                                                \
+  standin::note(NAME(name));                                       \
+  if (const int code = standin::injected(NAME(name))) return code; \
   std::lock_guard<std::recursive_mutex> hold(standin::lock())
 
 using standin::Event;

@@ -1,0 +1,133 @@
+// Ranks as threads over the stand-in: one device, one context, one caller's stream each.
+#pragma once
+
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../../device_communicator.h"
+#include "../../device_context.h"
+#include "../check.h"
+#include "standin.h"
+
+namespace device {
+
+using axo::CallOptions;
+using axo::DeviceOptions;
+using axo::DType;
+using axo::Milliseconds;
+using axo::ReduceOp;
+using Comm = std::shared_ptr<axo::DeviceCommunicator>;
+
+// "cuda", "cuda13", "old" or "hip": which stand-ins this process uses.
+const std::string& family();
+inline bool is_hip() { return family() == "hip"; }
+inline bool is_old() { return family() == "old"; }
+// The folder of this family's libraries.
+std::string folder();
+
+class MapStore final : public axo::Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (broken_) throw axo::Error("the store is gone");
+    values_[key] = value;
+    changed_.notify_all();
+  }
+  std::string get(const std::string& key, Milliseconds timeout) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (broken_) throw axo::Error("the store is gone");
+    if (!changed_.wait_for(lock, timeout, [&] { return values_.count(key) > 0; })) {
+      throw axo::Timeout("store: no key " + key);
+    }
+    return values_[key];
+  }
+  void break_down() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    broken_ = true;
+  }
+  bool has(const std::string& key) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return values_.count(key) > 0;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::string, std::string> values_;
+  bool broken_ = false;
+};
+
+std::shared_ptr<axo::DeviceContext> new_context(int device);
+
+// One rank's side: made on the rank's thread.
+struct Rank {
+  std::shared_ptr<MapStore> store;
+  int rank, size;
+  std::shared_ptr<axo::DeviceContext> context;
+  void* stream;  // the caller's
+
+  Comm connect(const std::string& key = "world", DeviceOptions options = {}) {
+    options.name = options.name == "world" ? key : options.name;
+    options.device = rank;
+    options.context = context;
+    return axo::create_device_communicator(store, key, rank, size, options);
+  }
+  CallOptions on_stream(bool blocking = false) const {
+    CallOptions options;
+    options.stream = stream;
+    options.blocking = blocking;
+    return options;
+  }
+};
+
+// Runs fn on n threads; the first exception is thrown here, and so is a broken rule of the library.
+void ranks(int n, const std::function<void(Rank&)>& fn);
+
+// Holds ranks until all n have come; again and again.
+class Meet {
+ public:
+  explicit Meet(int n) : size_(n) {}
+  void here() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const int round = round_;
+    if (++come_ == size_) {
+      come_ = 0;
+      ++round_;
+      changed_.notify_all();
+    }
+    changed_.wait(lock, [&] { return round_ != round; });
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int size_, come_ = 0, round_ = 0;
+};
+
+// Waits for what another thread does, without a limit of its own: the test's deadline is the limit.
+inline void eventually(const std::function<bool()>& happened) {
+  while (!happened()) std::this_thread::sleep_for(Milliseconds(2));
+}
+
+template <class T>
+std::string text(const std::vector<T>& values) {
+  std::string all;
+  for (const auto& value : values) {
+    if constexpr (std::is_same_v<T, std::string>) {
+      all += (all.empty() ? "" : "; ") + value;
+    } else {
+      all += (all.empty() ? "" : " ") + std::to_string(value);
+    }
+  }
+  return all;
+}
+
+// This thread's calls without those that carry no order: device, capture and error questions.
+std::vector<std::string> sequence();
+
+}  // namespace device

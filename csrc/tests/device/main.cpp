@@ -1,0 +1,107 @@
+// tests FAMILY [substring]: runs the tests against the stand-ins of one family, each within a deadline.
+#include <libgen.h>
+#include <limits.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <cstring>
+
+#include "device_ranks.h"
+
+namespace device {
+namespace {
+std::string the_family = "cuda";
+const char* running = "";
+
+void on_alarm(int) {
+  (void)!::write(2, "TIMEOUT in ", 11);
+  (void)!::write(2, running, std::strlen(running));
+  (void)!::write(2, "\n", 1);
+  ::_exit(3);
+}
+}  // namespace
+
+const std::string& family() { return the_family; }
+
+std::string folder() {
+  char path[PATH_MAX] = {};
+  if (::readlink("/proc/self/exe", path, sizeof path - 1) < 0) throw std::runtime_error("readlink");
+  return std::string(::dirname(path)) + "/" + the_family;
+}
+
+std::shared_ptr<axo::DeviceContext> new_context(int device) {
+  const auto vendor = is_hip() ? axo::GpuVendor::hip : axo::GpuVendor::cuda;
+  return axo::DeviceContext::create(axo::GpuRuntime::open(vendor, {folder()}), axo::NcclApi::open(vendor, {folder()}),
+                                    device);
+}
+
+void ranks(int n, const std::function<void(Rank&)>& fn) {
+  auto store = std::make_shared<MapStore>();
+  std::mutex mutex;
+  std::string error;
+  std::vector<std::thread> threads;
+  for (int r = 0; r < n; ++r) {
+    threads.emplace_back([&, r] {
+      try {
+        standin::current_device() = r;
+        Rank rank{store, r, n, new_context(r), nullptr};
+        rank.stream = standin::create_stream(0);
+        standin::clear_calls();
+        fn(rank);
+        standin::destroy_stream(rank.stream);
+      } catch (const std::exception& e) {
+        std::lock_guard<std::mutex> lock(mutex);
+        if (error.empty()) error = "rank " + std::to_string(r) + ": " + e.what();
+        std::fprintf(stderr, "%s: rank %d: %s\n", running, r, e.what());  // others may now wait for this rank for ever
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  if (!error.empty()) throw check::Failed(error);
+  const auto broken = standin::violations();
+  if (!broken.empty()) throw check::Failed("rule broken: " + text(broken));
+}
+
+std::vector<std::string> sequence() {
+  std::vector<std::string> kept;
+  for (const auto& call : standin::calls()) {
+    bool question = false;
+    for (const char* name : {"GetDevice", "SetDevice", "IsCapturing", "GetCaptureInfo", "EventQuery", "EventCreate",
+                             "EventDestroy", "GetAsyncError"}) {
+      question |= call.find(name) != std::string::npos;
+    }
+    if (!question)
+      kept.push_back(call.rfind("cuda", 0) == 0 ? call.substr(4) : call.rfind("hip", 0) == 0 ? call.substr(3) : call);
+  }
+  return kept;
+}
+
+}  // namespace device
+
+int main(int argc, char** argv) {
+  if (argc > 1) device::the_family = argv[1];
+  const char* filter = argc > 2 ? argv[2] : "";
+  ::signal(SIGALRM, device::on_alarm);
+  int failed = 0, ran = 0;
+  for (const auto& test : check::tests()) {
+    if (std::strstr(test.name, filter) == nullptr) continue;
+    ++ran;
+    device::running = test.name;
+    ::alarm(25);
+    standin::reset();
+    const long before = check::checks();
+    std::string error;
+    try {
+      test.run();
+    } catch (const std::exception& e) {
+      error = e.what();
+    }
+    std::printf("%-44s %6ld checks  %s\n", test.name, check::checks() - before,
+                error.empty() ? "ok" : ("FAILED " + error).c_str());
+    std::fflush(stdout);
+    failed += !error.empty();
+  }
+  ::alarm(0);
+  std::printf("%d tests, %d failed\n", ran, failed);
+  return failed || ran == 0 ? 1 : 0;
+}

@@ -1,0 +1,18 @@
+// libcuda over the simulator: the two calls that CUDA's runtime library does not have.
+#include "standin.h"
+
+extern "C" {
+
+int cuStreamWaitValue32_v2(void* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  standin::note("cuStreamWaitValue32_v2");
+  if (flags != 0) return 1;
+  return standin::wait_value(stream, reinterpret_cast<const void*>(address), value);
+}
+
+int cuStreamWriteValue32_v2(void* stream, unsigned long long address, std::uint32_t value, unsigned flags) {
+  standin::note("cuStreamWriteValue32_v2");
+  if (flags != 0) return 1;
+  return standin::write_value(stream, reinterpret_cast<void*>(address), value);
+}
+
+}  // extern "C"

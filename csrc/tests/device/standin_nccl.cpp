@@ -1,0 +1,391 @@
+// libnccl (librccl with AXO_STANDIN_HIP) over the simulator: communicators of threads that really reduce and move.
+//
+// AXO_STANDIN_OLD leaves out what version 2.21 has not: one-call gather, scatter and all-to-all, windows.
+// An operation runs when it has been reached on the streams of all ranks. Ranks that differ in kind or size never
+// finish, as on a GPU.
+#include <atomic>
+#include <condition_variable>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <set>
+
+#include "../../nccl_api.h"
+#include "standin.h"
+#include "standin_math.h"
+
+#ifdef AXO_STANDIN_OLD
+constexpr int kOwnVersion = 22105;
+#elif defined(AXO_STANDIN_HIP)
+constexpr int kOwnVersion = 22703;
+#else
+constexpr int kOwnVersion = 23203;
+#endif
+
+using axo::NcclConfig;
+using axo::NcclUniqueId;
+using standin::Action;
+
+namespace {
+
+enum class Kind { all_reduce, all_gather, reduce_scatter, broadcast, reduce, send, recv, all_to_all, gather, scatter };
+
+struct Comm;
+
+struct Call {
+  Kind kind;
+  const void* in;
+  void* out;
+  std::size_t count;
+  int type;
+  int op;
+  int root;  // or peer
+  double factor = 1;
+};
+
+// One operation of one rank that the rank's stream has reached.
+struct Arrival {
+  Call call;
+  Comm* comm;
+  bool done = false;
+};
+using ArrivalPtr = std::shared_ptr<Arrival>;
+
+struct Clique {
+  int size = 0;
+  std::vector<Comm*> members;
+  std::vector<std::vector<ArrivalPtr>> collectives;                     // [n][rank]
+  std::map<std::pair<int, int>, std::vector<ArrivalPtr>> sends, recvs;  // (from, to)
+  struct Split {
+    std::map<int, std::pair<int, int>> wishes;  // rank -> (color, key)
+    std::map<int, Comm**> outs;
+    std::map<int, NcclConfig> configs;
+  };
+  std::vector<Split> splits;
+};
+
+struct Comm {
+  std::shared_ptr<Clique> clique;
+  int rank = 0;
+  int device = 0;
+  NcclConfig config{};
+  std::size_t collectives = 0, splits = 0;
+  int polls = 0;  // "in progress" answers still to give
+  bool split_pending = false;
+  bool finalized = false;
+  int async = 0;
+  std::vector<std::pair<standin::Stream*, standin::Maker>> held;  // launches that wait for the polls
+  std::map<int, double> factors;
+  int next_op = 5;
+  std::set<void*> registered;
+};
+
+struct Library {
+  std::map<std::string, std::shared_ptr<Clique>> cliques;
+  std::set<Comm*> live;
+  int ids = 0;
+  std::atomic<int> inside[standin::kDevices]{};
+};
+Library& library() {
+  static Library* the = new Library;
+  return *the;
+}
+
+struct Group {
+  int depth = 0;
+  std::vector<std::tuple<Comm*, void*, Call>> calls;
+};
+Group& group() {
+  static thread_local Group the;
+  return the;
+}
+
+// NCCL must not be entered by two threads for one device at a time.
+class Inside {
+ public:
+  explicit Inside(const char* name) : device_(standin::current_device()) {
+    if (library().inside[device_]++ > 0)
+      standin::violation(std::string(name) + ": two threads in the library for one device");
+  }
+  ~Inside() { --library().inside[device_]; }
+
+ private:
+  int device_;
+};
+
+#define ENTER(name, ...)                                     \
+  do {                                                       \
+    char text[160];                                          \
+    std::snprintf(text, sizeof text, name __VA_ARGS__);      \
+    standin::note(text);                                     \
+  } while (0);                                               \
+  if (const int code = standin::injected(name)) return code; \
+  Inside inside(name);                                       \
+  std::lock_guard<std::recursive_mutex> hold(standin::lock())
+
+bool alive(Comm* comm) { return library().live.count(comm) > 0; }
+bool complete(const Clique& clique) { return static_cast<int>(clique.members.size()) == clique.size; }
+
+int state_of(Comm& comm) {
+  if (comm.async) return comm.async;
+  if (!complete(*comm.clique) || comm.polls > 0 || comm.split_pending) return axo::kNcclInProgress;
+  return axo::kNcclSuccess;
+}
+
+// --- Running what has arrived. ---
+
+char* part(void* base, std::size_t index, const Call& c) {
+  return static_cast<char*>(base) + index * c.count * standin::bytes_of(c.type);
+}
+const char* part(const void* base, std::size_t index, const Call& c) { return part(const_cast<void*>(base), index, c); }
+
+std::vector<double> reduced(const std::vector<ArrivalPtr>& ranks, std::size_t index) {
+  const Call& first = ranks[0]->call;
+  std::vector<double> sum = standin::load(part(first.in, index, first), first.count, first.type, first.factor);
+  for (std::size_t r = 1; r < ranks.size(); ++r) {
+    const Call& c = ranks[r]->call;
+    standin::combine(sum, standin::load(part(c.in, index, c), c.count, c.type, c.factor), c.factor != 1 ? 0 : c.op);
+  }
+  if (first.op == axo::kNcclAvg) {
+    for (double& x : sum) x /= static_cast<double>(ranks.size());
+  }
+  return sum;
+}
+
+void run(const std::vector<ArrivalPtr>& ranks) {
+  const int size = static_cast<int>(ranks.size());
+  const Call& first = ranks[0]->call;
+  const std::size_t bytes = first.count * standin::bytes_of(first.type);
+  // Results first, stores second: ranks may work in place.
+  std::vector<std::vector<double>> sums;
+  std::map<std::pair<int, int>, std::string> moves;  // (to, slot) -> bytes
+  const auto take = [&](int to, int slot, const void* from) {
+    moves[{to, slot}].assign(static_cast<const char*>(from), bytes);
+  };
+  for (int r = 0; r < size; ++r) {
+    const Call& c = ranks[r]->call;
+    switch (first.kind) {
+      case Kind::all_reduce:
+      case Kind::reduce:
+        if (r == 0) sums.push_back(reduced(ranks, 0));
+        break;
+      case Kind::reduce_scatter:
+        sums.push_back(reduced(ranks, r));
+        break;
+      case Kind::all_gather:
+        for (int to = 0; to < size; ++to) take(to, r, c.in);
+        break;
+      case Kind::broadcast:
+        take(r, 0, ranks[first.root]->call.in);
+        break;
+      case Kind::gather:
+        take(first.root, r, c.in);
+        break;
+      case Kind::scatter:
+        take(r, 0, part(ranks[first.root]->call.in, r, first));
+        break;
+      default:
+        for (int to = 0; to < size; ++to) take(to, r, part(c.in, to, c));
+    }
+  }
+  for (int r = 0; r < size; ++r) {
+    const Call& c = ranks[r]->call;
+    if (first.kind == Kind::reduce && r != first.root) continue;
+    if (!sums.empty()) standin::store(c.out, sums[sums.size() == 1 ? 0 : r], c.type);
+  }
+  for (const auto& [place, data] : moves) {
+    const Call& c = ranks[place.first]->call;
+    std::memcpy(part(c.out, place.second, c), data.data(), data.size());
+  }
+  for (const auto& arrival : ranks) arrival->done = true;
+}
+
+bool alike(const Call& a, const Call& b) {
+  return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op && a.root == b.root;
+}
+
+void arrive(const ArrivalPtr& arrival, std::size_t number) {
+  Comm& comm = *arrival->comm;
+  Clique& clique = *comm.clique;
+  const Call& c = arrival->call;
+  if (c.kind == Kind::send || c.kind == Kind::recv) {
+    const bool sends = c.kind == Kind::send;
+    const auto route = sends ? std::make_pair(comm.rank, c.root) : std::make_pair(c.root, comm.rank);
+    (sends ? clique.sends : clique.recvs)[route].push_back(arrival);
+    auto &from = clique.sends[route], &to = clique.recvs[route];
+    while (!from.empty() && !to.empty()) {
+      const Call &s = from.front()->call, &r = to.front()->call;
+      if (s.count != r.count || s.type != r.type) return;  // never finishes
+      std::memcpy(r.out, s.in, s.count * standin::bytes_of(s.type));
+      from.front()->done = to.front()->done = true;
+      from.erase(from.begin());
+      to.erase(to.begin());
+    }
+    return;
+  }
+  if (clique.collectives.size() <= number) clique.collectives.resize(number + 1);
+  auto& ranks = clique.collectives[number];
+  ranks.resize(clique.size);
+  ranks[comm.rank] = arrival;
+  for (const auto& other : ranks) {
+    if (!other || !alike(other->call, c)) return;
+  }
+  run(ranks);
+}
+
+// The launch of several calls on one communicator and stream: one kernel, done when all of them are.
+Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
+  struct State {
+    std::vector<ArrivalPtr> arrivals;
+    std::vector<std::size_t> numbers;
+    bool arrived = false;
+  };
+  auto state = std::make_shared<State>();
+  for (const Call& call : calls) {
+    state->arrivals.push_back(std::make_shared<Arrival>(Arrival{call, comm}));
+    const bool p2p = call.kind == Kind::send || call.kind == Kind::recv;
+    state->numbers.push_back(p2p ? 0 : comm->collectives++);
+  }
+  Action action;
+  action.ready = [state, comm] {
+    if (!alive(comm)) return true;  // aborted: the kernel ends with nothing done
+    if (!state->arrived) {
+      state->arrived = true;
+      for (std::size_t i = 0; i < state->arrivals.size(); ++i) arrive(state->arrivals[i], state->numbers[i]);
+    }
+    for (const auto& arrival : state->arrivals) {
+      if (!arrival->done) return false;
+    }
+    return true;
+  };
+  return action;
+}
+
+int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls) {
+  std::vector<std::pair<std::pair<Comm*, standin::Stream*>, std::vector<Call>>> kernels;
+  for (const auto& [comm, stream, call] : calls) {
+    standin::Stream* s = standin::stream_of(stream);
+    if (!alive(comm) || !s || s->device != comm->device) return axo::kNcclInvalidArgument;
+    if (comm->async) return comm->async;
+    if (state_of(*comm) == axo::kNcclInProgress) return axo::kNcclInvalidUsage;
+    const auto where = std::make_pair(comm, s);
+    if (kernels.empty() || kernels.back().first != where) {
+      auto it = kernels.begin();
+      while (it != kernels.end() && it->first != where) ++it;
+      if (it == kernels.end()) {
+        kernels.push_back({where, {call}});
+      } else {
+        it->second.push_back(call);
+      }
+    } else {
+      kernels.back().second.push_back(call);
+    }
+  }
+  const int polls = standin::settings().launch_polls;
+  for (const auto& [where, list] : kernels) {
+    Comm* comm = where.first;
+    const standin::Maker make = [comm, calls = list] { return kernel_of(comm, calls); };
+    if (polls > 0) {
+      comm->polls = polls;
+      comm->held.emplace_back(where.second, make);
+    } else {
+      standin::enqueue(*where.second, make);
+    }
+  }
+  return polls > 0 && !kernels.empty() ? axo::kNcclInProgress : axo::kNcclSuccess;
+}
+
+int issue(Comm* comm, void* stream, Call call) {
+  const auto factor = comm && alive(comm) ? comm->factors.find(call.op) : std::map<int, double>::iterator{};
+  if (comm && alive(comm) && call.op > axo::kNcclAvg) {
+    if (factor == comm->factors.end()) return axo::kNcclInvalidArgument;
+    call.factor = factor->second;
+  }
+  if (group().depth > 0) {
+    group().calls.emplace_back(comm, stream, call);
+    return axo::kNcclSuccess;
+  }
+  return launch({{comm, stream, call}});
+}
+
+int version() { return standin::settings().nccl_version ? standin::settings().nccl_version : kOwnVersion; }
+
+// sizeof(ncclConfig_t), as the compiler says from the headers of these versions.
+bool valid(const NcclConfig* config) {
+  static const std::map<int, std::size_t> kBytes = {{21800, 48}, {22600, 48}, {22700, 72},  {22800, 80},
+                                                    {22900, 88}, {23000, 96}, {23100, 112}, {23200, 120}};
+  const int minor = std::min(version(), 23203) / 100 * 100;
+  return config && config->magic == 0xcafebeef && config->size == std::prev(kBytes.upper_bound(minor))->second &&
+         static_cast<int>(config->version) == std::min(version(), 23203) && config->blocking == 0;
+}
+
+}  // namespace
+
+// The rest of the library's functions: communicators and registration.
+#include "standin_nccl_comm.inc"
+
+extern "C" {
+
+int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm, void* stream) {
+  ENTER("ncclAllReduce", " count=%zu type=%d op=%d", count, type, op);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_reduce, in, out, count, type, op, 0});
+}
+int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
+  ENTER("ncclAllGather", " count=%zu type=%d", count, type);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_gather, in, out, count, type, 0, 0});
+}
+int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, int op, void* comm, void* stream) {
+  ENTER("ncclReduceScatter", " count=%zu type=%d op=%d", count, type, op);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce_scatter, in, out, count, type, op, 0});
+}
+int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
+  ENTER("ncclBroadcast", " count=%zu type=%d root=%d", count, type, root);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::broadcast, in, out, count, type, 0, root});
+}
+int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm, void* stream) {
+  ENTER("ncclReduce", " count=%zu type=%d op=%d root=%d", count, type, op, root);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce, in, out, count, type, op, root});
+}
+int ncclSend(const void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
+  ENTER("ncclSend", " count=%zu type=%d peer=%d", count, type, peer);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::send, data, nullptr, count, type, 0, peer});
+}
+int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
+  ENTER("ncclRecv", " count=%zu type=%d peer=%d", count, type, peer);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::recv, nullptr, data, count, type, 0, peer});
+}
+#ifndef AXO_STANDIN_OLD
+#ifdef AXO_STANDIN_HIP
+#define ALL_TO_ALL ncclAllToAll
+#else
+#define ALL_TO_ALL ncclAlltoAll
+#endif
+int ALL_TO_ALL(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
+  ENTER("ncclAlltoAll", " count=%zu type=%d", count, type);
+  if (in == out && count) return axo::kNcclInvalidArgument;
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_to_all, in, out, count, type, 0, 0});
+}
+int ncclGather(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
+  ENTER("ncclGather", " count=%zu type=%d root=%d", count, type, root);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::gather, in, out, count, type, 0, root});
+}
+int ncclScatter(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
+  ENTER("ncclScatter", " count=%zu type=%d root=%d", count, type, root);
+  return issue(static_cast<Comm*>(comm), stream, {Kind::scatter, in, out, count, type, 0, root});
+}
+#endif
+int ncclGroupStart() {
+  ENTER("ncclGroupStart");
+  ++group().depth;
+  return 0;
+}
+int ncclGroupEnd() {
+  ENTER("ncclGroupEnd");
+  if (group().depth == 0) return axo::kNcclInvalidUsage;
+  if (--group().depth > 0) return 0;
+  const auto calls = std::move(group().calls);
+  group().calls.clear();
+  return launch(calls);
+}
+
+}  // extern "C"

@@ -1,0 +1,236 @@
+// How communicators come to be: configuration, rendezvous, split, registration.
+// Oracle: what the library is told (the stand-in checks size and version of the configuration against real headers),
+// and one clear error on every rank.
+#include "device_ranks.h"
+
+namespace device {
+namespace {
+
+const auto f32 = DType::float32;
+
+TEST(configuration_of_every_version) {
+  const int own = is_old() ? 22105 : is_hip() ? 22703 : 23203;
+  for (int version : {21801, 22105, 22602, 22703, 22809, 22907, 23004, 23102, 23203, 23900}) {
+    if (version > own && is_old()) continue;
+    standin::settings().nccl_version = version;
+    ranks(2, [&](Rank& me) {
+      DeviceOptions options;
+      options.min_ctas = 2;
+      options.max_ctas = 8;
+      options.cga_cluster_size = 2;
+      options.zero_cta = true;
+      Comm comm = me.connect("versioned", options);
+      CHECK_EQ(comm->library_version(), version);
+      const std::string calls = text(standin::calls());
+      CHECK(calls.find("ncclCommInitRankConfig size=2 rank=" + std::to_string(me.rank) +
+                       " blocking=0 minCTAs=2 maxCTAs=8") != std::string::npos);
+      CHECK_EQ(comm->reserved_ctas(), 8);
+      Comm twin = me.connect("twin", options);
+      CHECK_EQ(comm->reserved_ctas(), 16);
+      twin->shutdown();
+      CHECK_EQ(comm->reserved_ctas(), 8);
+      comm->shutdown();
+    });
+  }
+}
+
+TEST(a_version_that_is_too_old) {
+  standin::settings().nccl_version = 21703;
+  CHECK_THROWS(axo::Error, "got 2.17.3, expected 2.18 or newer", new_context(0));
+}
+
+TEST(launch_order_comes_from_the_environment_or_the_configuration) {
+  ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+  standin::settings().nccl_version = 23102;
+  new_context(0);
+  CHECK(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") == nullptr);
+  standin::settings().nccl_version = 22105;
+  new_context(0);
+  CHECK(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") == nullptr);
+  standin::settings().nccl_version = 22809;
+  new_context(0);
+  CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "1");
+  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1);
+  new_context(0);
+  CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "0");  // the user's word
+  ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+}
+
+TEST(init_that_takes_its_time) {
+  standin::settings().init_polls = 5;
+  ranks(3, [](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(Milliseconds(30000));
+    CHECK_EQ(x, 3.0f);
+    comm->shutdown();
+  });
+}
+
+TEST(a_rank_that_never_comes) {
+  ranks(2, [](Rank& me) {
+    if (me.rank == 1) return;
+    DeviceOptions options;
+    options.timeout = Milliseconds(100);
+    CHECK_THROWS(axo::Error, "store: no key lonely/hello/1", me.connect("lonely", options));
+    // It introduced itself, but does not enter the library.
+    me.store->set("half/hello/1", me.store->get("lonely/hello/0", Milliseconds(0)) + "x");
+    CHECK_THROWS(axo::Timeout, "ncclCommInitRankConfig could not be launched in time", me.connect("half", options));
+  });
+}
+
+TEST(two_ranks_on_one_gpu) {
+  standin::settings().pci = "0000:17:00.0";
+  ranks(2,
+        [](Rank& me) { CHECK_THROWS(axo::Error, "ranks 0 and 1 are on the same GPU (0000:17:00.0)", me.connect()); });
+  ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+  ranks(2, [](Rank& me) {
+    if (me.context->nccl().version() >= 23000) {
+      me.connect()->shutdown();
+    } else {
+      CHECK_THROWS(axo::Error, "are on the same GPU", me.connect());
+    }
+  });
+  ::unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+}
+
+TEST(ranks_with_different_libraries) {
+  ranks(2, [](Rank& me) {
+    if (me.rank == 0) {
+      CHECK_THROWS(axo::Error, "rank 1 has nccl 2.1.0, rank 0 has", me.connect());
+    } else {
+      me.store->set("world/hello/1", "nccl 2.1.0\nhost 0000:01:00.0");
+    }
+  });
+}
+
+TEST(bad_answers_in_the_rendezvous) {
+  for (const auto& [answer, said] :
+       std::vector<std::pair<std::string, std::string>>{{"ok abc", "hex digits of the unique id: got 3, expected 256"},
+                                                        {"ok " + std::string(256, 'Z'), "a digit of the unique id"},
+                                                        {"no way", "rendezvous of GPU ranks: way"},
+                                                        {"", "bad answer from rank 0"}}) {
+    ranks(1, [&](Rank& me) {
+      me.store->set("world/id", answer);
+      DeviceOptions options;
+      options.context = me.context;
+      CHECK_THROWS(axo::Error, said, axo::create_device_communicator(me.store, "world", 1, 2, options));
+    });
+  }
+}
+
+TEST(wrong_options) {
+  ranks(1, [](Rank& me) {
+    DeviceOptions options;
+    options.context = me.context;
+    const auto create = [&](int rank, int size) {
+      axo::create_device_communicator(me.store, "w", rank, size, options);
+    };
+    CHECK_THROWS(axo::Error, "size: got 0", create(0, 0));
+    CHECK_THROWS(axo::Error, "rank: got 3, expected a rank below 3", create(3, 3));
+    CHECK_THROWS(axo::Error, "store: got none", axo::create_device_communicator(nullptr, "w", 0, 2, options));
+    options.max_ctas = 4;
+    options.min_ctas = 5;
+    CHECK_THROWS(axo::Error, "min_ctas: got 5, expected at most max_ctas = 4", create(0, 1));
+    options.min_ctas = -1;
+    CHECK_THROWS(axo::Error, "CTA limits", create(0, 1));
+    CHECK_THROWS(axo::Error, "device: got 99, expected below 8", new_context(99));
+    options.min_ctas = 0;
+    auto alone = axo::create_device_communicator(nullptr, "w", 0, 1, options);  // needs no store
+    CHECK_EQ(std::string(alone->transport()), is_hip() ? "rccl" : "nccl");
+    CHECK_EQ(alone->device(), 0);
+    CHECK_EQ(alone->name(), "world");
+    alone->shutdown();
+  });
+}
+
+TEST(split_by_color_and_key) {
+  ranks(4, [](Rank& me) {
+    DeviceOptions options;
+    options.max_ctas = 4;
+    options.split_share = true;
+    Comm world = me.connect("world", options);
+    // Two rows of two, in reverse order of rank.
+    auto row = std::dynamic_pointer_cast<axo::DeviceCommunicator>(world->split(me.rank / 2, -me.rank, "row"));
+    CHECK_EQ(row->size(), 2);
+    CHECK_EQ(row->rank(), 1 - me.rank % 2);
+    CHECK_EQ(row->name(), "row");
+    CHECK_EQ(world->reserved_ctas(), 8);
+    CHECK(text(standin::calls())
+                  .find("ncclCommSplit color=" + std::to_string(me.rank / 2) + " key=-" + std::to_string(me.rank)) !=
+              std::string::npos ||
+          me.rank == 0);
+    float x = static_cast<float>(me.rank), all[2] = {};
+    row->all_gather(&x, all, 1, f32, me.on_stream())->wait();
+    standin::synchronize(me.stream);
+    CHECK_EQ(all[0], static_cast<float>(me.rank / 2 * 2 + 1));
+    CHECK_EQ(all[1], static_cast<float>(me.rank / 2 * 2));
+    // Some take no part.
+    auto some = world->split(me.rank == 3 ? -1 : 0, 0, "some");
+    CHECK_EQ(some == nullptr, me.rank == 3);
+    if (some) {
+      CHECK_EQ(some->size(), 3);
+      CHECK_EQ(some->rank(), me.rank);
+      some->shutdown();
+    }
+    row->shutdown();
+    world->shutdown();
+  });
+}
+
+TEST(split_that_fails) {
+  ranks(1, [](Rank& me) {
+    Comm world = me.connect();
+    standin::fail("ncclCommSplit", axo::kNcclInternalError);
+    CHECK_THROWS(axo::Error, "ncclCommSplit: some error of the library (3)", world->split(0, 0, "child"));
+    CHECK_THROWS(axo::Aborted, "ncclCommSplit", world->barrier(me.on_stream()));
+    world->shutdown();
+  });
+}
+
+TEST(registered_memory) {
+  ranks(2, [](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    if (is_old()) {
+      CHECK(comm->register_buffer(&x, 4, false) == nullptr);
+      CHECK(comm->register_buffer(&x, 4, true) == nullptr);
+      CHECK_THROWS(axo::Error, "got 2.21.5, expected 2.27 or newer", comm->allocate(64));
+      comm->shutdown();
+      return;
+    }
+    auto local = comm->register_buffer(&x, 4, false);
+    auto memory = comm->allocate(4096);
+    auto window = comm->register_buffer(memory.get(), 4096, true);
+    CHECK(window.get() == memory.get());
+    CHECK(text(standin::calls()).find("ncclCommWindowRegister bytes=4096 flags=1") != std::string::npos);
+    local.reset();
+    CHECK(text(standin::calls()).find("ncclCommDeregister") != std::string::npos);
+    auto kept = comm->register_buffer(&x, 4, false);
+    standin::settings().register_nothing = true;
+    CHECK(comm->register_buffer(&x, 4, false) == nullptr);
+    standin::settings().register_nothing = false;
+    comm->shutdown();  // drops what is left: the stand-in refuses to destroy a communicator with registrations
+    CHECK(text(standin::calls()).find("ncclCommDestroy") != std::string::npos);
+    CHECK(text(standin::calls()).find("ncclCommAbort") == std::string::npos);
+    window.reset();  // and these have nothing left to do
+    kept.reset();
+  });
+  CHECK_EQ(standin::live_allocations(), 0);
+}
+
+TEST(deregistration_that_fails) {
+  if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_registration()); });
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    auto buffer = comm->register_buffer(&x, 4, false);
+    standin::fail("ncclCommDeregister", axo::kNcclInternalError);
+    buffer.reset();
+    CHECK_THROWS(axo::Aborted, "deregistration", comm->barrier(me.on_stream()));
+    comm->shutdown();
+  });
+}
+
+}  // namespace
+}  // namespace device
