@@ -140,9 +140,11 @@ void Engine::run() {
   duty_.notify_all();
   for (;;) {
     on_duty_.store(false);
-    duty_.wait(lock, [this] { return pending_.load() > 0 && waiters_.load() == 0; });
-    on_duty_.store(true);
+    const bool work = duty_.wait_for(lock, std::chrono::milliseconds(500),
+                                     [this] { return pending_.load() > 0 && waiters_.load() == 0; });
+    on_duty_.store(work);
     lock.unlock();
+    flight_.poll();
     auto last_check = Clock::now();
     while (pending_.load() > 0 && waiters_.load() == 0) {
       if (drive(nullptr, false)) continue;
@@ -155,6 +157,7 @@ void Engine::run() {
       const auto now = Clock::now();
       if (now - last_check >= kTick) {
         drive(nullptr, true);
+        flight_.poll();
         last_check = now;
       }
     }

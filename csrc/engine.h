@@ -22,6 +22,7 @@
 #include <mutex>
 #include <vector>
 
+#include "flight_recorder.h"
 #include "segment.h"
 
 namespace axo::host {
@@ -75,6 +76,7 @@ class Engine {
   int page_fd() const { return page_fd_.get(); }
   const std::shared_ptr<Process>& self() const { return self_; }
   int cores() const { return cores_; }
+  FlightLog& flight() { return flight_; }
 
   void add(const std::shared_ptr<Client>& client);
   void remove(const Client* client);
@@ -116,6 +118,8 @@ class Engine {
   std::mutex duty_mutex_;
   std::condition_variable duty_;
   bool running_ = false;
+
+  FlightLog flight_;
 
   std::mutex graveyard_mutex_;
   std::vector<std::shared_ptr<void>> graveyard_;

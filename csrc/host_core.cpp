@@ -13,14 +13,35 @@ HostCore::HostCore(Membership membership)
       layout_(m_.size),
       base_(m_.segment->base()),
       crowded_(m_.size > engine_.cores()),
+      flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size)),
       rounds_(*this),
-      messages_(*this) {}
+      messages_(*this) {
+  engine_.flight().add(flight_);
+}
+
+void HostCore::record_issue(HostWork& work) {
+  const Request& r = work.request;
+  const bool reduces = r.kind == Kind::all_reduce || r.kind == Kind::reduce || r.kind == Kind::reduce_scatter;
+  const bool rooted = r.point_to_point() || r.kind == Kind::broadcast || r.kind == Kind::reduce ||
+                      r.kind == Kind::gather || r.kind == Kind::scatter;
+  FlightEntry e;
+  e.op = name_of(r.kind);
+  e.sequence = work.sequence;
+  e.dtype = r.dtype;
+  e.count = r.count;
+  e.reduce = reduces ? name_of(r.op) : nullptr;
+  e.root = rooted ? r.root : -1;
+  e.tag = r.tag;
+  e.issued = work.issue_time();
+  work.flight = flight_->issued(e);
+}
 
 void HostCore::submit(const std::vector<HostWorkPtr>& works) {
   {
     std::lock_guard<std::mutex> lock(incoming_mutex_);
     for (const auto& work : works) {
       work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++);
+      record_issue(*work);
       incoming_.push_back(work);
       pending.fetch_add(1);
       engine_.started();
@@ -56,7 +77,10 @@ bool HostCore::progress(bool check) {
 bool HostCore::leave_and_complete() {
   std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended;
   ended.swap(ended_);
+  const bool tell = std::exchange(tell_flight_, false);
   leave();
+  for (const auto& [work, error] : ended) flight_->ended(work->flight, error != nullptr);
+  if (tell) engine_.flight().write();
   if (ended.empty()) return false;
   const auto self = shared_from_this();  // the last work may hold the last reference
   for (auto& [work, error] : ended) {
@@ -103,6 +127,7 @@ void HostCore::take_incoming() {
   }
   for (auto& work : works) {
     if (work->request.point_to_point()) {
+      flight_->started(work->flight);
       messages_.add(std::move(work));
     } else {
       queue_.push_back(std::move(work));
@@ -117,6 +142,7 @@ bool HostCore::advance() {
       if (queue_.empty()) break;
       HostWorkPtr next = std::move(queue_.front());
       queue_.pop_front();
+      flight_->started(next->flight);
       rounds_.start(std::move(next));
       moved = true;
     }
@@ -202,6 +228,9 @@ void HostCore::fail(const Failure& failure) {
   record.state.store(1, std::memory_order_release);
   tickets.fetch_add(1, std::memory_order_acq_rel);
   failed_.store(true, std::memory_order_release);
+  flight_->failure(failure.kind == FailureKind::peer_lost ? "rank " + std::to_string(failure.peer) + " " + failure.text
+                                                          : failure.text);
+  tell_flight_ = true;
   for (int p = 0; p < m_.size; ++p) ring(p);
   end_all();
 }

@@ -80,6 +80,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   bool adopt_abort();
   void end_all();
   void set_waits_for();
+  void record_issue(HostWork& work);
   std::exception_ptr error_for(const HostWork& work) const;
   std::string timeout_text(const HostWork& work) const;
   std::string peer_position(int peer) const;
@@ -90,6 +91,8 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   char* base_;
   bool crowded_;
 
+  std::shared_ptr<FlightRecorder> flight_;
+
   std::mutex incoming_mutex_;
   std::vector<HostWorkPtr> incoming_;
   std::atomic<bool> has_incoming_{false};
@@ -99,6 +102,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   std::atomic<int> gate_{0};
   // Behind the gate.
   std::deque<HostWorkPtr> queue_;
+  bool tell_flight_ = false;  // this rank has failed: write the flight file once out of the gate
   Rounds rounds_;
   Messages messages_;
   std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended_;

@@ -53,6 +53,7 @@ class HostWork final : public Work {
 
   const Request request;
   std::uint64_t sequence = 0;
+  std::uint64_t flight = 0;  // its number in the flight recorder
   // The progress of a point-to-point transfer.
   std::uint64_t message = 0;
   std::size_t moved = 0;
