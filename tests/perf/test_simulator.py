@@ -1,7 +1,7 @@
 """The event-driven simulator, on schedules small enough to work out by hand.
 
-Oracles: hand-made timelines; conservation (a stream's busy time is the sum of its operations, memory returns to where it
-began); the trace format's own rules.
+Oracles: hand-made timelines; conservation (a stream's busy time is the sum of its operations, memory returns to where
+it began); the trace format's own rules.
 """
 
 import json
@@ -134,7 +134,7 @@ def test_stragglers_slow_a_step_and_the_seed_decides() -> None:
     assert first.seconds == again.seconds != other.seconds
     assert even.seconds * 1.02 < first.seconds < even.seconds * 1.5
     assert len(even.ranks) == 1 and sorted(first.ranks) == [0, 1, 30, 31, 96, 97, 126, 127]
-    with pytest.raises(ValueError, match="straggle=1.5 is not between 0 and 1"):
+    with pytest.raises(ValueError, match=r"straggle=1\.5 is not between 0 and 1"):
         simulator.simulate(workload, grid, on, run, straggle=1.5)
 
 

@@ -211,6 +211,58 @@ def reproduce(
             _write(html, report.reproduction_page(groups, notes, drawn))
 
 
+@app.command()
+@_clean
+def profile(
+    ranks: Annotated[int, typer.Option(help="Local CPU ranks (one host); under torchrun its world counts.")] = 2,
+    out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.yaml"),
+    model: Model = "pythia-14m",
+    rows: Annotated[int, typer.Option(help="Rows of the products before z shards them.")] = 2048,
+    message: Annotated[str, typer.Option(help="Bytes of the large message: 64M.")] = "64M",
+    repeats: Annotated[int, typer.Option(help="Repeats of every measurement; the best counts.")] = 5,
+) -> None:
+    """Measure this machine's collectives and products, and write a machine file for axo plan."""
+    from axo import launch
+    from axo.perf import profile as profiling
+
+    size = tokens_of(message, batch=True)
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} is not at least 1")
+    if not out.parent.is_dir():
+        raise ValueError(f"folder {str(out.parent)!r} does not exist")
+    me = launch.Rank.from_environment()
+    arguments = (ranks if me is None else me.world_size, model, rows, size, repeats)
+    if me is None:
+        try:
+            fields = launch.launch_local(_profile_rank, ranks, *arguments)
+        except launch.RankFailed as error:
+            raise (ValueError if error.user_error else RuntimeError)(str(error)) from None
+    else:
+        fields = _profile_rank(*arguments)
+    if me is None or me.rank == 0:
+        profiling.write(fields, out)
+        pairs = [[key, f"{gbs}"] for key, gbs in fields["intra_gbs"].items()] if ranks > 1 else []
+        _table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
+        products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
+        _table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
+        typer.echo(f"wrote {out}: axo plan --machine {out} uses it")
+
+
+def _profile_rank(ranks: int, model: str, rows: int, message: int, repeats: int) -> dict[str, Any]:
+    """Measure on one rank."""
+    import torch.distributed
+
+    import axo
+    from axo import launch
+    from axo.perf import profile as profiling
+
+    launch.set_threads(0, ranks)
+    workload = readers.read(model)
+    if ranks > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("axo")
+    return profiling.measure(axo.connect, ranks, workload, rows, message, repeats)
+
+
 # ------------------------------------------------------------------------------------------------------------ helpers
 
 

@@ -118,12 +118,11 @@ class Machine:
         return 1e12 * self.gemm_tflops * self.gemm_fraction
 
     def gemm_seconds(self, m: int, k: int, n: int) -> float:
-        """Return the time of one product: the flops at the measured rate, or its bytes (bf16), whichever is longer."""
+        """Return the time of one product: of the nearest measured one, else its flops and its bytes (bf16) added."""
         flops = 2.0 * m * k * n
-        rate = self.gemm_flops
         if self.gemms:
-            rate = 1e12 * self.gemm_fraction * self._measured(m, k, n)
-        return flops / rate + 2.0 * (m * k + k * n + m * n) / (1e9 * self.memory_gbs)
+            return flops / (1e12 * self.gemm_fraction * self._measured(m, k, n))
+        return flops / self.gemm_flops + 2.0 * (m * k + k * n + m * n) / (1e9 * self.memory_gbs)
 
     def _measured(self, m: int, k: int, n: int) -> float:
         """Rate of the nearest measured product, sizes compared by their logarithms."""

@@ -27,7 +27,6 @@ from axo.perf.machine import Machine
 from axo.perf.schedule import COMPUTE, STREAMS, Schedule, build
 from axo.perf.workload import Workload
 
-
 MOST_MICRO_BATCHES = 8  # simulated one by one; further ones repeat
 
 

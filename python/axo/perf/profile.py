@@ -1,0 +1,173 @@
+"""Measure this machine: the bandwidth database, latency, products and memory, written as a machine file.
+
+For every two-level hierarchy (inner, size) with inner * size ranks in a node, the grid 1-inner-size-rest is built with
+``inner`` on x and ``size`` on y, and all groups of y all-reduce a large message at once ("Democratizing AI", V-B):
+
+    GB/s = 2 (size - 1)/size * bytes / seconds / 1e9          (the ring equation (3), solved for the bandwidth)
+
+Latency is half of a tiny all-reduce of two ranks, products are timed on all ranks at once at the shapes that a model's
+layers have on a few grids. The best of several repeats counts for bandwidth and products, the median for latency.
+
+Runs on every rank (``measure``); the command starts local ranks. Between hosts nothing is measured: ``inter_gbs`` is
+then the slowest entry inside the node, and the file says so. torch is imported only when something is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from axo.grid import Grid
+from axo.matmul.cost import chunk
+from axo.perf.memory import GIB
+from axo.perf.workload import Workload
+
+Connect = Callable[[Grid], Any]
+
+
+def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
+    """Yield every (inner, size) whose product divides ``ranks``, size above 1: the database's keys."""
+    for inner in range(1, ranks + 1):
+        for size in range(2, ranks // inner + 1):
+            if ranks % (inner * size) == 0:
+                yield inner, size
+
+
+def shapes(workload: Workload, ranks: int, rows: int) -> list[tuple[int, int, int]]:
+    """Return the (m, k, n) of a model's products on the grids that give all ranks to x, to y or to z."""
+    found = []
+    for grid in dict.fromkeys((Grid(), Grid(x=ranks), Grid(y=ranks), Grid(z=ranks))):
+        for block in workload.blocks:
+            for layer in block.layers:
+                if layer.kind == "linear":
+                    x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
+                    found.append((chunk(rows, grid.z), chunk(layer.in_features, y), chunk(layer.out_features, x)))
+    return list(dict.fromkeys(found))
+
+
+def measure(connect: Connect, ranks: int, workload: Workload, rows: int, message: int, repeats: int) -> dict[str, Any]:
+    """Measure on every rank of the world; return the machine file's fields (the same on all ranks).
+
+    Args:
+        connect: Gives the communicators of a grid: ``axo.connect``.
+        ranks: Of the world, all on one host.
+        workload: Whose products are timed.
+        rows: Rows of the products before z shards them.
+        message: Bytes of the large message.
+        repeats: Of every measurement.
+
+    Raises:
+        ValueError: A count is not at least 1.
+    """
+    for name, value in (("ranks", ranks), ("rows", rows), ("message", message), ("repeats", repeats)):
+        if value < 1:
+            raise ValueError(f"profile: {name}={value} is not at least 1")
+    world = connect(Grid(data=ranks))
+    try:
+        gemms = [_gemm(world, shape, repeats) for shape in shapes(workload, ranks, rows)]
+        memory_gbs = _copy(world, message, repeats)
+    finally:
+        world.close()
+    table, latency = {}, 0.0
+    for inner, size in hierarchies(ranks):
+        comms = connect(Grid(x=inner, y=size, z=ranks // (inner * size)))
+        try:
+            table[f"{inner}x{size}"] = _all_reduce(comms, size, message, repeats)
+            if (inner, size) == min(hierarchies(ranks)):
+                latency = _latency(comms, size, 20 * repeats)
+        finally:
+            comms.close()
+    best = max(gemm["tflops"] for gemm in gemms)
+    return {
+        "name": "profiled",
+        "description": f"{ranks} CPU ranks on one host of {os.cpu_count()} cores",
+        "gpus_per_node": ranks,
+        "memory_gib": round(_memory_gib() / ranks, 3),
+        "peak_tflops": best,
+        "gemm_tflops": best,
+        "memory_gbs": memory_gbs,
+        "inter_gbs": min(table.values(), default=memory_gbs),
+        "intra_gbs": table or memory_gbs,
+        "latency_intra_us": latency,
+        "latency_inter_us": latency,
+        "gemms": gemms,
+        "profiled": {
+            "message_bytes": message,
+            "repeats": repeats,
+            "model": workload.name,
+            "rows": rows,
+            "inter_gbs": "not measured: one host; the slowest entry of intra_gbs stands in",
+            "peak_tflops": "the fastest product measured",
+        },
+    }
+
+
+def write(fields: dict[str, Any], path: Path) -> None:
+    """Write a machine file that ``axo.perf.machine.load`` reads."""
+    head = "# Measured by `axo profile`. Edit name, peak_tflops and inter_gbs where you know better.\n"
+    path.write_text(head + yaml.safe_dump(fields, sort_keys=False, width=110))
+
+
+def _timed(comms: Any, repeats: int, run: Callable[[], object]) -> list[float]:
+    """Time ``run`` on all ranks at once: for each repeat the slowest rank's seconds."""
+    import torch
+
+    run()
+    found = []
+    for _ in range(repeats):
+        comms.world.barrier()
+        started = time.perf_counter()
+        run()
+        found.append(time.perf_counter() - started)
+    seconds = torch.tensor(found, dtype=torch.float64)
+    if comms.grid.world_size > 1:
+        seconds = comms.world.all_reduce(seconds, "max")
+    return [float(second) for second in seconds]
+
+
+def _all_reduce(comms: Any, size: int, message: int, repeats: int) -> float:
+    """Return GB/s of simultaneous all-reduces over y."""
+    import torch
+
+    tensor = torch.ones(max(1, message // 4))
+    seconds = min(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
+    return round(2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, 4)
+
+
+def _latency(comms: Any, size: int, repeats: int) -> float:
+    """Return microseconds of one step of a tiny all-reduce over y."""
+    import torch
+
+    tensor = torch.ones(1)
+    seconds = median(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
+    return round(1e6 * seconds / (2 * (size - 1)), 3)
+
+
+def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
+    """Return the rate of one product in bf16, all ranks at once."""
+    import torch
+
+    m, k, n = shape
+    a, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    seconds = min(_timed(comms, repeats, lambda: a @ weight.t()))
+    return {"m": m, "k": k, "n": n, "tflops": round(2e-12 * m * k * n / seconds, 6)}
+
+
+def _copy(comms: Any, message: int, repeats: int) -> float:
+    """Return GB/s of a copy (read and write counted), all ranks at once."""
+    import torch
+
+    source = torch.ones(max(1, message // 4))
+    target = torch.empty_like(source)
+    seconds = min(_timed(comms, repeats, lambda: target.copy_(source)))
+    return round(8 * source.numel() / seconds / 1e9, 4)
+
+
+def _memory_gib() -> float:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB

@@ -1,0 +1,133 @@
+"""What the commands write: tables, JSON, CSV, plots, the HTML page, the machine file of a measurement.
+
+Oracles: the plan itself; Python's own csv, json and HTML parsers; the PNG signature. How the plots look was looked at.
+"""
+
+import csv
+import io
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from axo.grid import Grid
+from axo.perf import cli, machine, planner, plots, profile, readers, report, simulator
+from axo.perf.reproduce import Group, Line
+from axo.perf.workload import gpt
+from tests.launcher import run_ranks
+
+
+@pytest.fixture(scope="module")
+def made() -> planner.Plan:
+    return planner.plan(planner.Request(readers.read("gpt-5b"), machine.load("frontier"), 32, 2**18, 1e12))
+
+
+def test_csv_has_every_grid(made: planner.Plan) -> None:
+    rows = list(csv.DictReader(io.StringIO(report.as_csv(made))))
+    assert len(rows) == len(made.ranked) + len(made.left_out) == len(list(Grid.all(32)))
+    assert rows[0]["grid"] == str(made.best.grid) and made.best.time is not None
+    assert float(rows[0]["step_s"]) == made.best.time.total
+    assert rows[-1]["reason"] and not rows[-1]["step_s"]
+    assert all(None not in row and None not in row.values() for row in rows)  # as many fields as the header
+
+
+def test_json_adds_up(made: planner.Plan) -> None:
+    found = json.loads(json.dumps(report.as_json(made, top=3)))
+    assert len(found["ranked"]) == 3 and len(found["left_out"]) == len(made.left_out)
+    for entry in found["ranked"]:
+        parts = entry["compute_s"] + entry["contention_s"] + entry["optimizer_s"] + sum(entry["exposed_s"].values())
+        assert entry["step_s"] == pytest.approx(parts)
+        assert entry["mfu_percent"] < entry["hfu_percent"]
+    assert found["calibrated_on"] == ["frontier 512 gpt-5b", "frontier 8192 gpt-80b"]
+
+
+class Page(HTMLParser):
+    """Counts tags and collects everything that a browser would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.fetched += [value for name, value in attrs if name in ("src", "href") and value]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:
+    step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
+    drawn = plots.plan_plots(made, step)
+    text = report.plan_page(made, step, drawn)
+    page = Page()
+    page.feed(text)
+    assert page.open == [] and page.tags.count("img") == len(drawn) == 5
+    assert all(source.startswith("data:image/png;base64,") for source in page.fetched)
+    assert "http" not in text.lower().replace("http-equiv", "") and "<script" not in text
+    assert str(made.best.grid) in text
+
+
+def test_plots_are_pngs(made: planner.Plan) -> None:
+    for name, png in plots.plan_plots(made).items():
+        assert png.startswith(b"\x89PNG\r\n") and len(png) > 5000, name
+
+
+def test_text_in_a_page_is_escaped() -> None:
+    assert "<b>" not in report.html_table((["<b>"], [["<b>"]])) and "&lt;b&gt;" in report.paragraph("<b>")
+
+
+def test_a_range_has_no_error() -> None:
+    _, rows = report.group_table(Group("g", [Line("a", "13 to 45", 20.0, "%"), Line("b", 10, 11.0, "%")]))
+    assert [row[4] for row in rows] == ["", "+10.0%"]
+
+
+def test_commands_write_what_they_say(tmp_path: Path) -> None:
+    call = "plan --model gpt-5b --gpus 32 --machine frontier --batch-tokens 256k --tokens 1T --explain 2x2x4x2"
+    done = CliRunner().invoke(cli.app, f"{call} --csv {tmp_path}/p.csv --html {tmp_path}/p.html".split())
+    assert done.exit_code == 0, done.output
+    assert "calibrated on frontier 512 gpt-5b" in done.output and "traffic of 2x2x4x2" in done.output
+    assert (tmp_path / "p.csv").stat().st_size > 1000 and (tmp_path / "p.html").stat().st_size > 10000
+    done = CliRunner().invoke(cli.app, f"{call} --json -".split())
+    assert json.loads(done.output)["ranked"][0]["days"] > 0
+    call = f"simulate --model gpt-5b --grid 2x2x4x2 --machine frontier --batch-tokens 256k --trace {tmp_path}/t.json"
+    done = CliRunner().invoke(cli.app, f"{call} --plot {tmp_path}/plots".split())
+    assert done.exit_code == 0, done.output
+    assert "one step" in done.output and len(list((tmp_path / "plots").glob("*.png"))) == 5
+    assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+
+
+def test_hierarchies_are_all_that_fit() -> None:
+    assert list(profile.hierarchies(8)) == [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
+    assert list(profile.hierarchies(1)) == []
+    assert set(machine.load("frontier").intra_gbs) == set(profile.hierarchies(8))
+
+
+def on_ranks(ranks: int) -> dict:
+    """Measure a small model on CPU ranks; also that each hierarchy's ring is the one that was asked for."""
+    import torch
+
+    import axo
+
+    torch.distributed.init_process_group("axo")
+    workload = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64)
+    return profile.measure(axo.connect, ranks, workload, 64, 4096, 2)
+
+
+def test_a_measured_machine_file_can_be_planned_on(tmp_path: Path) -> None:
+    """Figures are of a busy machine and mean nothing; that they are complete, equal on all ranks and readable does."""
+    first, *others = run_ranks(on_ranks, 4, 4)
+    assert all(other == first for other in others)
+    assert set(first["intra_gbs"]) == {"1x2", "1x4", "2x2"} and first["latency_intra_us"] > 0
+    path = tmp_path / "mine.yaml"
+    profile.write(first, path)
+    found = machine.load(str(path))
+    assert found.gpus_per_node == 4 and len(found.gemms) == len(first["gemms"]) > 5
+    request = planner.Request(gpt("tiny", layers=1, hidden=32, heads=4, vocab=64, seq_length=16), found, 4, 256)
+    assert planner.plan(request).best.time is not None
