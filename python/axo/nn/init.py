@@ -61,10 +61,9 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
     comms: Any = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
     if comms is None:
         raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
-    if fn is None:
-        fn, with_names = _reset, False
+    fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     with source_generator(comms, comms.device), torch.no_grad():
-        _init_module(model, "", fn if with_names else _nameless(fn), comms.device)
+        _init_module(model, "", fill, comms.device)
     return model
 
 

@@ -103,7 +103,7 @@ class ParallelLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, placement in self.placements.items():
-            value = state_dict.get(prefix + name)
+            value: Any = state_dict.get(prefix + name)
             if hasattr(value, "_load_tensor"):  # Lightning's lazily read checkpoints: read this one tensor now
                 state_dict[prefix + name] = value = value._load_tensor()
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.global_shape:
