@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from litgpt.config import Config
 from litgpt.model import GPT
+from torch.utils.checkpoint import checkpoint
 
 import axo
 from tests.gpt import BATCH, LLAMA, NEOX, batch, serial_losses, train
@@ -148,7 +149,7 @@ def generate(grid):
             serial_seed()
             serial = GPT(config)
         prompt = batch(config, 0)[0][:2, :5]
-        with torch.no_grad():
+        with torch.inference_mode():
             for gpt in (model, serial):
                 gpt.set_kv_cache(batch_size=2, max_seq_length=16)
             heads = model.transformer.h[0].attn.kv_cache.k.shape[1]
@@ -169,6 +170,35 @@ def generate(grid):
 
 def test_incremental_decoding_equals_serial():
     run_ranks(generate, 4, "2x2x1x1")
+
+
+def recompute(grid):
+    comms = axo.connect(grid)
+    config = Config(**LLAMA)
+    seed_apart(comms)
+    model = axo.parallelize(GPT(config), comms)
+    ids, targets = (my_rows(comms, t) for t in batch(config, 0))
+    in_blocks, elsewhere = 5 * config.n_layer, 2  # qkv, proj, fc_1, fc_2, proj; wte and the head
+    found = {}
+    for kind in ("none", "reentrant", "not reentrant"):
+        model.zero_grad()
+        for block in model.transformer.h:
+            block.__dict__.pop("forward", None)
+            if kind != "none":
+                block.forward = partial(checkpoint, block.forward, use_reentrant=kind == "reentrant")
+        with axo.count_collectives() as counts:
+            loss = axo.nn.cross_entropy(model(ids), targets, comms=comms, columns=config.padded_vocab_size)
+            loss.backward()
+        found[kind] = [parameter.grad for parameter in model.parameters()]
+        assert all(grad is not None for grad in found[kind])
+        gathers = elsewhere + in_blocks * (1 if kind == "none" else 2)
+        assert counts["all_gather", "z"].calls == gathers, kind
+    for kind in ("reentrant", "not reentrant"):
+        assert all(torch.equal(a, b) for a, b in zip(found["none"], found[kind], strict=True)), kind
+
+
+def test_activation_checkpointing_gives_the_same_bits():
+    run_ranks(recompute, 8, "2x2x2x1")
 
 
 def gathered_logits_and_checkpoints(grid):

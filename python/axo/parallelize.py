@@ -32,7 +32,7 @@ def parallelize(
     gather_cache: str = "all",
     gather_logits: bool = False,
 ) -> nn.Module:
-    """Replace the layers of ``model`` by parallel ones and return it. Every rank must call it.
+    """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
     A model on the meta device stays there: fill it with ``axo.init_weights`` or ``load_state_dict``, and no rank ever
     holds more than one whole layer. A real model gives up rank 0's values tensor by tensor, and the whole are freed.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import axo
-from tests.launcher import run_ranks
+from tests.launcher import rank_outcomes, run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
 
 # fp32 with sums of at most 96 terms of size 1: rounding stays under 1e-5; a wrong term is of size 1e-2 at least.
@@ -254,6 +254,18 @@ def mixed_precision(grid):
 
 def test_autocast_computes_and_communicates_in_bf16():
     run_ranks(mixed_precision, 8, "2x2x2x1")
+
+
+def different_inputs(case):
+    comms = axo.connect("1x2x1x1")
+    layer = axo.nn.Linear(8, 12, comms=comms, dtype=torch.float64 if case == "dtype" and comms.rank else None)
+    layer(torch.zeros(2 + (case == "rows" and comms.rank), 4, dtype=layer.weight.dtype))
+
+
+@pytest.mark.parametrize("case", ["rows", "dtype"])
+def test_inputs_that_differ_between_ranks_are_an_error_on_every_rank(case):
+    for outcome in rank_outcomes(different_inputs, 2, case, timeout=30):
+        assert outcome.error == "Mismatch", outcome.describe()
 
 
 def stays_a_module(grid):

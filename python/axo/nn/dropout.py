@@ -62,7 +62,7 @@ class Dropout(nn.Module):
         return input.mul_(mask) if self.inplace else input * mask
 
     def _generator(self, device: torch.device) -> torch.Generator:
-        nonce = int(torch.randint(1 << 62, (), dtype=torch.int64))
+        nonce = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         if self._base is None:
             base = torch.tensor([nonce], dtype=torch.int64, device=self.comms.device)
             self._base = int(self.comms.world.broadcast(base, root=0))
