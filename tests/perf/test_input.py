@@ -95,7 +95,9 @@ def test_papers_models_have_their_names_sizes() -> None:
         assert parameters == pytest.approx(stated, rel=0.12 if name.startswith("gpt") else 0.5), name
 
 
-@pytest.mark.parametrize("name", ["pythia-160m", "Llama-2-7b-hf", "Llama-3-8B", "phi-2", "Gemma-2b"])
+@pytest.mark.parametrize(
+    "name", ["pythia-160m", "Llama-2-7b-hf", "Llama-3-8B", "phi-2", "Gemma-2b", "Gemma-2-9b", "falcon-7b"]
+)
 def test_litgpt_configurations_have_litgpts_parameters(name: str) -> None:
     """LitGPT's own model on the meta device is the oracle. Tied tables are stored once there, counted twice here."""
     import torch

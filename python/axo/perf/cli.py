@@ -45,7 +45,8 @@ def _clean(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **options)
         except ValueError as error:
-            typer.echo(f"axo {command.__name__}: {error}", err=True)
+            name = command.__name__
+            typer.echo(f"axo {name}: {str(error).removeprefix(f'{name}: ')}", err=True)
             raise typer.Exit(2) from None
 
     return run

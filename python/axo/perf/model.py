@@ -114,9 +114,8 @@ def communication_seconds(workload: Workload, grid: Grid, machine: Machine, run:
     Args:
         aware: Bandwidths by equation (10); False: one bandwidth for all axes (placement-agnostic).
     """
-    bandwidth = {
-        axis: (machine.bandwidth(grid, axis) if aware else 1e9 * machine.inter_gbs) / run.itemsize for axis in AXES
-    }
+    on = machine if aware else machine.agnostic()
+    bandwidth = {axis: on.bandwidth(grid, axis) / run.itemsize for axis in AXES}
     rows = run.batch_tokens / grid.data
     total = 0.0
     for block in workload.blocks:

@@ -99,7 +99,7 @@ def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
 
 
 def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
-    """Read the fields of a ``litgpt.Config``.
+    """Read the fields of a ``litgpt.Config``. Norms over single heads (norm_qk) are left out: they move little.
 
     Raises:
         ValueError: A mixture of experts, or a field is missing.
@@ -125,6 +125,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         head_bias=bool(config.get("lm_head_bias", False)),
         norm="rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm",
         norms=1 if config.get("shared_attention_norm") else 2,
+        post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
     )
 
 

@@ -166,6 +166,7 @@ def gpt(
     head_bias: bool = False,
     norm: str = "layernorm",
     norms: int = 2,
+    post_norms: tuple[bool, bool] = (False, False),
     head_size: int = 0,
     checkpointed: bool = True,
 ) -> Workload:
@@ -177,6 +178,7 @@ def gpt(
         gated: Two input products of the MLP (SwiGLU) instead of one.
         qkv_bias: A bias of the qkv layer; None: as ``bias``.
         norms: Norms of a block: 2, or 1 where attention and MLP share one (parallel residual).
+        post_norms: A norm behind attention's proj, and one behind the MLP's (Gemma 2).
         head_size: Width of one head; 0 means hidden // heads.
     """
     kv_heads = kv_heads or heads
@@ -196,11 +198,13 @@ def gpt(
         Layer("pointwise", "attn.split", qkv, moves=SPLIT),
         Layer("attention", "attn", inner, heads=heads),
         Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
+        *([Layer("norm", "post_attention_norm", hidden, norm=norm)] if post_norms[0] else []),
         Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
         *([Layer("norm", "norm_2", hidden, norm=norm)] if norms == 2 else []),
         *fc,
         Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED if gated else ACTIVATION),
         Layer("linear", "mlp.proj", intermediate, hidden, bias, transposed=True),
+        *([Layer("norm", "post_mlp_norm", hidden, norm=norm)] if post_norms[1] else []),
         Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
     )
     return Workload(
