@@ -7,7 +7,6 @@ from axo.nn.clip import clip_grad_norm_
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
 from axo.nn.init import init_weights
-from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
@@ -18,7 +17,6 @@ __all__ = [
     "Embedding",
     "LayerNorm",
     "Linear",
-    "ParallelLayer",
     "RMSNorm",
     "clip_grad_norm_",
     "cross_entropy",

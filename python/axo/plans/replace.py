@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn import Embedding, LayerNorm, Linear, ParallelLayer
+from axo.nn import Embedding, LayerNorm, Linear
+from axo.nn.layer import ParallelLayer
 
 
 class Replacer:
