@@ -61,9 +61,14 @@ int count_cores() {
 
 }  // namespace
 
-Process::Process(int fd) : mapping_(map_segment(fd, kPageBytes)) {
+Process::Process(int page, int heap) : mapping_(map_segment(page, kPageBytes)) {
   page_ = reinterpret_cast<ProcessPage*>(mapping_->base());
   if (page_->magic != ProcessPage::kMagic) throw Error("shared memory: the page of a peer is not one of Axo's");
+  try {
+    heap_ = map_segment(heap, page_->heap_bytes);  // which also checks that it is of this size
+  } catch (const Error&) {
+    heap_ = nullptr;  // buffers in it will be staged
+  }
 }
 
 bool Process::dead() const { return (page_->life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0; }
@@ -102,8 +107,9 @@ Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_
     auto mapping = map_segment(page_fd_.get(), kPageBytes);
     auto* page = new (mapping->base()) ProcessPage{};
     page->pid = ::getpid();
+    page->heap_bytes = heap_.bytes();
     page->magic = ProcessPage::kMagic;
-    self_ = std::make_shared<Process>(page_fd_.get());
+    self_ = std::make_shared<Process>(page_fd_.get(), heap_.fd());
   }
   // The thread blocks all signals: they belong to the program's own threads.
   sigset_t all, old;
@@ -165,6 +171,12 @@ void Engine::run() {
   }
 }
 
+void Engine::has_ranks(int ranks) {
+  int known = ranks_.load();
+  while (ranks > known && !ranks_.compare_exchange_weak(known, ranks)) {
+  }
+}
+
 void Engine::watch() {
   if (waiters_.load() > 0 || pending_.load() == 0 || on_duty_.load()) return;
   std::lock_guard<std::mutex> lock(duty_mutex_);
@@ -200,12 +212,12 @@ bool Engine::drive(const Client* except, bool check) {
   return moved;
 }
 
-bool Engine::wait(Client& own, bool crowded, const std::function<bool()>& done, Clock::time_point deadline) {
+bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline) {
   constexpr int kSpins = 400;
   if (done()) return true;
   waiters_.fetch_add(1);
   auto& page = *self_->page();
-  const int spins = crowded ? 0 : kSpins;
+  const int spins = crowded() ? 0 : kSpins;
   int idle = 0;
   Clock::time_point last_check{};
   bool finished = false;

@@ -24,6 +24,7 @@
 
 #include "flight_recorder.h"
 #include "segment.h"
+#include "shared_buffers.h"
 
 namespace axo::host {
 
@@ -35,6 +36,7 @@ struct ProcessPage {
   static constexpr std::uint64_t kMagic = 0x3165676150'6f7841ull;
   std::uint64_t magic;
   std::int32_t pid;
+  std::uint64_t heap_bytes;
   alignas(64) std::atomic<std::uint32_t> life;  // thread id of the progress thread; FUTEX_OWNER_DIED once it is dead
   alignas(64) std::atomic<std::uint32_t> bell;  // counts rings
   std::atomic<std::uint32_t> sleepers;          // threads that sleep, or are about to, on the bell
@@ -44,17 +46,20 @@ inline constexpr std::size_t kPageBytes = 4096;
 // A process as its peers see it.
 class Process {
  public:
-  // Maps the page of a process; throws Error when the descriptor is something else.
-  explicit Process(int fd);
+  // Maps the page and the heap of a process; throws Error when a descriptor is something else.
+  Process(int page, int heap);
   bool dead() const;
   int pid() const { return page_->pid; }
   // Wakes the process's sleepers. Call it after the store that they wait for.
   void ring() const;
   bool sleeping() const;
   ProcessPage* page() const { return page_; }
+  // The process's heap of shared buffers; null when this process has no room in its address space for it.
+  char* heap() const { return heap_ ? heap_->base() : nullptr; }
+  std::size_t heap_bytes() const { return heap_ ? heap_->bytes() : 0; }
 
  private:
-  std::shared_ptr<Mapping> mapping_;
+  std::shared_ptr<Mapping> mapping_, heap_;
   ProcessPage* page_;
 };
 
@@ -75,15 +80,18 @@ class Engine {
   bool forked() const { return forked_.load(std::memory_order_relaxed); }
   int page_fd() const { return page_fd_.get(); }
   const std::shared_ptr<Process>& self() const { return self_; }
-  int cores() const { return cores_; }
+  Heap& heap() { return heap_; }
+  // Whether ranks outnumber the cores: then spinning only steals time from the rank that is waited for.
+  bool crowded() const { return ranks_.load(std::memory_order_relaxed) > cores_; }
+  // Says that this host has at least so many ranks.
+  void has_ranks(int ranks);
   FlightLog& flight() { return flight_; }
 
   void add(const std::shared_ptr<Client>& client);
   void remove(const Client* client);
 
-  // Drives all clients until done() or `deadline`; true when done. `own` is looked at most often; `crowded` says that
-  // ranks outnumber cores, where spinning only steals time from the peer that is waited for.
-  bool wait(Client& own, bool crowded, const std::function<bool()>& done, Clock::time_point deadline);
+  // Drives all clients until done() or `deadline`; true when done. `own` is looked at most often.
+  bool wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline);
 
   // Counts of pending operations, kept by clients. started() leaves the progress thread asleep; call watch() when the
   // caller goes away before its operation is complete.
@@ -107,7 +115,9 @@ class Engine {
   std::atomic<bool> forked_{false};
   Fd page_fd_;
   std::shared_ptr<Process> self_;
+  Heap heap_;
   int cores_ = 1;
+  std::atomic<int> ranks_{1};
 
   std::mutex clients_mutex_;
   std::shared_ptr<const Clients> clients_;

@@ -30,14 +30,12 @@ void copy(char* to, const char* from, std::size_t bytes) {
 
 std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
 
-// Where `count` elements are cut into at most n parts, the elements of one: whole cache lines, so that no two ranks
-// write to one line.
+}  // namespace
+
 std::size_t part_of(std::size_t count, std::size_t n, std::size_t item) {
   const std::size_t line = 64 / item;
   return ceil_div(ceil_div(count, n), line) * line;
 }
-
-}  // namespace
 
 void Rounds::plan() {
   const Request& r = work_->request;

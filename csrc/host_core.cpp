@@ -12,10 +12,10 @@ HostCore::HostCore(Membership membership)
       m_(std::move(membership)),
       layout_(m_.size),
       base_(m_.segment->base()),
-      crowded_(m_.size > engine_.cores()),
       flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size)),
       rounds_(*this),
       messages_(*this) {
+  engine_.has_ranks(m_.size);
   engine_.flight().add(flight_);
 }
 
@@ -156,7 +156,7 @@ bool HostCore::advance() {
 
 void HostCore::published() {
   publish_pending_ = true;
-  if (crowded_) return;  // one ring at the end of the step: the peer would only take this core away
+  if (engine_.crowded()) return;  // one ring at the end of the step: the peer would only take this core away
   publish_pending_ = false;
   for (int p = 0; p < m_.size; ++p) ring(p);
 }
@@ -283,7 +283,7 @@ void HostCore::shutdown() {
     return;
   }
   if (closed_.exchange(true)) return;
-  engine_.wait(*this, crowded_, [this] { return pending.load(std::memory_order_acquire) == 0; }, Clock::time_point::max());
+  engine_.wait(*this, [this] { return pending.load(std::memory_order_acquire) == 0; }, Clock::time_point::max());
   release();
 }
 

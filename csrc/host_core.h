@@ -41,7 +41,6 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   const std::string& name() const { return m_.name; }
   Milliseconds timeout() const { return m_.timeout; }
   Engine& engine() const { return engine_; }
-  bool crowded() const { return crowded_; }
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
@@ -89,7 +88,6 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   Membership m_;
   Layout layout_;
   char* base_;
-  bool crowded_;
 
   std::shared_ptr<FlightRecorder> flight_;
 

@@ -208,7 +208,8 @@ class Rendezvous {
     }
     m->segment = check_segment(joined.segment, size_);
     for (int p = 0; p < size_; ++p) {
-      m->processes.push_back(std::make_shared<Process>(joined.pages[static_cast<std::size_t>(p)].get()));
+      const auto i = static_cast<std::size_t>(p);
+      m->processes.push_back(std::make_shared<Process>(joined.pages[i].get(), joined.heaps[i].get()));
     }
   }
 

@@ -56,8 +56,12 @@ struct alignas(64) OpHeader {
   std::uint32_t dtype;
   std::uint32_t op;
   std::int32_t root;
+  // Which of the rank's buffers its peers can reach, and where they lie in its heap.
+  std::uint32_t shared;
+  std::uint64_t in_offset, out_offset;
 };
 static_assert(sizeof(OpHeader) == 64);
+inline constexpr std::uint32_t kSharedIn = 1, kSharedOut = 2, kMapsHeaps = 4;
 
 // Why a rank gave up. Written once by its rank, then published by `state`.
 enum class FailureKind : std::uint32_t { none, peer_lost, timeout, mismatch, aborted };

@@ -232,11 +232,12 @@ void Leader::read_hello(Member& member, int size, bool pages) {
   const Read read = read_message(member.socket.get(), &hello, sizeof(hello), &fds);
   if (read == Read::nothing) return;
   const bool ok = read == Read::message && hello.magic == kHelloMagic && same_token(hello.token, address_.token) &&
-                  hello.rank > 0 && hello.rank < size && hello.size == size && fds.size() == (pages ? 1u : 0u) &&
+                  hello.rank > 0 && hello.rank < size && hello.size == size && fds.size() == (pages ? 2u : 0u) &&
                   std::none_of(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == hello.rank; });
   if (ok && pages) {
     member.page = std::move(fds[0]);
-    member.process = std::make_shared<Process>(member.page.get());
+    member.heap = std::move(fds[1]);
+    member.process = std::make_shared<Process>(member.page.get(), member.heap.get());
   }
   if (ok) {
     member.rank = hello.rank;
@@ -279,11 +280,14 @@ void Leader::serve(int size, const std::string& name, int segment, bool pages, C
   }
   std::vector<int> fds{segment};
   if (pages) {
-    std::vector<int> by_rank(static_cast<std::size_t>(size), Engine::get().page_fd());
+    const auto n = static_cast<std::size_t>(size);
+    std::vector<int> by_rank(n, Engine::get().page_fd());
+    by_rank.resize(2 * n, Engine::get().heap().fd());
     processes->assign(static_cast<std::size_t>(size), Engine::get().self());
     for (const auto& m : members_) {
       if (m.rank < 0) continue;
       by_rank[static_cast<std::size_t>(m.rank)] = m.page.get();
+      by_rank[n + static_cast<std::size_t>(m.rank)] = m.heap.get();
       (*processes)[static_cast<std::size_t>(m.rank)] = m.process;
     }
     fds.insert(fds.end(), by_rank.begin(), by_rank.end());
@@ -339,10 +343,10 @@ Joined join(const Address& address, int rank, int size, const std::string& name,
   hello.size = size;
   std::memcpy(hello.token, address.token, sizeof(hello.token));
   std::vector<int> page;
-  if (pages) page.push_back(Engine::get().page_fd());
+  if (pages) page = {Engine::get().page_fd(), Engine::get().heap().fd()};
   if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw lost();
 
-  const std::size_t expected = 1 + (pages ? static_cast<std::size_t>(size) : 0);
+  const std::size_t expected = 1 + (pages ? 2 * static_cast<std::size_t>(size) : 0);
   std::vector<Fd> fds;
   while (fds.size() < expected) {
     Reply reply{};
@@ -366,7 +370,9 @@ Joined join(const Address& address, int rank, int size, const std::string& name,
   if (fds.size() != expected) throw Error(where + "rank 0 sent " + std::to_string(fds.size()) + " descriptors");
   Joined joined;
   joined.segment = std::move(fds[0]);
-  for (std::size_t i = 1; i < fds.size(); ++i) joined.pages.push_back(std::move(fds[i]));
+  for (std::size_t i = 1; i < fds.size(); ++i) {
+    (i <= static_cast<std::size_t>(size) ? joined.pages : joined.heaps).push_back(std::move(fds[i]));
+  }
   return joined;
 }
 

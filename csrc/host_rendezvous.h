@@ -29,7 +29,7 @@ class Leader {
  public:
   Leader();
   const Address& address() const { return address_; }
-  // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page of every process.
+  // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of every process.
   void serve(int size, const std::string& name, int segment, bool pages, Clock::time_point deadline, const Watch& watch,
              std::vector<std::shared_ptr<Process>>* processes);
   // Tells all members that have connected, or still do, why there will be no communicator.
@@ -38,7 +38,7 @@ class Leader {
  private:
   struct Member {
     Fd socket;
-    Fd page;
+    Fd page, heap;
     std::shared_ptr<Process> process;
     int pid = 0;
     int rank = -1;
@@ -53,7 +53,7 @@ class Leader {
 
 struct Joined {
   Fd segment;
-  std::vector<Fd> pages;
+  std::vector<Fd> pages, heaps;
 };
 
 // A member's side. PeerLost names rank 0 of the new communicator.

@@ -36,7 +36,7 @@ void Rounds::start(HostWorkPtr work) {
   base_ = end_ = me.done.load(std::memory_order_relaxed);
   staged_ = combined_ = consumed_ = base_;
   known_posted_ = known_reduced_ = known_done_ = 0;
-  headers_ok_ = planned_ = stages_ = combines_ = reads_ = false;
+  headers_ok_ = planned_ = stages_ = combines_ = reads_ = offered_ = shared_ = false;
 
   const bool reduces = r.kind == Kind::all_reduce || r.kind == Kind::reduce || r.kind == Kind::reduce_scatter;
   OpHeader& h = me.headers[work_->sequence % kHeaders];
@@ -51,7 +51,8 @@ void Rounds::start(HostWorkPtr work) {
     std::uint64_t* row = core_.layout().row(core_.base(), core_.rank(), work_->sequence);
     std::copy(r.send_bytes.begin(), r.send_bytes.end(), row);
   } else {
-    plan();
+    offer_buffers(h);
+    if (!offered_) plan();
   }
   me.issued.store(work_->sequence + 1, std::memory_order_release);
   core_.published();
@@ -80,7 +81,11 @@ bool Rounds::check_headers() {
     return false;
   }
   if (mine.kind == Kind::all_to_all_v && !check_rows()) return false;
-  if (!planned_) plan();
+  if (!planned_ && offered_ && all_offered()) {
+    plan_shared();
+  } else if (!planned_) {
+    plan();
+  }
   return true;
 }
 
@@ -132,14 +137,14 @@ bool Rounds::advance() {
       if (consumed_ < staged_ && consumed_ < combined_ &&
           (!reads_ || (combines_ ? have(&RankState::reduced, consumed_ + 1, known_reduced_, false)
                                  : have(&RankState::posted, consumed_ + 1, known_posted_, true)))) {
-        consume(consumed_);
+        if (!shared_) consume(consumed_);
         me.done.store(++consumed_, std::memory_order_release);
         core_.published();
         moved = true;
         continue;
       }
-      if (combines_ && combined_ < staged_ && have(&RankState::posted, combined_ + 1, known_posted_, false)) {
-        combine(combined_);
+      if (combines_ && combined_ < staged_ && (shared_ || have(&RankState::posted, combined_ + 1, known_posted_, false))) {
+        shared_ ? combine_shared(combined_) : combine(combined_);
         me.reduced.store(++combined_, std::memory_order_release);
         core_.published();
         moved = true;
@@ -172,7 +177,7 @@ bool Rounds::needs(int peer) const {
   if (p.issued.load(std::memory_order_acquire) <= work_->sequence) return true;
   if (!planned_) return false;
   const bool wants_stage = combines_ || (reads_ && source(peer));
-  if (wants_stage && p.posted.load(std::memory_order_acquire) < end_) return true;
+  if (wants_stage && !shared_ && p.posted.load(std::memory_order_acquire) < end_) return true;
   if (combines_ && reads_ && p.reduced.load(std::memory_order_acquire) < end_) return true;
   return stages_ && staged_ < end_ && p.done.load(std::memory_order_acquire) + kDepth < end_;
 }
@@ -188,7 +193,7 @@ int Rounds::blocked_by() const {
   for (int i = 1; i < n; ++i) {
     const int p = (core_.rank() + i) % n;
     const RankState& s = core_.state(p);
-    if (combines_ && combined_ < staged_ && s.posted.load(std::memory_order_acquire) <= combined_) return p;
+    if (combines_ && !shared_ && combined_ < staged_ && s.posted.load(std::memory_order_acquire) <= combined_) return p;
     if (reads_ && !combines_ && source(p) && s.posted.load(std::memory_order_acquire) <= consumed_) return p;
     if (reads_ && combines_ && consumed_ < combined_ && s.reduced.load(std::memory_order_acquire) <= consumed_) return p;
   }

@@ -5,6 +5,8 @@
 //   stage    copy what the peers need of my input into my stage
 //   combine  where parts have owners (all_reduce, reduce): reduce my part of everybody's stage into my result
 //   consume  read the peers' stages or results into my output
+// Where all buffers that matter lie in shared heaps (shared_buffers.h), there are no stages: `combine` reads the peers'
+// buffers themselves, and `consume` only waits until they have done the same.
 // A rank stages up to kDepth rounds ahead of the slowest reader, so the steps of different ranks overlap. The cut into
 // rounds and parts depends on (operation, bytes, dtype, ranks) alone, and every element is reduced by one rank in rank
 // order, so that the bits are the same everywhere and always.
@@ -18,6 +20,10 @@
 #include "host_work.h"
 
 namespace axo::host {
+
+// Where `count` elements are cut into at most n parts, the elements of one: whole cache lines, so that no two ranks
+// write to one line.
+std::size_t part_of(std::size_t count, std::size_t n, std::size_t item);
 
 class Rounds {
  public:
@@ -40,6 +46,12 @@ class Rounds {
   void plan();
   bool check_headers();
   bool check_rows();
+  void offer_buffers(OpHeader& header);
+  bool all_offered() const;
+  const char* peer_in(int peer) const;
+  char* peer_out(int peer) const;
+  void plan_shared();
+  void combine_shared(std::uint64_t round);
   bool source(int peer) const;
   bool have(std::atomic<std::uint64_t> RankState::*counter, std::uint64_t need, std::uint64_t& known, bool sources);
   void stage(std::uint64_t round);
@@ -57,7 +69,9 @@ class Rounds {
   bool headers_ok_ = false;
   bool planned_ = false;
   bool stages_ = false;    // this rank fills stages
-  bool combines_ = false;  // parts have owners
+  bool combines_ = false;  // parts have owners, or buffers are shared
+  bool offered_ = false;   // my buffers are in the heap: whether all are, the headers will tell
+  bool shared_ = false;    // all are: no stages
   bool reads_ = false;     // this rank reads in `consume`
 };
 

@@ -55,7 +55,7 @@ void HostWork::wait_until(Clock::time_point deadline) {
   if (!issued_.load(std::memory_order_acquire)) {
     throw Error("wait: the operation is recorded in a group that has not ended; call group_end first");
   }
-  core_->engine().wait(*core_, core_->crowded(), [this] { return is_completed(); }, deadline);
+  core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
 }
 
 void HostWork::finish_wait() {
