@@ -27,6 +27,7 @@ using Comm = std::shared_ptr<axo::DeviceCommunicator>;
 const std::string& family();
 inline bool is_hip() { return family() == "hip"; }
 inline bool is_old() { return family() == "old"; }
+const char* running();  // the test's name
 // The folder of this family's libraries.
 std::string folder();
 

@@ -11,17 +11,18 @@
 namespace device {
 namespace {
 std::string the_family = "cuda";
-const char* running = "";
+const char* the_running = "";
 
 void on_alarm(int) {
   (void)!::write(2, "TIMEOUT in ", 11);
-  (void)!::write(2, running, std::strlen(running));
+  (void)!::write(2, the_running, std::strlen(the_running));
   (void)!::write(2, "\n", 1);
   ::_exit(3);
 }
 }  // namespace
 
 const std::string& family() { return the_family; }
+const char* running() { return the_running; }
 
 std::string folder() {
   char path[PATH_MAX] = {};
@@ -52,7 +53,7 @@ void ranks(int n, const std::function<void(Rank&)>& fn) {
       } catch (const std::exception& e) {
         std::lock_guard<std::mutex> lock(mutex);
         if (error.empty()) error = "rank " + std::to_string(r) + ": " + e.what();
-        std::fprintf(stderr, "%s: rank %d: %s\n", running, r, e.what());  // others may now wait for this rank for ever
+        std::fprintf(stderr, "%s: rank %d: %s\n", the_running, r, e.what());  // others may now wait for this rank for ever
       }
     });
   }
@@ -86,7 +87,7 @@ int main(int argc, char** argv) {
   for (const auto& test : check::tests()) {
     if (std::strstr(test.name, filter) == nullptr) continue;
     ++ran;
-    device::running = test.name;
+    device::the_running = test.name;
     ::alarm(25);
     standin::reset();
     const long before = check::checks();

@@ -40,6 +40,7 @@ struct World {
   Settings settings;
   unsigned long long next_graph = 1;
   int captures = 0;
+  int aborts = 0;
 };
 
 World& world() {
@@ -231,6 +232,7 @@ void reset() {
   world().injections.clear();
   world().broken.clear();
   world().settings = {};
+  world().aborts = 0;
   log().calls.clear();
 }
 
@@ -350,6 +352,14 @@ void replay(const std::shared_ptr<Graph>& graph, void* stream) {
 std::size_t nodes_in(const Graph& graph) { return graph.items.size(); }
 unsigned long long graph_id(const Graph& graph) { return graph.id; }
 
+int aborts() {
+  Lock hold(world().mutex);
+  return world().aborts;
+}
+void count_abort() {
+  Lock hold(world().mutex);
+  ++world().aborts;
+}
 int live_streams() {
   Lock hold(world().mutex);
   return static_cast<int>(world().streams.size());

@@ -122,6 +122,8 @@ int end_capture(void* stream, std::shared_ptr<Graph>& graph);
 void replay(const std::shared_ptr<Graph>& graph, void* stream);
 std::size_t nodes_in(const Graph& graph);
 
+int aborts();  // of communicators, since the last reset
+void count_abort();
 int live_streams();
 int live_events();
 int live_allocations();

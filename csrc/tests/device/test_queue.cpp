@@ -1,0 +1,86 @@
+// The launch queue under several threads, and a library that hangs.
+// Oracle: the stand-in's rule that two threads are never in the library for one device; values.
+#include "device_ranks.h"
+
+namespace device {
+namespace {
+
+const auto f32 = DType::float32;
+
+// One rank, one device, four communicators, four threads that launch as fast as they can.
+TEST(one_launch_at_a_time) {
+  ranks(1, [](Rank& me) {
+    std::vector<Comm> comms;
+    for (int i = 0; i < 4; ++i) comms.push_back(me.connect("c" + std::to_string(i)));
+    std::vector<std::thread> threads;
+    std::vector<float> values(4, 1);
+    for (int i = 0; i < 4; ++i) {
+      threads.emplace_back([&, i] {
+        CallOptions o = me.on_stream();
+        for (int k = 0; k < 100; ++k) comms[i]->all_reduce(&values[i], &values[i], 1, f32, ReduceOp::sum, o)->wait();
+        if (i % 2) comms[i]->barrier(o)->synchronize(Milliseconds(30000));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+    for (Comm comm : comms) comm->shutdown();
+  });
+}
+
+TEST(many_pending_operations) {
+  ranks(2, [](Rank& me) {
+    Comm a = me.connect("a"), b = me.connect("b");
+    std::vector<float> x(600, 1), y(600, 1);
+    std::vector<std::shared_ptr<axo::Work>> works;
+    for (int i = 0; i < 600; ++i) {
+      works.push_back(a->all_reduce(&x[i], &x[i], 1, f32, ReduceOp::sum, me.on_stream()));
+      works.push_back(b->all_reduce(&y[i], &y[i], 1, f32, ReduceOp::sum, me.on_stream()));
+    }
+    for (auto& work : works) work->wait();
+    standin::synchronize(me.stream);
+    CHECK(x == std::vector<float>(600, 2));
+    CHECK(y == x);
+    a->shutdown();
+    b->shutdown();
+  });
+}
+
+// The library itself hangs inside a call: the abort does not wait for its turn for ever.
+TEST(abort_of_a_call_that_hangs_in_the_library) {
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    standin::Gate gate;
+    standin::kernel(me.stream, [] {}, &gate);
+    auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+    {
+      const auto stuck = me.context->queue().turn();  // stands for the thread inside the library
+      comm->abort("it hangs");
+      CHECK_THROWS(axo::Aborted, "it hangs", work->wait());
+      eventually([&] { return standin::aborts() > 0; });
+    }
+    gate.open();
+    comm->shutdown();
+  });
+}
+
+// The last reference to everything is dropped on the watchdog's own thread.
+TEST(the_watchdog_may_be_the_last) {
+  std::weak_ptr<axo::DeviceContext> context;
+  standin::Gate gate;
+  float x = 1;
+  ranks(1, [&](Rank& me) {
+    Comm comm = me.connect();
+    standin::kernel(me.stream, [] {}, &gate);
+    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+    context = me.context;
+    comm.reset();
+    me.context.reset();
+    CHECK(!context.expired());  // the pending operation holds it
+    gate.open();
+    eventually([&] { return context.expired(); });
+  });
+  eventually([] { return standin::live_events() == 0; });
+}
+
+}  // namespace
+}  // namespace device
