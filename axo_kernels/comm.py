@@ -122,7 +122,10 @@ class FusedCommunicator:
             return call()
         if self._stream is not None:
             with torch.cuda.stream(self._stream):
-                return call()
+                work = call()
+                if work is not None:
+                    work.wait()  # orders the stream after the collective, so that a flag written next comes after it
+                return work
         assert self._host is not None
 
         def run() -> None:

@@ -38,7 +38,7 @@ def report(status, number, epoch, seen):
     tl.atomic_xchg(status, 1, sem="release", scope="sys")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound", "number"])
 def wait_flag_kernel(flag, epoch_address, status, bound, number):
     """One program on the communication stream: the portable form of the driver's stream wait."""
     epoch = tl.load(epoch_address)
@@ -84,7 +84,7 @@ def descriptor_product(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "bound"])
 def segment_matmul_kernel(
     a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     table, flags, counters, epoch_address, status, tiles, bound,

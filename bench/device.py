@@ -1,0 +1,234 @@
+"""Everything that needs a GPU, in one run of under eight minutes: numbers for the kernels that a CPU cannot give.
+
+    python3 -m bench.device --out results          (from the root of the repository; torch and triton are enough)
+
+1. Right: every kernel, layout and dtype against fp64 on sizes that are odd, small and large; every strategy against the
+   serial one; 500 rounds of signalled operations back to back; a flag that is never set.
+2. Fast: torch, CuPy's cuBLAS, Triton and the tuner's choice over square sizes and the GPT shapes of the papers.
+3. Overlap: efficiency where communication takes 0.2, 0.4 and 0.8 of the product.
+
+Sections get shares of the time and say what they left out. The last lines are the verdicts. ``--dry`` walks through the
+same code on a CPU at toy sizes; its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+
+from axo_kernels import SignalTimeout, matmul
+from axo_kernels import device as devices
+from axo_kernels.gemm import matmul_reference
+from axo_kernels.layout import LAYOUTS, Product
+from axo_kernels.model_shapes import layers
+from axo_kernels.schedule import plan
+from axo_kernels.simulated import SimulatedCommunicator
+from axo_kernels.strategies import launch_segments, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.timing import relative_error
+
+from . import gemm, overlap
+from .table import Table, environment
+
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run all sections; returns the number of failed verdicts."""
+    parser = argparse.ArgumentParser(prog="bench.device", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/device"))
+    parser.add_argument("--seconds", type=float, default=460.0)
+    parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
+    options = parser.parse_args(arguments)
+    device = torch.device("cpu") if options.dry else torch.device("cuda", torch.cuda.current_device())
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "device.jsonl"
+    path.unlink(missing_ok=True)
+    started = time.perf_counter()
+    verdicts: dict[str, bool | str] = {}
+    print(json.dumps(environment(device)))
+    table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | environment(device))
+    numerics(device, table, options.dry)
+    strategies(device, table, options.dry)
+    rounds(device, table, options.dry)
+    silence(device, table)
+    verdicts["all results right"] = all(row["error"] < row["limit"] for row in table.rows)
+
+    spent = time.perf_counter() - started
+    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"})
+    gemm.measure(_shapes(options.dry), device, speed, 7, 6, 0.55 * (options.seconds - spent))
+    verdicts |= _speed_verdicts(speed, device)
+
+    spent = time.perf_counter() - started
+    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"})
+    shapes = [(32, 32, 32)] if options.dry else [(8192, 8192, 8192), (2048, 16384, 4096)]
+    rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
+    dtype = torch.float32 if options.dry else torch.bfloat16
+    overlap.measure(shapes, [0.2, 0.4, 0.8], [2, 4] if options.dry else [4, 8], dtype, device, hidden, rest)
+    if not options.dry:
+        verdicts |= _overlap_verdicts(hidden)
+    verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
+    if options.dry:
+        verdicts["dry run"] = "on a CPU: times mean nothing"
+    for name, verdict in verdicts.items():
+        hidden.note(f"{name}: {verdict}", verdict=verdict)
+    return sum(verdict is False for verdict in verdicts.values())
+
+
+def numerics(device: torch.device, table: Table, dry: bool) -> None:
+    """Every layout and dtype, descriptor and pointer sizes, epilogues and accumulation, against fp64."""
+    sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
+    backend = None if dry else "triton"
+    for dtype, limit in LIMITS.items():
+        for layout in LAYOUTS:
+            for m, n, k in sizes:
+                a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
+                b = torch.randn((n, k) if layout == "NT" else (k, n), device=device).to(dtype)
+                out = torch.full((m, n), float("nan"), device=device, dtype=dtype)
+                reference = matmul_reference(a, b, layout)
+                name = f"{layout} {m}x{n}x{k} {dtype}"
+                # fp32: errors of a random walk over K grow with its square root; 1e-6 holds up to K = 1,024
+                error = relative_error(matmul(a, b, layout, out, backend=backend), reference)
+                table.add(check=name, error=error, limit=limit)
+                master = torch.ones((m, n), device=device)
+                matmul(a, b, layout, master, accumulate=True, backend=backend)
+                table.add(check=f"{name} accumulated", error=relative_error(master, reference + 1), limit=2e-6)
+            bias, gate = torch.randn(n, device=device).to(dtype), torch.randn((m, n), device=device).to(dtype)
+            for activation in ("gelu", "gelu_tanh", "silu_gate"):
+                exact = reference + bias.double()
+                if activation == "silu_gate":
+                    expected = torch.nn.functional.silu(exact) * gate.double()
+                else:
+                    kind = "tanh" if activation == "gelu_tanh" else "none"
+                    expected = torch.nn.functional.gelu(exact, approximate=kind)
+                given = gate if activation == "silu_gate" else None
+                got = matmul(a, b, layout, bias=bias, activation=activation, gate=given, backend=backend)
+                # without the kernel torch rounds between the steps
+                table.add(
+                    check=f"{name} {activation}", error=relative_error(got, expected), limit=(3 if dry else 1) * limit
+                )
+
+
+def strategies(device: torch.device, table: Table, dry: bool) -> None:
+    """Split and signal against serial, all operations, chunk counts 1, 2, 4 and 7."""
+    m, n, k = (56, 56, 24) if dry else (1792, 3584, 1024)
+    comm = SimulatedCommunicator(4, 1e10, device)
+    dtype = torch.float32 if dry else torch.bfloat16
+    for operation in overlap.OPERATIONS:
+        layout = "TN" if operation == "matmul_reduce_scatter" else "NT"
+        a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
+        b = torch.randn((k, n) if layout == "TN" else (n, k), device=device).to(dtype)
+        expected = overlap._call(operation, a, b, comm, layout, "serial", 1)()
+        for strategy in ("split", "signal"):
+            for chunks in (1, 2, 4, 7):
+                got = overlap._call(operation, a, b, comm, layout, strategy, chunks)()
+                assert comm.ran[-1].strategy == strategy
+                error = relative_error(got, expected)
+                table.add(check=f"{operation} {strategy}/{chunks}", error=error, limit=4e-3)
+    comm.check()
+
+
+def rounds(device: torch.device, table: Table, dry: bool) -> None:
+    """Signalled operations back to back without a synchronize between; whole numbers, so equality is exact."""
+    comm = SimulatedCommunicator(2, 1e11, device)
+    generator = torch.Generator(device).manual_seed(3)
+    wrong = torch.zeros((), device=device)
+    dtype, count = (torch.float32, 10) if dry else (torch.bfloat16, 500)
+    m, n, k = (16, 32, 16) if dry else (256, 512, 64)
+    for _ in range(count):
+        x = torch.randint(-2, 3, (m, k), generator=generator, device=device).to(dtype)
+        w = torch.randint(-2, 3, (n, k), generator=generator, device=device).to(dtype)
+        out, _full = run_all_gather(x, w, comm, "NT", "b", "signal", 3, keep=False)
+        expected = (x.float() @ w.float().T).to(dtype)
+        wrong += (out != expected.repeat(1, 2)).any()
+        wrong += (run_reduce_scatter(w, x, comm, "NT", "signal", 4) != 2 * expected.T[: n // 2]).any()
+        total, finish = start_all_reduce(x, w, comm, "NT", "signal", 2)
+        finish()
+        wrong += (total != 2 * expected).any()
+    comm.check()
+    table.add(check=f"{3 * count} signalled operations back to back", error=float(wrong), limit=0.5)
+
+
+def silence(device: torch.device, table: Table) -> None:
+    """A flag that nobody sets is reported within the bound, and the rows that needed it are NaN."""
+    if not devices.runs_triton(device):
+        return
+    comm = SimulatedCommunicator(2, 1e11, device, timeout=0.2)
+    schedule = plan("all_gather", 256, 2, 0, 2, 128)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    product = Product("NT", 128, 512, 64, dtype)
+    workspace = comm.workspaces.get("silence", schedule, product, device)
+    workspace.advance()
+    workspace.write_on_host(0)
+    x, w = (torch.ones((rows, 64), device=device, dtype=dtype) for rows in (128, 512))
+    out = torch.zeros((128, 512), device=device, dtype=dtype)
+    launch_segments(x, w, out, product, schedule, workspace, comm, None, None, along_n=True)
+    try:
+        comm.check()
+        told = False
+    except SignalTimeout as error:
+        told = "chunk 1" in str(error) and "epoch 1" in str(error)
+    poisoned = bool(out[:, 384:].isnan().all()) and bool(out[:, :384].isfinite().all())
+    table.add(check="a flag that is never set", error=0.0 if told and poisoned else 1.0, limit=0.5)
+
+
+def _shapes(dry: bool) -> list[Product]:
+    """The GPT shapes of the verdict first, then square sizes, then what else time allows."""
+    if dry:
+        return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
+    found: dict[Product, None] = {}
+    for model in ("gpt-5b", "gpt-20b", "gpt-80b", "gpt-320b"):
+        for layer in layers(model, (1, 1, 1), 4096):
+            found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
+    squares = [Product(layout, n, n, n, torch.bfloat16) for n in (2048, 4096, 8192, 16384) for layout in LAYOUTS]
+    found.update(dict.fromkeys(squares))
+    for layer in layers("gpt-320b", (4, 2, 1), 2048):
+        found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
+    return list(found)
+
+
+def _speed_verdicts(table: Table, device: torch.device) -> dict[str, bool | str]:
+    rows = [row for row in table.rows if row.get("triton_ratio")]
+    if not rows:
+        return {"Triton against the vendor": "not measured"}
+    units = devices.target_of(device).units
+    verdicts: dict[str, bool | str] = {"bf16 errors under 4e-3": all(row["right"] for row in rows)}
+    deep = [r for r in rows if r["k"] >= 2048 and r["m"] * r["n"] / (128 * 256) >= 4 * units]
+    shallow = [row for row in rows if row not in deep]
+    for layout, goal in (("NN", 0.95), ("NT", 0.95), ("TN", 0.93)):
+        ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
+        if ratios:
+            mean = gemm.geometric_mean(ratios)
+            verdicts[f"Triton {layout}, K >= 2048, >= 4 waves: {mean:.3f} of torch (goal {goal})"] = mean >= goal
+    if shallow:
+        mean = gemm.geometric_mean([row["triton_ratio"] for row in shallow])
+        verdicts[f"Triton elsewhere: {mean:.3f} of torch (goal 0.88)"] = mean >= 0.88
+    worst = min(row["triton_ratio"] for row in rows)
+    verdicts[f"Triton at worst: {worst:.3f} of torch (goal 0.80)"] = worst >= 0.80
+    tuned = [row["tuned_ratio"] for row in rows]
+    verdicts[f"tuned at worst: {min(tuned):.3f} of torch (goal 0.99)"] = min(tuned) >= 0.99
+    mean = gemm.geometric_mean(tuned)
+    verdicts[f"tuned: {mean:.3f} of torch (goal 1.00)"] = mean >= 1.0
+    return verdicts
+
+
+def _overlap_verdicts(table: Table) -> dict[str, bool | str]:
+    verdicts: dict[str, bool | str] = {}
+    for share, goal in ((0.2, 0.5), (0.4, 0.7), (0.8, 0.8)):
+        for operation in overlap.OPERATIONS:
+            rows = [row for row in table.rows if row["asked_share"] == share and row["operation"] == operation]
+            for shape in {row["shape"] for row in rows}:
+                best = min((row for row in rows if row["shape"] == shape), key=lambda row: row["fused_ms"])
+                hidden = best["efficiency"] if best["efficiency"] is not None else float("nan")
+                name = f"{operation} {shape} share {share}: {best['strategy']}/{best['chunks']} hides {hidden:.2f}"
+                verdicts[f"{name} (goal {goal})"] = hidden >= goal
+    if not table.rows:
+        return {"overlap": "not measured"}
+    return verdicts
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,200 @@
+"""How fast is a product: torch's own, CuPy's cuBLAS, the Triton kernel, and what the tuner chose, in one run.
+
+    axo bench gemm --sizes 1024,2048,4096                    square products (the papers' empirical peak)
+    axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
+
+All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
+the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from axo_kernels import Tuner, matmul
+from axo_kernels import device as devices
+from axo_kernels.cache import Cache
+from axo_kernels.gemm import vendor_matmul
+from axo_kernels.layout import LAYOUTS, Product, as_row_major
+from axo_kernels.model_shapes import layers, parse_grid
+from axo_kernels.timing import paired, relative_error
+from axo_kernels.tuner import runner
+
+from .table import Table, environment
+
+COLUMNS = {
+    "product": "s",
+    "torch_tflops": ".3f",
+    "pct_peak": ".1f",
+    "cupy_ratio": ".3f",
+    "triton_ratio": ".3f",
+    "tuned_ratio": ".3f",
+    "error": ".1e",
+    "chosen": "s",
+}
+# Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
+PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "MI250X": 191.5e12, "MI300X": 1307e12, "B200": 2250e12}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; returns 1 when a result is wrong."""
+    parser = argparse.ArgumentParser(prog="axo bench gemm", description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", default="", help="square sizes, comma-separated")
+    parser.add_argument("--models", default="", help="models, comma-separated: gpt-5b ... gpt-640b, or 'all'")
+    parser.add_argument("--grid", default="1x1x1", help="grids that cut the models' layers, comma-separated")
+    parser.add_argument("--rows", type=int, default=2048, help="tokens of one data-parallel group")
+    parser.add_argument("--shrink", type=int, default=1, help="divide hidden sizes (machines without a GPU)")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--json", type=Path, help="append JSON lines here")
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device, torch.cuda.current_device() if options.device == "cuda" else None)
+    dtype = getattr(torch, options.dtype)
+    products = list(_products(options, dtype))
+    if not products:
+        parser.error("nothing to measure: give --sizes or --models")
+    table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
+    measure(products, device, table, options.rounds, options.configs, options.seconds)
+    return int(any(not row["right"] for row in table.rows))
+
+
+def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
+    found: dict[Product, None] = {}
+    for size in filter(None, options.sizes.split(",")):
+        for layout in LAYOUTS:
+            found[Product(layout, int(size), int(size), int(size), dtype)] = None
+    names = options.models.split(",") if options.models else []
+    if names == ["all"]:
+        from axo_kernels.model_shapes import MODELS
+
+        names = list(MODELS)
+    for name in names:
+        for grid in options.grid.split(","):
+            for layer in layers(name, parse_grid(grid), options.rows, options.shrink):
+                found.update(dict.fromkeys(layer.products(dtype).values()))
+    return list(found)
+
+
+def measure(
+    products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
+) -> None:
+    """Measure each product into the table; says what it skips for want of memory or of time."""
+    memory = Cache("a bench keeps its own", devices.versions(), Path("/nonexistent"))
+    tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
+    started = time.perf_counter()
+    for index, product in enumerate(products):
+        if time.perf_counter() - started > seconds:
+            table.note(f"stopped after {seconds:.0f} s: {len(products) - index} products not measured")
+            break
+        if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
+            table.note(f"{product.name}: does not fit the memory, not measured")
+            continue
+        _one(product, device, table, tuner, rounds)
+    ratios = [row["tuned_ratio"] for row in table.rows if row.get("tuned_ratio")]
+    if ratios:
+        table.note(f"tuned against torch: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
+
+
+def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int) -> None:
+    generator = torch.Generator(device).manual_seed(1)
+    shapes = (
+        (product.k, product.m) if product.layout == "TN" else (product.m, product.k),
+        (product.n, product.k) if product.layout == "NT" else (product.k, product.n),
+    )
+    a, b = (torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in shapes)
+    choice = tuner.choose(product, device)
+    tuned = runner(choice, product.layout)
+    calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout), "tuned": lambda: tuned(a, b)}
+    if devices.runs_triton(device) and device.type == "cuda":
+        calls["triton"] = lambda: matmul(a, b, product.layout, backend="triton")
+    other = _cupy(a, b, product)
+    if other is not None:
+        calls["cupy"] = other
+    errors = {name: _error(call(), a, b, product.layout) for name, call in calls.items() if name != "cupy"}
+    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
+    timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
+    rate = product.flops / timings["torch"].seconds
+    peak = next((value for name, value in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+    table.add(
+        product=product.name,
+        torch_tflops=rate / 1e12,
+        pct_peak=100 * rate / peak if peak and product.dtype != torch.float32 else None,
+        cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
+        triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
+        tuned_ratio=1 / timings["tuned"].ratio,
+        error=max(errors.values()),
+        chosen=choice.name,
+        right=all(error < limit for error in errors.values()),
+        layout=product.layout,
+        m=product.m,
+        n=product.n,
+        k=product.k,
+        seconds={name: timing.seconds for name, timing in timings.items()},
+        errors=errors,
+    )
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) -> float:
+    """Relative Frobenius error against fp64 on at most 64 rows."""
+    left, right = as_row_major(a, b, layout)
+    rows = torch.linspace(0, left.shape[0] - 1, min(64, left.shape[0]), device=a.device).long()
+    return relative_error(result[rows], left[rows].double() @ right.double())
+
+
+def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
+    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype."""
+    if not a.is_cuda or torch.version.hip or product.dtype == torch.float32:
+        return None
+    try:
+        import cupy
+        from cupy_backends.cuda.libs import cublas
+    except ImportError:
+        return None
+    import ctypes
+
+    out = torch.empty((product.m, product.n), dtype=product.dtype, device=a.device)
+    kind = 14 if product.dtype == torch.bfloat16 else 2  # CUDA_R_16BF, CUDA_R_16F
+    one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
+    m, n, k = product.m, product.n, product.k
+    # cuBLAS thinks in columns: C^T = B^T A^T
+    op_b, ldb = (1, k) if product.layout == "NT" else (0, n)
+    op_a, lda = (1, m) if product.layout == "TN" else (0, k)
+    handle = cupy.cuda.Device(a.device.index or 0).cublas_handle
+
+    def call() -> torch.Tensor:
+        cublas.setStream(handle, torch.cuda.current_stream().cuda_stream)
+        cublas.gemmEx(
+            handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
+            ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,
+        )  # fmt: skip
+        return out
+
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
+        print(f"cupy: not measured ({str(error)[:80]})")
+        return None
+    return call
+
+
+def geometric_mean(values: list[float]) -> float:
+    """The mean of ratios."""
+    return math.exp(sum(math.log(value) for value in values) / len(values))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,230 @@
+"""How much of the communication is hidden behind the product, for each fused operation and strategy.
+
+    axo bench overlap --shapes 4096x4096x4096 --shares 0.2,0.4,0.8      communication simulated on one device
+    torchrun --nproc-per-node 4 -m axo_bench.overlap --shapes ...      real ranks (NCCL, or Gloo on CPUs)
+
+Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
+(axo_kernels.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
+t_gemm: 1 is all hidden, 0 is serial, negative is slower than serial. Each row also has the own kernel's time with all
+flags set beforehand, and the error against the serial result. Over ranks the largest time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from axo_kernels import FusedCommunicator, adapt
+from axo_kernels import device as devices
+from axo_kernels.comm import gather_max
+from axo_kernels.gemm import vendor_matmul
+from axo_kernels.layout import Product, product_of
+from axo_kernels.schedule import plan
+from axo_kernels.simulated import SimulatedCommunicator
+from axo_kernels.strategies import launch_segments, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.timing import paired, relative_error
+
+from .table import Table, environment
+
+OPERATIONS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
+COLUMNS = {
+    "operation": "s",
+    "shape": "s",
+    "share": ".2f",
+    "strategy": "s",
+    "chunks": "d",
+    "gemm_ms": ".3f",
+    "own_ms": ".3f",
+    "comm_ms": ".3f",
+    "serial_ms": ".3f",
+    "fused_ms": ".3f",
+    "efficiency": ".2f",
+    "error": ".1e",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; returns 1 when a fused result differs from the serial one."""
+    parser = argparse.ArgumentParser(prog="axo bench overlap", description=__doc__.splitlines()[0])
+    parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
+    parser.add_argument("--shares", default="0.2,0.4,0.8", help="communication over product, when simulated")
+    parser.add_argument("--chunks", default="2,4,8")
+    parser.add_argument("--size", type=int, default=4, help="ranks, when simulated")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--json", type=Path, help="append JSON lines here")
+    options = parser.parse_args(arguments)
+    real = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    device = torch.device(options.device, int(os.environ.get("LOCAL_RANK", "0")) if options.device == "cuda" else None)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    comm = None
+    if real:
+        torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        comm = adapt(torch.distributed.group.WORLD)
+    rank = comm.rank if comm else 0
+    table = Table(COLUMNS, options.json if rank == 0 else None, {"bench": "overlap"} | environment(device))
+    shapes = [tuple(int(size) for size in shape.split("x")) for shape in options.shapes.split(",")]
+    shares = [float(share) for share in options.shares.split(",")] if not real else [0.0]
+    counts = [int(count) for count in options.chunks.split(",")]
+    measure(shapes, shares, counts, getattr(torch, options.dtype), device, table, options, comm)
+    if real:
+        torch.distributed.destroy_process_group()
+    return int(any(not row["right"] for row in table.rows))
+
+
+def measure(
+    shapes: list[tuple[int, ...]],
+    shares: list[float],
+    counts: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    table: Table,
+    options: argparse.Namespace,
+    comm: FusedCommunicator | None = None,
+) -> None:
+    """Measure every operation, share, strategy and chunk count; stops after ``options.seconds``, saying so."""
+    started = time.perf_counter()
+    for shape in shapes:
+        for operation in OPERATIONS:
+            for share in shares:
+                if time.perf_counter() - started > options.seconds:
+                    table.note(
+                        f"stopped after {options.seconds:.0f} s: {operation} {shape} {share} and on not measured"
+                    )
+                    return
+                _case(operation, shape, share, counts, dtype, device, table, options, comm)
+
+
+def _case(
+    operation: str,
+    shape: tuple[int, ...],
+    share: float,
+    counts: list[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    table: Table,
+    options: argparse.Namespace,
+    comm: FusedCommunicator | None,
+) -> None:
+    m, n, k = shape
+    rank = comm.rank if comm else 0
+    size = comm.size if comm else options.size
+    generator = torch.Generator(device).manual_seed(7)
+    layout = "TN" if operation == "matmul_reduce_scatter" else "NT"
+    stored = ((k, m), (k, n)) if layout == "TN" else ((m, k), (n, k))
+    a, b = (
+        torch.randn(shape, generator=generator, device=device).mul_(0.01 * (rank + 1)).to(dtype) for shape in stored
+    )
+    product = product_of(a, b, layout)
+    gemm = partial(vendor_matmul, a, b, layout)
+    if operation == "all_gather_matmul":
+        rows = n // size
+        b = b[rank * rows : (rank + 1) * rows].contiguous()
+    moved = _bytes(operation, product, size)
+    if comm is None:
+        seconds = paired([gemm], device, options.rounds)[0].seconds
+        comm = SimulatedCommunicator(size, moved / (share * seconds), device)
+    serial = _call(operation, a, b, comm, layout, "serial", 1)
+    expected = serial()
+    alone = _communication(operation, product, comm, device)
+    strategies = ("split", "signal") if device.type == "cpu" or devices.runs_triton(device) else ("split",)
+    rivals = {
+        (strategy, chunks): _call(operation, a, b, comm, layout, strategy, chunks)
+        for strategy in strategies
+        for chunks in counts
+    }
+    errors = {key: relative_error(call(), expected) for key, call in rivals.items()}
+    own = _own(a, b, comm, product, operation, device)
+    calls: list[Callable[[], object]] = [gemm, serial, alone, *([own] if own else []), *rivals.values()]
+    timings = gather_max(comm, [timing.seconds for timing in paired(calls, device, options.rounds)])
+    comm.check() if device.type == "cuda" else None
+    head, tail = timings[:3], timings[3 + bool(own) :]
+    for (strategy, chunks), fused in zip(rivals, tail, strict=True):
+        hidden = 1 - (fused - head[0]) / (head[1] - head[0]) if head[1] > head[0] else None
+        table.add(
+            operation=operation,
+            shape=product.name,
+            share=head[2] / head[0],
+            asked_share=share,
+            strategy=strategy,
+            chunks=chunks,
+            gemm_ms=head[0] * 1e3,
+            own_ms=timings[3] * 1e3 if own else None,
+            comm_ms=head[2] * 1e3,
+            serial_ms=head[1] * 1e3,
+            fused_ms=fused * 1e3,
+            efficiency=hidden,
+            error=errors[strategy, chunks],
+            right=errors[strategy, chunks] < 1e-2,  # the same sums in another order, rounded to bf16
+        )
+
+
+def _bytes(operation: str, product: Product, size: int) -> float:
+    """Bytes that a ring moves through each rank's link."""
+    item, share = product.dtype.itemsize, (size - 1) / size
+    if operation == "matmul_all_reduce":
+        return 2 * share * product.m * product.n * item
+    if operation == "matmul_reduce_scatter":
+        return share * product.m * product.n * item
+    return share * product.n * product.k * item
+
+
+def _call(
+    operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, strategy: str, chunks: int
+) -> Callable[[], torch.Tensor]:
+    if operation == "matmul_reduce_scatter":
+        return partial(run_reduce_scatter, a, b, comm, layout, strategy, chunks)
+    if operation == "all_gather_matmul":
+        return lambda: run_all_gather(a, b, comm, layout, "b", strategy, chunks, keep=False)[0]
+
+    def run() -> torch.Tensor:
+        out, finish = start_all_reduce(a, b, comm, layout, strategy, chunks)
+        finish()
+        return out
+
+    return run
+
+
+def _communication(
+    operation: str, product: Product, comm: FusedCommunicator, device: torch.device
+) -> Callable[[], None]:
+    """The collective alone."""
+    full = torch.zeros((product.m, product.n), dtype=product.dtype, device=device)
+    weight = torch.zeros((product.n, product.k), dtype=product.dtype, device=device)
+    if operation == "matmul_all_reduce":
+        return lambda: comm.all_reduce(full).wait()
+    if operation == "matmul_reduce_scatter":
+        part = torch.empty_like(full[: product.m // comm.size])
+        return lambda: comm.reduce_scatter(part, full).wait()
+    shard = torch.empty_like(weight[: product.n // comm.size])
+    return lambda: comm.all_gather(weight, shard).wait()
+
+
+def _own(
+    a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, product: Product, operation: str, device: torch.device
+) -> Callable[[], None] | None:
+    """The signalling kernel with every flag set beforehand: what the kernel itself costs."""
+    if not devices.runs_triton(device) or device.type != "cuda":
+        return None
+    gathers = operation == "all_gather_matmul"
+    rows = product.n // comm.size if gathers else product.m
+    kind = "all_gather" if gathers else "all_reduce"
+    schedule = plan(kind, rows, 4, comm.rank, comm.size, 128)
+    workspace = comm.workspaces.get(f"alone {operation}", schedule, product, device)
+    out = torch.empty((product.m, product.n), dtype=product.dtype, device=device)
+    full = b.repeat(comm.size, 1) if gathers else b
+    workspace.flags.copy_(workspace.epoch)
+    return lambda: launch_segments(a, full, out, product, schedule, workspace, comm, None, None, along_n=gathers)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,86 @@
+"""The table printer of the benches: aligned columns as rows arrive, JSON lines beside them.
+
+The first JSON line says where the numbers come from: device, versions, commit, date.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Describe the machine, the versions and the commit."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ModuleNotFoundError:
+        triton_version = "none"
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    here = Path(__file__).resolve().parent
+    command = ["git", "-C", str(here), "rev-parse", "--short", "HEAD"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    except OSError:
+        commit = "unknown"
+    return {
+        "device": name,
+        "kind": device.type,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "commit": commit,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+class Table:
+    """Prints one row at a time and remembers all.
+
+    Args:
+        columns: Name to format, for example ``{"shape": "s", "ms": ".3f"}``.
+        path: JSON lines are written here as well; None: nowhere.
+        header: Goes into the first JSON line.
+    """
+
+    def __init__(self, columns: dict[str, str], path: Path | None = None, header: dict[str, Any] | None = None) -> None:
+        self.columns = columns
+        self.rows: list[dict[str, Any]] = []
+        self._file = None
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a", encoding="utf-8")
+            self._write(header or {})
+        self._widths = {name: max(len(name), 34 if form == "s" else 9) for name, form in columns.items()}
+        print("  ".join(name.ljust(width) for name, width in self._widths.items()), flush=True)
+
+    def add(self, **row: Any) -> None:
+        """Print a row; values that are None print as ``-``."""
+        self.rows.append(row)
+        cells = []
+        for name, form in self.columns.items():
+            value = row.get(name)
+            text = "-" if value is None else format(value, form) if form != "s" else str(value)
+            cells.append(text.ljust(self._widths[name]))
+        print("  ".join(cells), flush=True)
+        self._write(row)
+
+    def note(self, text: str, **values: Any) -> None:
+        """Print a line below the table; it becomes a JSON line too."""
+        print(text, flush=True)
+        self._write({"note": text} | values)
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
