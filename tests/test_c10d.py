@@ -103,10 +103,8 @@ def list_forms():
         equal(outs, [torch.full((rank + 1, p + 1), float(p)) for p in range(world)])
     tensors = [torch.ones(3) + rank, torch.ones(2), torch.ones(0)]
     dist.all_reduce_coalesced(tensors)
-    equal(
-        tensors,
-        [torch.full((3,), world + sum(range(world)) * 1.0), torch.full((2,), 1.0 * world).double(), torch.ones(0)],
-    )
+    sums = torch.full((3,), world + sum(range(world)) * 1.0), torch.full((2,), 1.0 * world), torch.ones(0)
+    equal(tensors, list(sums))
     with dist._coalescing_manager():
         for tensor in tensors:
             dist.all_reduce(tensor)
