@@ -202,6 +202,23 @@ def bench(
         runpy.run_module(f"axo_bench.{name}", run_name="__main__", alter_sys=False)
 
 
+@app.command(
+    context_settings={
+        "allow_extra_args": True,
+        "ignore_unknown_options": True,
+        "allow_interspersed_args": False,
+        "help_option_names": [],
+    },
+    add_help_option=False,
+)
+def litgpt(context: typer.Context) -> None:
+    """Run a LitGPT command with its own arguments and --grid, e.g. 'axo litgpt pretrain --help'."""
+    with _one_message("litgpt"):
+        from axo.integrations.litgpt import run
+
+        run(context.args)
+
+
 def _benchmarks() -> list[str]:
     if importlib.util.find_spec("axo_bench") is None:
         return []

@@ -15,3 +15,14 @@ def tokens(rows, length=33, seed=3):
     generator = torch.Generator().manual_seed(seed)
     start, step = torch.randint(0, 250, (2, rows, 1), generator=generator)
     return (start + (step % 5 + 1) * torch.arange(length)) % 250
+
+
+def mean(columns):
+    return [sum(column) / len(column) for column in zip(*columns, strict=True)]
+
+
+def distance(weights, serial):
+    """Relative distance of whole models: both as one vector."""
+    assert weights.keys() == serial.keys()
+    difference = sum(float((weights[name].double() - serial[name].double()).square().sum()) for name in serial)
+    return (difference / sum(float(serial[name].double().square().sum()) for name in serial)) ** 0.5

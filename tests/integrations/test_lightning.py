@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.integrations.support import ELASTIC, LLAMA, tokens
+from tests.integrations.support import ELASTIC, LLAMA, distance, mean, tokens
 from tests.launcher import run_ranks
 
 
@@ -61,17 +61,6 @@ def train_on_grid(grid, options):
 
     strategy = AxoStrategy(grid, **(options := dict(options)).pop("strategy", {}))
     return train(strategy, **options)
-
-
-def mean(columns):
-    return [sum(column) / len(column) for column in zip(*columns, strict=True)]
-
-
-def distance(weights, serial):
-    """Relative distance of whole models: both as one vector."""
-    assert weights.keys() == serial.keys()
-    difference = sum(float((weights[name].double() - serial[name].double()).square().sum()) for name in serial)
-    return (difference / sum(float(serial[name].double().square().sum()) for name in serial)) ** 0.5
 
 
 @pytest.mark.parametrize(

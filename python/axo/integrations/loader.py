@@ -32,6 +32,8 @@ class Position:
     def batches(self, loader: Any, start: Callable[[], Iterator[Any]], each: int) -> Iterator[Any]:
         """One epoch of ``loader``: ``start()`` begins it, ``each`` samples are read at once by all data ranks.
 
+        A dataset with ``set_epoch`` is told which epoch it is.
+
         Raises:
             ValueError: The run that is resumed stopped between two batches of this one.
         """
@@ -44,6 +46,8 @@ class Position:
             )
         if self._resumed:
             _set_sampler_epoch(loader, self._epoch)  # Fabric counts from the start of this process
+        if hasattr(loader.dataset, "set_epoch"):
+            loader.dataset.set_epoch(self._epoch)
         iterator = start()
         for _ in range(skip // each):
             next(iterator, None)
