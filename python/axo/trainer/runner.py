@@ -65,9 +65,7 @@ def run(config: TrainConfig) -> Outcome | None:
         return train_rank(config)
     check(config)
     open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
-    if config.device != "cpu":
-        return launch_local(train_rank, config.grid.world_size, config, fork=False)
-    return launch_local(train_rank, config.grid.world_size, config)
+    return launch_local(train_rank, config.grid.world_size, config, fork=config.device == "cpu")
 
 
 def train_rank(config: TrainConfig) -> Outcome | None:
