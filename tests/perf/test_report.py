@@ -88,6 +88,7 @@ def test_a_range_has_no_error() -> None:
     assert [row[4] for row in rows] == ["", "+10.0%"]
 
 
+@pytest.mark.slow
 def test_commands_write_what_they_say(tmp_path: Path) -> None:
     call = "plan --model gpt-5b --gpus 32 --machine frontier --batch-tokens 256k --tokens 1T --explain 2x2x4x2"
     done = CliRunner().invoke(cli.app, f"{call} --csv {tmp_path}/p.csv --html {tmp_path}/p.html".split())
@@ -120,6 +121,7 @@ def on_ranks(ranks: int) -> dict:
     return profile.measure(axo.connect, ranks, workload, 64, 4096, 2)
 
 
+@pytest.mark.slow
 def test_a_measured_machine_file_can_be_planned_on(tmp_path: Path) -> None:
     """Figures are of a busy machine and mean nothing; that they are complete, equal on all ranks and readable does."""
     first, *others = run_ranks(on_ranks, 4, 4)
