@@ -1,0 +1,112 @@
+"""Shapes of the papers' models, tuning a whole model, the simulated link, and the benches at toy sizes."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from axo_kernels.cache import Cache
+from axo_kernels.model_shapes import MODELS, layers, parse_grid
+from axo_kernels.simulated import SimulatedCommunicator
+from axo_kernels.tune_model import as_table, tune_model
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_block_has_twelve_hidden_squared_weights(model):
+    """The papers' 12 h^2 weights a block, whole and cut: a grid's ranks hold Gx * Gy times less each."""
+    hidden = MODELS[model][1]
+    assert sum(layer.n * layer.k for layer in layers(model)) == 12 * hidden**2
+    cut = layers(model, (4, 2, 2), rows=4096)
+    assert sum(layer.n * layer.k for layer in cut) == 12 * hidden**2 // 8
+    assert {layer.m for layer in cut} == {2048}
+    flops = sum(product.flops for layer in cut for product in layer.products(torch.bfloat16).values())
+    assert flops == 3 * 2 * 2048 * 12 * hidden**2 // 8
+    qkv, proj = cut[0], cut[1]
+    assert (qkv.n, qkv.k) == (3 * hidden // 4, hidden // 2), "normal: out over x, in over y"
+    assert (proj.n, proj.k) == (hidden // 2, hidden // 4), "transposed: out over y, in over x"
+
+
+def test_models_and_grids_that_do_not_exist():
+    assert parse_grid("4x2x2x8") == (4, 2, 2)
+    for grid in ("4x2", "4x2x0", "axbxc", "1x2x3x4x5"):
+        with pytest.raises(ValueError, match="three or four sizes joined by x"):
+            parse_grid(grid)
+    with pytest.raises(ValueError, match="model 'gpt-7b' is not one of gpt-5b"):
+        layers("gpt-7b")
+    with pytest.raises(ValueError, match="does not divide over 3; choose another grid"):
+        layers("gpt-5b", (1, 3, 1))
+    with pytest.raises(ValueError, match="2048 rows do not divide over z=3; use 2049"):
+        layers("gpt-5b", (1, 1, 3))
+
+
+def test_tuning_a_model_fills_the_cache(tmp_path):
+    cache = Cache("a device", {}, tmp_path)
+    told = []
+    tuner = Tuner("first-step", cache=cache, budget=0.01, progress=lambda *progress: told.append(progress))
+    rows = list(tune_model("gpt-5b", "2x2x1", rows=64, dtype=torch.float32, shrink=64, tuner=tuner))
+    assert len(rows) == 4 * 4 and told
+    assert {row.layer.split()[1] for row in rows} == {"forward", "grad_input", "grad_weight", "weight"}
+    assert all(row.torch_seconds > 0 and row.chosen_seconds > 0 for row in rows)
+    entries = json.loads(cache.path.read_text())["entries"]
+    assert len(entries) == tuner.measured > 0
+    again = Tuner("cached", cache=Cache("a device", {}, tmp_path))
+    assert list(tune_model("gpt-5b", "2x2x1", rows=64, dtype=torch.float32, shrink=64, tuner=again)) == rows
+    assert again.measured == 0
+    assert as_table(rows).count("\n") == len(rows)
+
+
+@pytest.mark.parametrize("strategy", ["serial", "split", "signal"])
+def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
+    comm = SimulatedCommunicator(4, 1e12, torch.device("cpu"))
+    x, w = torch.randn(16, 8), torch.randn(12, 8)
+    exact = x.double() @ w.double().T
+    limits = {"rtol": 0, "atol": 1e-5}  # fp32 sums of 8 products
+    got = matmul_all_reduce(x, w, comm, strategy=strategy, chunks=3)
+    torch.testing.assert_close(got.double(), 4 * exact, **limits)
+    got = matmul_reduce_scatter(x, w, comm, strategy=strategy, chunks=3)
+    torch.testing.assert_close(got.double(), 4 * exact[:4], **limits)
+    got = all_gather_matmul(x, w, comm, strategy=strategy, chunks=3)
+    torch.testing.assert_close(got.double(), exact.repeat(1, 4), **limits)
+    assert [record.strategy for record in comm.ran] == [strategy] * 3
+    assert comm.seconds(1e12) == 1.0
+
+
+def run_bench(name, *arguments):
+    command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--rounds", "3", *arguments]
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_gemm_bench_prints_error_beside_time(tmp_path):
+    path = tmp_path / "gemm.jsonl"
+    printed = run_bench("gemm", "--sizes", "64", "--models", "gpt-5b", "--shrink", "64", "--json", str(path))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {"bench", "device", "torch", "triton", "commit", "date"} <= lines[0].keys()
+    rows = [line for line in lines if "product" in line]
+    assert len(rows) == 3 + 12 and all(row["right"] and row["error"] < 4e-3 for row in rows)
+    assert all(math.isfinite(row["tuned_ratio"]) and row["torch_tflops"] > 0 for row in rows)
+    assert "geometric mean" in printed and printed.count("bfloat16") == 15
+
+
+@pytest.mark.slow
+def test_overlap_bench_reports_efficiency(tmp_path):
+    path = tmp_path / "overlap.jsonl"
+    arguments = ["--shapes", "64x64x64", "--shares", "0.5", "--chunks", "2", "--dtype", "float32", "--json", str(path)]
+    run_bench("overlap", *arguments)
+    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    assert len(rows) == 3 * 2 and all(row["right"] for row in rows)
+    assert {row["strategy"] for row in rows} == {"split", "signal"}
+    for row in rows:
+        if row["efficiency"] is not None:
+            expected = 1 - (row["fused_ms"] - row["gemm_ms"]) / (row["serial_ms"] - row["gemm_ms"])
+            assert row["efficiency"] == pytest.approx(expected)
