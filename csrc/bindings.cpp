@@ -19,6 +19,7 @@
 
 #include "communicator.h"
 #include "error.h"
+#include "shared_buffers.h"
 #include "types.h"
 #include "work.h"
 
@@ -249,6 +250,20 @@ void bind_communicator(py::module_& m) {
       .def("shutdown", &Communicator::shutdown, py::call_guard<py::gil_scoped_release>());
 }
 
+// Memory of allocate_shared, as an object with the buffer protocol: whoever views it keeps it.
+struct SharedMemory {
+  std::shared_ptr<void> data;
+  std::size_t bytes;
+};
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol())
+      .def(py::init([](std::size_t bytes) { return SharedMemory{allocate_shared(bytes), bytes}; }))
+      .def_buffer([](SharedMemory& memory) {
+        return py::buffer_info(static_cast<std::uint8_t*>(memory.data.get()), static_cast<py::ssize_t>(memory.bytes));
+      });
+}
+
 }  // namespace
 }  // namespace axo
 
@@ -258,6 +273,7 @@ PYBIND11_MODULE(_C, m) {
   py::register_exception_translator(&axo::translate);
   axo::bind_work(m);
   axo::bind_communicator(m);
+  axo::bind_shared_memory(m);
   m.def("group_start", &axo::group_start, py::call_guard<py::gil_scoped_release>());
   m.def("group_end", &axo::group_end, py::call_guard<py::gil_scoped_release>());
   m.def("item_size", [](int dtype) { return axo::item_size(axo::dtype_of(dtype)); });

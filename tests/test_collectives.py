@@ -269,6 +269,22 @@ def check_autograd_sees_the_write():
         assert comm.all_reduce(torch.ones(2))[0] == comm.size
 
 
+def check_shared_buffers():
+    comm = axo.connect(f"{_world()}x1x1x1").world
+    for count in (0, 3, 70_000):
+        shared = axo.empty_shared((count, 2), dtype=torch.float32)
+        shared.fill_(comm.rank + 1.0)
+        comm.all_reduce(shared[1:])
+        expected = torch.full((count, 2), float(sum(range(1, comm.size + 1))))
+        expected[:1] = comm.rank + 1.0
+        same(shared, expected, "all_reduce in shared memory")
+        gathered = comm.all_gather(shared, axo.empty_shared((comm.size * count, 2)))
+        expected = expected.repeat(comm.size, 1)
+        for rank in range(comm.size):
+            expected[rank * count : rank * count + 1] = rank + 1.0
+        same(gathered, expected, "all_gather in shared memory")
+
+
 def _world():
     import os
 
@@ -294,7 +310,7 @@ def test_moves(world):
 
 
 CHECKS = [check_uneven_all_to_all, check_rounding, check_strides_and_views, check_in_place_parts, check_array_kinds]
-CHECKS += [check_async_and_groups, check_split, check_autograd_sees_the_write]
+CHECKS += [check_async_and_groups, check_split, check_autograd_sees_the_write, check_shared_buffers]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -36,7 +36,7 @@ def run(*command, **options):
 
 @pytest.mark.slow
 def test_wheel_in_a_clean_environment(tmp_path):
-    # --no-deps: torch is there, and the test must work without a network. Objects that are up to date are not recompiled.
+    # --no-deps: torch is there, and the test must work without a network. Only what has changed is compiled again.
     build = [
         sys.executable,
         "-m",

@@ -33,7 +33,7 @@ _PUBLIC = {
     "Communicator": "axo.collectives",
     "Work": "axo.work",
     "count_collectives": "axo.counting",
-    "empty_shared": "axo.buffers",
+    "empty_shared": "axo.runtime",
     "group": "axo.collectives",
     "Communicators": "axo.runtime",
     "connect": "axo.runtime",

@@ -124,15 +124,6 @@ def rows_to_elements(
     return elements, offsets
 
 
-def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised CPU tensor, meant for buffers that are reduced or gathered again and again.
-
-    Today it is ordinary memory: operations on it are staged like any other's. Code that allocates such buffers here
-    will gain when the core reduces shared buffers in place.
-    """
-    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
-
-
 def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
     """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
 

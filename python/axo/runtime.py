@@ -9,7 +9,9 @@ communicator spans the world; each axis with more than one rank is split from it
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -178,6 +180,19 @@ def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
             f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
             f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
         )
+
+
+def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """An uninitialised CPU tensor in memory that the ranks of this host can share.
+
+    Collectives read and write such tensors where they lie, without staging: worth it for large buffers that are reduced
+    or gathered again and again. A view of one is as good. It is memory of this process in every other respect.
+    """
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = _C.SharedMemory(count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
 
 
 def create_c10d_backend(options: Any) -> Any:
