@@ -111,7 +111,7 @@ class _GatherFeatures(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, features: Placement) -> torch.Tensor:
         parts, longest = comms.grid.size(axis), features.max_local_shape()[0]
-        rows = tensor.reshape(-1, tensor.shape[-1])
+        rows = tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # this rank may have no features
         gathered = comms.axis(axis).all_gather(pad_to(rows, (rows.shape[0], longest)).contiguous())
         gathered = gathered.view(parts, rows.shape[0], longest)
         full = rows.new_empty(rows.shape[0], features.global_shape[0])

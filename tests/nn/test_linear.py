@@ -256,6 +256,29 @@ def test_autocast_computes_and_communicates_in_bf16():
     run_ranks(mixed_precision, 8, "2x2x2x1")
 
 
+def uneven_outputs(grid):
+    comms = axo.connect(grid)
+    for n in (3, 5, 13):  # over x=4: 1 1 1 0, 2 2 1 0, 4 4 4 1
+        for gather in (False, True):
+            seed_apart(comms)
+            layer = axo.nn.Linear(8, n, comms=comms, uneven_out=True, gather_output=gather)
+            serial = serial_linear(8, n)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
+            weights = torch.randn(4, n, generator=torch.Generator().manual_seed(6))
+            expected = serial(x)
+            (expected * weights).sum(1).mean().backward()
+            output = layer(axo.shard_input(layer, x))
+            columns = axo.Placement((n,), ((() if gather else ("x",)),), comms=comms)
+            my_weights = torch.stack([axo.shard(row, columns) for row in my_rows(comms, weights)])
+            (output * my_weights).sum(1).mean().backward()
+            assert_close(axo.unshard_output(layer, output), expected, LIMIT, f"{n} columns, gather={gather}")
+            assert_gradients_match(layer, serial, LIMIT, f"{n} columns, gather={gather}")
+
+
+def test_uneven_outputs_and_gathered_ones():
+    run_ranks(uneven_outputs, 8, "4x1x2x1")
+
+
 def different_inputs(case):
     comms = axo.connect("1x2x1x1")
     layer = axo.nn.Linear(8, 12, comms=comms, dtype=torch.float64 if case == "dtype" and comms.rank else None)

@@ -101,7 +101,7 @@ class _Product(torch.autograd.Function):
         rows, weight, block = ctx.saved_tensors
         matmul, exchange = ctx.matmul, ctx.matmul.exchange
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        grad = grad_output.reshape(-1, grad_output.shape[-1])
+        grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
         pending: list[Pending] = []
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
