@@ -144,7 +144,8 @@ class AxoStrategy(ParallelStrategy):
             )
         from lightning_utilities.core.rank_zero import rank_zero_only as shared
 
-        rank_zero_only.rank = shared.rank = self.global_rank
+        setattr(rank_zero_only, "rank", self.global_rank)
+        setattr(shared, "rank", self.global_rank)
 
     def _spread_devices(self) -> None:
         if self.grid.world_size % self._num_nodes:

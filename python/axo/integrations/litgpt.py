@@ -31,11 +31,16 @@ from axo.launch import Rank, launch_local, set_threads
 
 @dataclass(frozen=True)
 class Command:
-    """A command of litgpt's that runs on a grid: where its function is, and whether that takes ``--devices``."""
+    """A command of litgpt's that runs on a grid.
+
+    Args:
+        module, function: Where it is.
+        trains: Whether it takes ``--devices`` and launches ranks; if not, it is written for one device.
+    """
 
     module: str
     function: str
-    devices: bool
+    trains: bool
 
     def load(self) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), self.function)
@@ -120,7 +125,7 @@ def _parse(name: str, arguments: list[str], grid: Grid) -> Callable[[], Any]:
     for option in ("--devices", "--num_nodes"):
         if any(argument.split("=")[0] == option for argument in arguments):
             raise ValueError(f"litgpt: {option} is what the grid says ({grid}); leave it out")
-    if PARALLEL[name].devices:
+    if PARALLEL[name].trains:
         arguments = [*arguments, "--devices", str(grid.z * grid.data)]
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
     function = PARALLEL[name].load()
@@ -162,6 +167,8 @@ def _rank(start: Callable[[], Any], name: str, grid: str, local: bool) -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("LT_ACCELERATOR", "cpu")  # what axo.connect has a transport for
     os.environ["LT_STRATEGY"] = "axo"
+    if not PARALLEL[name].trains:
+        os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
     strategies: list[Any] = []
     _register(grid, strategies)
     # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)

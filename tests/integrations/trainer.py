@@ -1,0 +1,150 @@
+"""LitGPT's pretraining and generation as functions that ranks run; without a grid they are stock LitGPT."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integrations.support import LLAMA, mean
+from tests.launcher import run_ranks
+
+TEXT = "".join(f"line {i}: {i * i} lazy dogs jump over {i} quick brown foxes\n" for i in range(300))
+STEPS = 20
+
+
+def write_inputs(folder):
+    """A text and a byte-level tokenizer (256 bytes, <s>, </s>) that litgpt can load."""
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "tokenizer").mkdir()
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": 256, "content": "<s>", **special}, {"id": 257, "content": "</s>", **special}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": symbols | {"<s>": 256, "</s>": 257}, "merges": []},
+    }
+    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"})
+    )
+
+
+def pretrain(folder, out, options, grid=None):
+    """One rank of ``litgpt pretrain`` without its command line; returns the losses and checksums that it saw."""
+    import litgpt.pretrain
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.config import Config
+
+    from axo.integrations.text_data import LocalText
+
+    losses, sums = [], []
+
+    class Losses(litgpt.pretrain.RunningMean):
+        def update(self, value):
+            losses.append(float(value))
+            super().update(value)
+
+    class Batches(litgpt.pretrain.CycleIterator):
+        def __next__(self):
+            batch = super().__next__()
+            sums.append(int((batch * torch.arange(1, batch.shape[1] + 1)).sum()))
+            return batch
+
+    litgpt.pretrain.RunningMean, litgpt.pretrain.CycleIterator = Losses, Batches
+    litgpt.pretrain.save_hyperparameters = lambda *_: None  # reads a command line
+    sys.argv = ["litgpt", "pretrain"]
+    data_ranks = 1 if grid is None else int(grid.split("x")[2]) * int(grid.split("x")[3])
+    steps, length, rows = options.get("steps", STEPS), 32, 8
+    accumulate = options.get("accumulate", 1)
+
+    def start():
+        litgpt.pretrain.setup(
+            "small",
+            model_config=Config(**LLAMA),
+            out_dir=Path(folder, out),
+            precision=options.get("precision", "32-true"),
+            resume=options.get("resume", False),
+            data=LocalText(paths=[str(folder / "text.txt")], cache_dir=folder / "cache"),
+            tokenizer_dir=folder / "tokenizer",
+            train=TrainArgs(
+                global_batch_size=rows,
+                micro_batch_size=rows // data_ranks // accumulate,
+                max_tokens=steps * rows * length,
+                max_seq_length=length,
+                max_norm=options.get("max_norm", 1.0),
+                lr_warmup_steps=2,
+                save_interval=options.get("save_interval", 1000),
+                min_lr=options.get("min_lr", 4e-5),
+            ),
+            eval=EvalArgs(interval=1000, max_iters=2),
+            optimizer={
+                "class_path": "torch.optim.AdamW",
+                "init_args": {"lr": 4e-4, "weight_decay": 0.1, "betas": [0.9, 0.95]},
+            },
+            devices=data_ranks,
+            logger_name="csv",
+        )
+
+    _run(start, "pretrain", grid)
+    return losses, sums
+
+
+def _run(start, name, grid):
+    """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
+    from axo.integrations import litgpt as integration
+
+    if grid is not None:
+        integration._rank(start, name, grid, True)
+        return
+    torch._dynamo.config.disable = True
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[variable]
+    start()
+
+
+def generate(checkpoint, grid=None, top_k=1, temperature=0.0):
+    """Forty tokens from one rank of ``litgpt generate``."""
+    import litgpt.generate.base as base
+
+    made = []
+    stock = base.generate
+    base.generate = lambda *args, **options: made.append(stock(*args, **options)) or made[-1]
+
+    def start():
+        base.main(checkpoint, "line 7: ", max_new_tokens=40, top_k=top_k, temperature=temperature, precision="32-true")
+
+    _run(start, "generate", grid)
+    return made[0].tolist()
+
+
+def ranks_of(grid):
+    """(number of ranks, environment) for the launcher."""
+    if grid is None:
+        return 1, {}
+    x, y, z, data = map(int, grid.split("x"))
+    return x * y * z * data, {"TORCHELASTIC_RUN_ID": "test"}
+
+
+def run(folder, out, grid=None, env=None, **options):
+    """(losses, checksums) as one run: means and sums over the data ranks; and the final model."""
+    ranks, environment = ranks_of(grid)
+    results = run_ranks(pretrain, ranks, folder, out, options, grid, env=environment | (env or {}), timeout=180)
+    lines = results
+    if grid is not None:
+        peers = int(grid.split("x")[0]) * int(grid.split("x")[1])
+        lines = results[::peers]
+        for rank, (losses, sums) in enumerate(results):
+            assert losses == pytest.approx(lines[rank // peers][0], abs=1e-6), "peers on x and y disagree"
+            assert sums == lines[rank // peers][1], "peers on x and y read different batches"
+    losses = mean(line[0] for line in lines)
+    sums = [sum(column) for column in zip(*(line[1] for line in lines), strict=True)]
+    state = torch.load(folder / out / "final" / "lit_model.pth", weights_only=True)
+    return losses, sums, state
