@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -223,7 +224,13 @@ def _benchmarks() -> list[str]:
     if importlib.util.find_spec("axo_bench") is None:
         return []
     package = importlib.import_module("axo_bench")
-    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if not module.name.startswith("_"))
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if _is_script(module.name))
+
+
+def _is_script(name: str) -> bool:
+    """Whether a module of the benches can be run; others are what they share."""
+    spec = importlib.util.find_spec(f"axo_bench.{name}")
+    return spec is not None and spec.origin is not None and '__name__ == "__main__"' in Path(spec.origin).read_text()
 
 
 def _fields(overrides: list[str]) -> dict[str, str]:
