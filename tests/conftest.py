@@ -1,6 +1,26 @@
-"""Shared set-up of the tests."""
+"""Shared set-up of the tests, and a line at the end that says what did not run."""
 
 import os
+from collections import Counter
+
+import pytest
 
 # Before torch is imported: on a machine of few cores many ranks with many threads each would stand in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_left_out: Counter[str] = Counter()
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in ("gpu", "soak"):
+            if item.get_closest_marker(mark):
+                _left_out[mark] += 1
+                break
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if _left_out["gpu"]:
+        terminalreporter.write_line(f"not run: {_left_out['gpu']} tests that need a GPU (make gpu)")
+    if _left_out["soak"]:
+        terminalreporter.write_line(f"not run: {_left_out['soak']} long proofs (make soak)")
