@@ -1,5 +1,6 @@
 """plan="litgpt": training, features and generation of litgpt's GPT against the unmodified serial model."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -137,6 +138,41 @@ def features(grid):
 
 def test_every_supported_feature_equals_serial():
     run_ranks(features, 8, "2x2x2x1", timeout=120)
+
+
+def tiny_vocabulary(grid):
+    """5 tokens over x=4 (2, 2, 1 and none), then over z: shards without rows, down to the optimizer."""
+    comms = axo.connect(grid)
+    config = Config(**{**LLAMA, "vocab_size": 5, "padded_vocab_size": 5})
+    seed_apart(comms)
+    model = axo.parallelize(GPT(config), comms)
+    with torch.random.fork_rng(devices=[]):
+        serial_seed()
+        serial = GPT(config)
+    twin = copy.deepcopy(model)
+    ids, targets = batch(config, 0)
+    for _ in range(2):
+        F.cross_entropy(serial(ids).flatten(0, 1), targets.flatten()).backward()
+        for gpt in (model, twin):
+            logits = gpt(my_rows(comms, ids))
+            axo.nn.cross_entropy(logits, my_rows(comms, targets), comms=comms, columns=5).backward()
+            assert_gradients_match(gpt, serial, 1e-5, grid)
+            axo.clip_grad_norm_(gpt.parameters(), 1.0)
+            torch.optim.SGD(gpt.parameters(), lr=0.1).step()
+            gpt.zero_grad()
+        torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
+        torch.optim.SGD(serial.parameters(), lr=0.1).step()
+        serial.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(my_rows(comms, ids))
+        loss = axo.nn.cross_entropy(logits, my_rows(comms, targets), comms=comms, columns=5, inplace_backward=True)
+    loss.backward()
+    assert logits.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+
+
+def test_tiny_vocabulary_copies_and_autocast():
+    run_ranks(tiny_vocabulary, 8, "4x1x2x1")
 
 
 def generate(grid):
