@@ -333,8 +333,8 @@ CANNOT: tuple[str, ...] = (
     "Tesseract's seconds: its machine's network and the overheads of its implementation are not given.",
     "Loss curves, memorization and accuracy: not questions of speed.",
     "The drop at 32,768 GCDs in full: no congestion that grows with the machine is modelled, and this row is too high.",
-    "640B on frontier, and the first paper's exposed communication on 1,024 GCDs (ZeRO-3's too): the predictions are far"
-    " too fast, and nothing in the text says what slowed these runs.",
+    "640B on frontier, and the first paper's exposed communication on 1,024 GCDs (ZeRO-3's too): the predictions are"
+    " far too fast, and nothing in the text says what slowed these runs.",
     "The 5B row of perlmutter: it lies below its neighbours, against the papers' own curve.",
     "Run-to-run variation on perlmutter and alps, which the paper notes itself.",
 )
