@@ -1,3 +1,4 @@
+// The communicator of GPUs: turns calls into device_core requests. See device_communicator.h.
 #include "device_communicator.h"
 
 #include <algorithm>
