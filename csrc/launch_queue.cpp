@@ -155,6 +155,10 @@ void LaunchQueue::issue(const std::vector<DeviceWorkPtr>& all) {
     }
   }
   if (works.empty()) std::rethrow_exception(unusable);
+  // One order between communicators on all ranks, whatever the order of the calls inside a group was: with a shared
+  // stream it would otherwise be the order of execution.
+  std::stable_sort(works.begin(), works.end(),
+                   [](const DeviceWorkPtr& a, const DeviceWorkPtr& b) { return a->core().key() < b->core().key(); });
   try {
     DeviceContext& context = works.front()->core().context();
     DeviceGuard guard(context.gpu(), context.device());

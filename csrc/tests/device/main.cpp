@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstring>
 
 #include "device_ranks.h"
@@ -91,13 +92,15 @@ int main(int argc, char** argv) {
     ::alarm(25);
     standin::reset();
     const long before = check::checks();
+    const auto start = std::chrono::steady_clock::now();
     std::string error;
     try {
       test.run();
     } catch (const std::exception& e) {
       error = e.what();
     }
-    std::printf("%-44s %6ld checks  %s\n", test.name, check::checks() - before,
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    std::printf("%-58s %5ld checks %6.2f s  %s\n", test.name, check::checks() - before, seconds,
                 error.empty() ? "ok" : ("FAILED " + error).c_str());
     std::fflush(stdout);
     failed += !error.empty();

@@ -100,10 +100,12 @@ void everything(Rank& me, bool blocking, std::size_t n) {
 
 TEST(collectives_by_work) {
   for (int n : {1, 2, 3, 4}) ranks(n, [](Rank& me) { everything(me, false, 5); });
+  CHECK_EQ(standin::aborts(), 0);
 }
 
 TEST(collectives_on_the_callers_stream) {
   for (int n : {1, 3}) ranks(n, [](Rank& me) { everything(me, true, 4); });
+  CHECK_EQ(standin::aborts(), 0);
 }
 
 TEST(empty_tensors) {

@@ -55,6 +55,25 @@ TEST(a_group_of_transfers) {
   });
 }
 
+// On a shared stream the order of a group's communicators is the order of execution: it must not depend on the calls.
+TEST(a_group_in_another_order_on_every_rank) {
+  ranks(3, [](Rank& me) {
+    std::vector<Comm> comms;
+    for (const char* name : {"x", "y", "z"}) comms.push_back(me.connect(name));
+    std::vector<float> v(3, 1);
+    std::vector<std::shared_ptr<axo::Work>> works;
+    axo::group_start();
+    for (int i = 0; i < 3; ++i) {
+      const int axis = (i + me.rank) % 3;
+      works.push_back(comms[axis]->all_reduce(&v[axis], &v[axis], 1, f32, ReduceOp::sum, me.on_stream()));
+    }
+    axo::group_end();
+    for (auto& work : works) work->synchronize(Milliseconds(30000));
+    CHECK(v == std::vector<float>(3, 3));
+    for (Comm comm : comms) comm->shutdown();
+  });
+}
+
 TEST(blocking_and_split_inside_a_group) {
   ranks(1, [](Rank& me) {
     Comm comm = me.connect();
