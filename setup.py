@@ -4,7 +4,7 @@ The rest of the project's description stands in pyproject.toml. What setuptools'
   - units compile in parallel, and only those whose source or headers changed (dependency files, as make would);
   - only the units that see torch get torch's include folders (and C++20, as its headers want): the core must compile
     without them;
-  - the finished library is renamed into place, so that processes that run from an editable install never see half of it;
+  - the finished library is renamed into place, so that programs that run from an editable install never see half;
   - two builds at once wait for each other.
 torch's bundled pybind11 is used, never pip's: another version has other internals, and a module built with it cannot
 exchange torch's types.
