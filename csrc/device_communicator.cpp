@@ -61,7 +61,7 @@ class Impl final : public DeviceCommunicator {
     check_root("broadcast", root);
     const auto moved = nccl_moved(dtype, count);
     need("broadcast: data", data, count);
-    return launch({"broadcast", dtype, count, root_text(root)},
+    return launch({"broadcast", dtype, count, nullptr, root},
                   {{},
                    [=, c = core_](GpuStream s) {
                      return api(c)->Broadcast(data, data, moved.count, moved.type, root, c->comm(), s);
@@ -75,7 +75,7 @@ class Impl final : public DeviceCommunicator {
     const int type = nccl_reduced("reduce", dtype, op), nccl_op_ = nccl_op(dtype, op);
     need("reduce: in, and out at the root", in && (out || root != rank()), count);
     return launch(
-        {"reduce", dtype, count, std::string(name_of(op)) + ", " + root_text(root)},
+        {"reduce", dtype, count, name_of(op), root},
         {{},
          [=, c = core_](GpuStream s) { return api(c)->Reduce(in, out, count, type, nccl_op_, root, c->comm(), s); }},
         options);
@@ -99,7 +99,7 @@ class Impl final : public DeviceCommunicator {
         return for_peers(*c, [&](int r) { return api(c)->Recv(at(out, r * part), m.count, m.type, r, c->comm(), s); });
       };
     }
-    return launch({"gather", dtype, count, root_text(root)}, std::move(how), options);
+    return launch({"gather", dtype, count, nullptr, root}, std::move(how), options);
   }
 
   WorkPtr scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
@@ -120,7 +120,7 @@ class Impl final : public DeviceCommunicator {
         return for_peers(*c, [&](int r) { return api(c)->Send(at(in, r * part), m.count, m.type, r, c->comm(), s); });
       };
     }
-    return launch({"scatter", dtype, count, root_text(root)}, std::move(how), options);
+    return launch({"scatter", dtype, count, nullptr, root}, std::move(how), options);
   }
 
   WorkPtr all_to_all(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) override {
@@ -183,7 +183,7 @@ class Impl final : public DeviceCommunicator {
     check_peer("send", peer);
     need("send: data", data, count);
     const auto m = nccl_moved(dtype, count);
-    return launch({"send", dtype, count, "to rank " + std::to_string(peer), peer, tag},
+    return launch({"send", dtype, count, nullptr, -1, peer, tag},
                   {{}, [=, c = core_](GpuStream s) { return api(c)->Send(data, m.count, m.type, peer, c->comm(), s); }},
                   options);
   }
@@ -192,7 +192,7 @@ class Impl final : public DeviceCommunicator {
     check_peer("recv", peer);
     need("recv: data", data, count);
     const auto m = nccl_moved(dtype, count);
-    return launch({"recv", dtype, count, "from rank " + std::to_string(peer), peer, tag},
+    return launch({"recv", dtype, count, nullptr, -1, peer, tag},
                   {{}, [=, c = core_](GpuStream s) { return api(c)->Recv(data, m.count, m.type, peer, c->comm(), s); }},
                   options);
   }
@@ -301,7 +301,7 @@ class Impl final : public DeviceCommunicator {
     how.after = [c = core_, op](GpuStream) {
       c->nccl().check(api(c)->RedOpDestroy(*op, c->comm()), "ncclRedOpDestroy");
     };
-    return launch({kind, dtype, count, "sum of " + std::to_string(scale) + " times"}, std::move(how), options);
+    return launch({kind, dtype, count, "sum", -1, -1, 0, scale}, std::move(how), options);
   }
 
   // The library cannot exchange parts in place: `from` becomes a copy, on loan from the stream's memory.
@@ -323,7 +323,6 @@ class Impl final : public DeviceCommunicator {
     action();
   }
 
-  static std::string root_text(int root) { return "root " + std::to_string(root); }
   static void need(const char* what, bool present, std::size_t count) {
     AXO_CHECK(present || count == 0, what, "null", "a device address");
   }

@@ -10,6 +10,7 @@
 
 #include "device_communicator.h"
 #include "device_work.h"
+#include "flight_recorder.h"
 #include "order_check.h"
 
 namespace axo {
@@ -36,6 +37,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   GpuStream stream() const { return stream_; }
   void* scratch() const { return scratch_; }  // a zero word on the device, for barriers
   NcclComm comm() const { return comm_; }
+  host::FlightRecorder& flight() const { return *flight_; }
   OrderCheck* order_check() const { return order_check_.get(); }
 
   // "all_reduce of 8 float32, sum (#3 of 'x', rank 0 of 2)"
@@ -90,6 +92,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   void* scratch_ = nullptr;
   bool owns_stream_ = false;
   bool started_ = false;
+  std::shared_ptr<host::FlightRecorder> flight_;
   std::unique_ptr<OrderCheck> order_check_;
   std::atomic<std::uint64_t> issued_{0};
   int splits_ = 0;

@@ -6,6 +6,7 @@
 #include <map>
 
 #include "device_core.h"
+#include "engine.h"
 
 namespace axo {
 namespace {
@@ -151,6 +152,8 @@ void DeviceCore::start() {
   gpu().set_bytes(scratch_, 0, sizeof(std::uint32_t), stream_);
   context_->reserve_ctas(options_.max_ctas);
   started_ = true;
+  flight_ = std::make_shared<host::FlightRecorder>(name(), rank_, size_);
+  host::Engine::get().flight().add(flight_);
   if (store_ && size_ > 1 && check_wanted(options_)) {
     order_check_ = std::make_unique<OrderCheck>(store_, key_, name(), rank_, size_, options_.timeout);
   }

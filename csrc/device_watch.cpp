@@ -109,6 +109,8 @@ void DeviceCore::clean_up_failure() {
       reason = "unknown";
     }
   }
+  flight_->failure(reason);
+  write_flight_file();
   if (store_ && !heard_) {
     try {
       store_->set(key_ + "/abort", "rank " + std::to_string(rank_) + ": " + reason);

@@ -8,7 +8,10 @@ namespace axo {
 
 std::string Operation::text() const {
   std::string text = std::string(kind) + " of " + std::to_string(count) + " " + name_of(dtype);
-  if (!detail.empty()) text += ", " + detail;
+  if (reduce) text += std::string(", ") + reduce;
+  if (scale != 1) text += " of " + std::to_string(scale) + " times";
+  if (root >= 0) text += ", root " + std::to_string(root);
+  if (peer >= 0) text += std::string(kind == std::string("send") ? ", to" : ", from") + " rank " + std::to_string(peer);
   return text;
 }
 
@@ -28,6 +31,16 @@ void DeviceWork::start_turn(std::uint64_t sequence) {
   sequence_ = sequence;
   issue_time_ = Clock::now();
   if (timeout_ >= Milliseconds::zero()) deadline_ = issue_time_ + timeout_;
+  host::FlightEntry entry;
+  entry.op = operation.kind;
+  entry.sequence = sequence;
+  entry.dtype = operation.dtype;
+  entry.count = operation.count;
+  entry.reduce = operation.reduce;
+  entry.root = operation.point_to_point() ? operation.peer : operation.root;
+  entry.tag = operation.tag;
+  entry.issued = issue_time_;
+  flight_ = core_->flight().issued(entry);
 }
 
 void DeviceWork::launched(EventPtr start, EventPtr done, const Capture& capture) {
@@ -37,20 +50,25 @@ void DeviceWork::launched(EventPtr start, EventPtr done, const Capture& capture)
   start_ = std::move(start);
   done_ = std::move(done);
   captured_ = capture.active();
+  core_->flight().started(flight_);
+  if (captured_) core_->flight().ended(flight_, false);  // its replays are the graph's
 }
 
 void DeviceWork::finish(std::exception_ptr error) const noexcept {
   std::vector<std::function<void()>> callbacks;
   std::shared_ptr<void> released;
+  bool failed = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (stage_ == Stage::complete) return;
     stage_ = Stage::complete;
     error_ = std::move(error);
+    failed = error_ != nullptr;
     callbacks.swap(callbacks_);
     // After an error the device may still be writing: the tensors stay until the last reference goes.
     if (!error_ && waited_) released = std::move(keep_alive_);
   }
+  if (sequence_ > 0) core_->flight().ended(flight_, failed);
   for (auto& callback : callbacks) callback();
 }
 

@@ -20,9 +20,11 @@ struct Operation {
   const char* kind = "";
   DType dtype = DType::uint8;
   std::size_t count = 0;
-  std::string detail = {};  // the rest that must be equal on all ranks: "sum", "root 2", ...
-  int peer = -1;            // send and recv
+  const char* reduce = nullptr;
+  int root = -1;
+  int peer = -1;  // send and recv
   int tag = 0;
+  double scale = 1;
   bool point_to_point() const { return peer >= 0; }
   std::string text() const;  // "all_reduce of 1024 float32, sum"
 };
@@ -78,6 +80,7 @@ class DeviceWork final : public Work {
   GpuStream caller_, stream_;
   Milliseconds timeout_;
   std::uint64_t sequence_ = 0;
+  std::uint64_t flight_ = 0;  // its number in the flight recorder
   Clock::time_point issue_time_{}, deadline_ = Clock::time_point::max();
 
   mutable std::mutex mutex_;

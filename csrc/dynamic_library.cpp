@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <mutex>
 
 #include "error.h"
 
@@ -78,6 +79,8 @@ std::vector<std::string> loaded_objects(const std::string& stem) {
 }
 
 DynamicLibrary DynamicLibrary::find(const LibraryRequest& request, std::string* tried) {
+  static std::mutex mutex;  // what is loaded must not change between the look and the opening
+  std::lock_guard<std::mutex> lock(mutex);
   const auto loaded = loaded_objects(request.stem);
   if (loaded.size() > 1) {
     throw Error("two copies of " + request.stem + " are loaded in this process: " + join(loaded, " and ") +

@@ -1,5 +1,7 @@
 #include "watchdog.h"
 
+#include <signal.h>
+
 #include <algorithm>
 #include <chrono>
 
@@ -29,7 +31,13 @@ Watchdog::~Watchdog() {
 void Watchdog::watch(const std::shared_ptr<DeviceCore>& core) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->cores.push_back(core);
-  if (!thread_.joinable()) thread_ = std::thread(run, state_);
+  if (thread_.joinable()) return;
+  // The thread blocks all signals: they belong to the program's own threads.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread(run, state_);
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }
 
 std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {

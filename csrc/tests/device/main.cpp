@@ -54,7 +54,8 @@ void ranks(int n, const std::function<void(Rank&)>& fn) {
       } catch (const std::exception& e) {
         std::lock_guard<std::mutex> lock(mutex);
         if (error.empty()) error = "rank " + std::to_string(r) + ": " + e.what();
-        std::fprintf(stderr, "%s: rank %d: %s\n", the_running, r, e.what());  // others may now wait for this rank for ever
+        std::fprintf(stderr, "%s: rank %d: %s\n", the_running, r,
+                     e.what());  // others may now wait for this rank for ever
       }
     });
   }

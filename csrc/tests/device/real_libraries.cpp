@@ -1,5 +1,6 @@
 // real_libraries NCCL [CUDART]: opens the vendor's own libraries through Axo's tables, where there is no GPU.
-// Prints "nccl VERSION registration windows one_call zero_cta" and "cudart VERSION capture"; fails when a function lacks.
+// Prints "nccl VERSION registration windows one_call zero_cta" and "cudart VERSION capture"; fails when a function
+// lacks.
 #include <cstdio>
 #include <cstdlib>
 

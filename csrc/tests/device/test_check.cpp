@@ -49,9 +49,11 @@ TEST(different_operations_are_named) {
     const auto o = me.on_stream();
     comm->all_reduce(x, x, 8, f32, ReduceOp::sum, o);
     const std::string issued[2] = {"all_reduce of 4 float32, sum", "broadcast of 4 float32, root 0"};
-    const std::string said = "operation 2 of 'pair' differs: rank " + std::to_string(me.rank) + " issued " + issued[me.rank] +
-                             ", rank " + std::to_string(1 - me.rank) + " issued " + issued[1 - me.rank];
-    CHECK_THROWS(axo::Mismatch, said, me.rank == 0 ? comm->all_reduce(x, x, 4, f32, ReduceOp::sum, o) : comm->broadcast(x, 4, f32, 0, o));
+    const std::string said = "operation 2 of 'pair' differs: rank " + std::to_string(me.rank) + " issued " +
+                             issued[me.rank] + ", rank " + std::to_string(1 - me.rank) + " issued " +
+                             issued[1 - me.rank];
+    CHECK_THROWS(axo::Mismatch, said,
+                 me.rank == 0 ? comm->all_reduce(x, x, 4, f32, ReduceOp::sum, o) : comm->broadcast(x, 4, f32, 0, o));
     CHECK_THROWS(axo::Aborted, "differs", comm->barrier(o));
     comm->shutdown();
   });
@@ -121,7 +123,8 @@ TEST(what_a_store_says_is_not_trusted) {
   check.verify(n, "op", {{"other", 1}}, neighbours, go);
   for (const char* board : {"", "x y z", "2 1 elsewhere\nop", "1 0 q\nop"}) {  // none of these is a crossing
     store->set("k/at/1", board);
-    CHECK_THROWS(axo::Timeout, "rank 1 has not arrived", check.verify(check.publish("op", {}), "op", {}, neighbours, go));
+    CHECK_THROWS(axo::Timeout, "rank 1 has not arrived",
+                 check.verify(check.publish("op", {}), "op", {}, neighbours, go));
   }
   axo::OrderCheck patient(store, "k", "pair", 0, 2, Milliseconds(20000));
   store->set("k/at/1", "2 0 q\nall_reduce");
@@ -136,7 +139,8 @@ TEST(a_rank_that_does_not_come_is_named) {
     Comm comm = me.connect("pair", checked(300));
     float x = 1;
     if (me.rank == 0) {
-      CHECK_THROWS(axo::Timeout, "operation 1 of 'pair' (all_reduce of 1 float32, sum): rank 1 has not arrived after 300 ms",
+      CHECK_THROWS(axo::Timeout,
+                   "operation 1 of 'pair' (all_reduce of 1 float32, sum): rank 1 has not arrived after 300 ms",
                    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream()));
     }
     comm->shutdown();

@@ -1,5 +1,8 @@
 // What goes wrong, and who hears of it: launch errors, asynchronous errors, timeouts, aborts, calls after the end.
 // Oracle: the type and text of the exception, and that every waiter is freed.
+#include <sstream>
+
+#include "../../flight_recorder.h"
 #include "device_ranks.h"
 
 namespace device {
@@ -222,6 +225,27 @@ TEST(a_launch_that_never_connects_times_out) {
     float x = 1;
     CHECK_THROWS(axo::Timeout, "all_reduce could not be launched in time",
                  comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream()));
+    comm->shutdown();
+  });
+}
+
+TEST(the_flight_recorder_sees_device_operations) {
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect("black box");
+    float x = 1;
+    comm->reduce(&x, &x, 1, f32, ReduceOp::max, 0, me.on_stream())->synchronize(Milliseconds(30000));
+    standin::fail("ncclAllReduce", axo::kNcclRemoteError);
+    CHECK_THROWS(axo::PeerLost, "", comm->all_reduce_scaled(&x, &x, 1, f32, 2, me.on_stream()));
+    eventually([] { return axo::flight_lines().find("remote process exited") != std::string::npos; });
+    std::istringstream lines(axo::flight_lines());
+    int done = 0, failed = 0;
+    for (std::string line; std::getline(lines, line);) {
+      if (line.find("black box") == std::string::npos) continue;
+      done += line.find("\"reduce\"") != std::string::npos && line.find("\"done\"") != std::string::npos;
+      failed += line.find("all_reduce") != std::string::npos && line.find("\"failed\"") != std::string::npos;
+    }
+    CHECK_EQ(done, 1);
+    CHECK_EQ(failed, 1);
     comm->shutdown();
   });
 }

@@ -66,7 +66,8 @@ TEST(no_library) {
     r.stem = "libaxonothing.so";
     r.names = {"libaxonothing.so.1"};
     r.folders = {"/nowhere"};
-    CHECK_THROWS(axo::Error, "cannot open libaxonothing.so: /nowhere/libaxonothing.so.1: cannot open shared object file",
+    CHECK_THROWS(axo::Error,
+                 "cannot open libaxonothing.so: /nowhere/libaxonothing.so.1: cannot open shared object file",
                  DynamicLibrary::open(r));
     CHECK(!DynamicLibrary::find(r));
     CHECK(DynamicLibrary().symbol("ncclSend") == nullptr);
