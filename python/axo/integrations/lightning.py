@@ -39,6 +39,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate
 from lightning.fabric.utilities.distributed import _init_dist_connection
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
@@ -142,10 +143,8 @@ class AxoStrategy(ParallelStrategy):
                 f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
                 f" started; start {self.grid.world_size}, or use another grid"
             )
-        from lightning_utilities.core.rank_zero import rank_zero_only as shared
-
-        setattr(rank_zero_only, "rank", self.global_rank)
-        setattr(shared, "rank", self.global_rank)
+        for each in (rank_zero_only, utilities_rank_zero_only):
+            each.rank = self.global_rank
 
     def _spread_devices(self) -> None:
         if self.grid.world_size % self._num_nodes:
