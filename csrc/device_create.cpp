@@ -72,8 +72,15 @@ std::string verdict(const std::vector<std::string>& introductions, bool shared_g
   return "";
 }
 
+NcclUniqueId new_id(DeviceContext& context) {
+  const auto turn = context.queue().turn();
+  NcclUniqueId id{};
+  context.nccl().check(context.nccl()->GetUniqueId(&id), "ncclGetUniqueId");
+  return id;
+}
+
 // Every rank learns the unique id, or the same error.
-NcclUniqueId rendezvous(Store& store, const std::string& key, int rank, int size, const DeviceContext& context,
+NcclUniqueId rendezvous(Store& store, const std::string& key, int rank, int size, DeviceContext& context,
                         Milliseconds timeout) {
   store.set(key + "/hello/" + std::to_string(rank), introduction(context));
   if (rank == 0) {
@@ -85,9 +92,7 @@ NcclUniqueId rendezvous(Store& store, const std::string& key, int rank, int size
       const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
       const std::string wrong = verdict(introductions, shared);
       if (!wrong.empty()) throw Error(wrong);
-      NcclUniqueId id{};
-      context.nccl().check(context.nccl()->GetUniqueId(&id), "ncclGetUniqueId");
-      answer = "ok " + to_hex(id);
+      answer = "ok " + to_hex(new_id(context));
     } catch (const std::exception& e) {
       answer = std::string("no ") + e.what();
     }
@@ -242,12 +247,7 @@ std::shared_ptr<DeviceCore> create_device_core(const std::shared_ptr<Store>& sto
             "at most max_ctas = " + std::to_string(options.max_ctas));
   const auto context = options.context ? options.context : DeviceContext::of(options.device);
   DeviceGuard guard(context->gpu(), context->device());
-  NcclUniqueId id{};
-  if (size == 1) {
-    context->nccl().check(context->nccl()->GetUniqueId(&id), "ncclGetUniqueId");
-  } else {
-    id = rendezvous(*store, key, rank, size, *context, options.timeout);
-  }
+  const NcclUniqueId id = size == 1 ? new_id(*context) : rendezvous(*store, key, rank, size, *context, options.timeout);
   return DeviceCore::create(context, store, key, id, rank, size, options);
 }
 

@@ -1,7 +1,7 @@
 """The GPU transport on machines without a GPU: stand-ins, and the vendor's own libraries opened through Axo's tables.
 
-Oracles: the C++ tests in csrc/tests/device (which say their own); the header that comes with NCCL, for the struct and the
-numbers that Axo declares itself; NCCL's own answers.
+Oracles: the C++ tests in csrc/tests/device (which say their own); the header that comes with NCCL, for the struct and
+the numbers that Axo declares itself; what NCCL answers.
 They prove calls, orders and error paths. Speed, and the vendors' behaviour on a device, need a GPU (`make gpu`).
 """
 
