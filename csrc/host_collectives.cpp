@@ -79,13 +79,9 @@ void Rounds::plan() {
       reads_ = !at_root;
       break;
     case Kind::all_to_all_v:
-      // In bytes; all ranks must agree on the number of rounds, so everybody looks at all rows.
+      // In bytes; all ranks must agree on the number of rounds, so the longest part of any pair counts.
       per_round_ = layout.part_bytes();
-      total = 0;
-      for (int p = 0; p < core_.size(); ++p) {
-        const std::uint64_t* row = layout.row(core_.base(), p, work_->sequence);
-        for (std::size_t q = 0; q < n; ++q) total = std::max(total, row[q]);
-      }
+      total = longest_;
       break;
     default:
       break;

@@ -250,8 +250,9 @@ bool HostCore::adopt_abort() {
   failure.kind = r.kind;
   failure.peer = r.peer;
   failure.text.assign(r.text, ::strnlen(r.text, kAbortText));
-  const auto kind = static_cast<std::uint32_t>(r.kind);
-  if (kind == 0 || kind > static_cast<std::uint32_t>(FailureKind::aborted) || r.peer >= m_.size) {
+  const auto kind = static_cast<std::uint32_t>(failure.kind);
+  if (kind == 0 || kind > static_cast<std::uint32_t>(FailureKind::aborted) || failure.peer < -1 ||
+      failure.peer >= m_.size) {
     failure = {FailureKind::aborted, -1, "rank " + std::to_string(first) + " aborted without a valid reason"};
   }
   fail(failure);

@@ -149,10 +149,15 @@ bool Messages::advance_in(int peer) {
   Channel& ch = *core_.layout().channel(core_.base(), peer, core_.rank());
   bool moved = false;
   std::uint64_t taken = ch.taken.load(std::memory_order_relaxed);
-  while (!in.wanted.empty() && taken < ch.posted.load(std::memory_order_acquire)) {
+  while (!in.wanted.empty()) {
+    const std::uint64_t posted = ch.posted.load(std::memory_order_acquire);
+    if (posted == taken) break;
+    // Copied before it is checked: what a peer writes may change at any time.
     const Envelope& e = ch.envelopes[taken % kEnvelopes];
-    Arrived a{e.id, e.bytes, e.tag, static_cast<DType>(e.dtype), e.inlined != 0, {}};
-    if (e.dtype >= static_cast<std::uint32_t>(kDTypeCount) || (a.inlined && a.bytes > kInline)) {
+    const std::uint32_t dtype = e.dtype;
+    Arrived a{e.id, e.bytes, e.tag, static_cast<DType>(dtype), e.inlined != 0, {}};
+    if (posted - taken > kEnvelopes || dtype >= static_cast<std::uint32_t>(kDTypeCount) ||
+        (a.inlined && a.bytes > kInline)) {
       core_.fail({FailureKind::mismatch, peer, "rank " + std::to_string(peer) + " posted an impossible message"});
       return true;
     }

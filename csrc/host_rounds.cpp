@@ -89,9 +89,19 @@ bool Rounds::check_headers() {
   return true;
 }
 
-// all_to_all_v: what a peer sends me must be what I expect.
+// all_to_all_v: what a peer sends me must be what I expect, and nobody sends more than a machine can hold.
 bool Rounds::check_rows() {
   const Request& r = work_->request;
+  constexpr std::uint64_t kMost = std::uint64_t{1} << 56;
+  longest_ = 0;
+  for (int p = 0; p < core_.size(); ++p) {
+    const std::uint64_t* row = core_.layout().row(core_.base(), p, work_->sequence);
+    for (int q = 0; q < core_.size(); ++q) longest_ = std::max(longest_, row[q]);
+  }
+  if (longest_ > kMost) {
+    core_.fail({FailureKind::mismatch, -1, "all_to_all_v: a rank sends an impossible " + std::to_string(longest_) + " bytes"});
+    return false;
+  }
   for (int p = 0; p < core_.size(); ++p) {
     const std::uint64_t sent = core_.layout().row(core_.base(), p, work_->sequence)[core_.rank()];
     const std::uint64_t expected = r.recv_bytes[static_cast<std::size_t>(p)];

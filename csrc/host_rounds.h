@@ -47,7 +47,7 @@ class Rounds {
   bool check_headers();
   bool check_rows();
   void offer_buffers(OpHeader& header);
-  bool all_offered() const;
+  bool all_offered();
   const char* peer_in(int peer) const;
   char* peer_out(int peer) const;
   void plan_shared();
@@ -65,6 +65,8 @@ class Rounds {
   std::uint64_t end_ = 0;   // one past its last
   std::uint64_t staged_ = 0, combined_ = 0, consumed_ = 0;
   std::uint64_t known_posted_ = 0, known_reduced_ = 0, known_done_ = 0;  // minima over peers, as last seen
+  std::vector<std::uint64_t> in_offsets_, out_offsets_;  // of shared buffers, by rank, checked
+  std::uint64_t longest_ = 0;  // all_to_all_v: bytes of the longest part of any pair
   std::size_t per_round_ = 0;  // elements a round: of the whole, or of one part where the operation has parts
   bool headers_ok_ = false;
   bool planned_ = false;

@@ -8,7 +8,7 @@
 //   broadcast       the root                   copy the root's data
 //
 // Ranks begin when all have issued (their inputs are ready) and end when all have combined (nobody reads my input any
-// more). The cut is another one than with stages, but every element is still reduced once, in rank order: the same bits.
+// more). Copies are memmove: a peer that is wrong about its offsets must not cause undefined behaviour here. The cut is another one than with stages, but every element is still reduced once, in rank order: the same bits.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -57,21 +57,28 @@ void Rounds::offer_buffers(OpHeader& header) {
   offered_ = (header.shared & wanted) == wanted;
 }
 
-// Whether all ranks have offered what this collective needs, inside their heaps.
-bool Rounds::all_offered() const {
+// Whether all ranks have offered what this collective needs, inside their heaps. Keeps the offsets: a header is in
+// shared memory and must not be believed twice.
+bool Rounds::all_offered() {
   const Request& r = work_->request;
   const auto n = static_cast<std::size_t>(core_.size());
   const std::size_t in_bytes = r.kind == Kind::reduce_scatter ? r.bytes() * n : r.bytes();
   const auto inside = [](std::uint64_t offset, std::size_t bytes, std::size_t heap) {
     return bytes <= heap && offset <= heap - bytes;
   };
+  in_offsets_.assign(n, 0);
+  out_offsets_.assign(n, 0);
   for (int p = 0; p < core_.size(); ++p) {
+    const auto i = static_cast<std::size_t>(p);
     const OpHeader& h = core_.state(p).headers[work_->sequence % kHeaders];
-    const std::size_t heap = core_.processes()[static_cast<std::size_t>(p)]->heap_bytes();
-    if ((h.shared & kMapsHeaps) == 0) return false;
+    const std::size_t heap = core_.processes()[i]->heap_bytes();
+    const std::uint32_t shared = h.shared;
+    in_offsets_[i] = h.in_offset;
+    out_offsets_[i] = h.out_offset;
+    if ((shared & kMapsHeaps) == 0) return false;
     if (r.kind == Kind::broadcast && p != r.root) continue;
-    if ((h.shared & kSharedIn) == 0 || !inside(h.in_offset, in_bytes, heap)) return false;
-    if (r.kind == Kind::all_reduce && ((h.shared & kSharedOut) == 0 || !inside(h.out_offset, r.bytes(), heap))) {
+    if ((shared & kSharedIn) == 0 || !inside(in_offsets_[i], in_bytes, heap)) return false;
+    if (r.kind == Kind::all_reduce && ((shared & kSharedOut) == 0 || !inside(out_offsets_[i], r.bytes(), heap))) {
       return false;
     }
   }
@@ -80,14 +87,14 @@ bool Rounds::all_offered() const {
 
 const char* Rounds::peer_in(int peer) const {
   if (peer == core_.rank()) return static_cast<const char*>(work_->request.in);
-  const OpHeader& h = core_.state(peer).headers[work_->sequence % kHeaders];
-  return core_.processes()[static_cast<std::size_t>(peer)]->heap() + h.in_offset;
+  const auto i = static_cast<std::size_t>(peer);
+  return core_.processes()[i]->heap() + in_offsets_[i];
 }
 
 char* Rounds::peer_out(int peer) const {
   if (peer == core_.rank()) return static_cast<char*>(work_->request.out);
-  const OpHeader& h = core_.state(peer).headers[work_->sequence % kHeaders];
-  return core_.processes()[static_cast<std::size_t>(peer)]->heap() + h.out_offset;
+  const auto i = static_cast<std::size_t>(peer);
+  return core_.processes()[i]->heap() + out_offsets_[i];
 }
 
 void Rounds::plan_shared() {
@@ -132,11 +139,11 @@ void Rounds::combine_shared(std::uint64_t round) {
     case Kind::all_gather:
       for (int p = 0; p < n; ++p) {
         char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
-        if (to != peer_in(p) + lo * item) std::memcpy(to, peer_in(p) + lo * item, len * item);
+        std::memmove(to, peer_in(p) + lo * item, len * item);
       }
       break;
     default:  // broadcast
-      if (me != r.root) std::memcpy(out + lo * item, peer_in(r.root) + lo * item, len * item);
+      if (me != r.root) std::memmove(out + lo * item, peer_in(r.root) + lo * item, len * item);
       break;
   }
 }

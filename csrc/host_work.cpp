@@ -1,6 +1,8 @@
 // Waiting for an operation of a host communicator, and groups of operations; see work.h and communicator.h.
 #include "host_work.h"
 
+#include <cstdio>
+
 #include "host_core.h"
 
 namespace axo {
@@ -46,7 +48,14 @@ void HostWork::complete(std::exception_ptr error) {
     callbacks.swap(callbacks_);
     done_.store(true, std::memory_order_release);
   }
-  for (auto& callback : callbacks) callback();
+  for (auto& callback : callbacks) {
+    try {
+      callback();
+    } catch (const std::exception& e) {
+      // There is nobody to throw to: this may be the progress thread.
+      std::fprintf(stderr, "axo: a completion callback of %s threw: %s\n", core_->describe(*this).c_str(), e.what());
+    }
+  }
 }
 
 void HostWork::wait_until(Clock::time_point deadline) {

@@ -24,6 +24,12 @@ struct Test {
   bool forks;  // ThreadSanitizer does not support a child that starts threads, and sees one process only
 };
 
+// Seconds that a fuzz test may take: AXO_FUZZ_SECONDS, or a short sample.
+inline double fuzz_seconds() {
+  const char* text = std::getenv("AXO_FUZZ_SECONDS");
+  return text ? std::atof(text) : 1.5;
+}
+
 inline std::vector<Test>& tests() {
   static std::vector<Test> all;
   return all;
