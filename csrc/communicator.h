@@ -1,12 +1,12 @@
 // The contract of a communicator: the collectives, their order, their threads and their errors.
 //
 // Ordering. Operations on one communicator match by issue order: the n-th call on one rank meets the n-th call on every
-//   other, and they complete in that order. send and recv match by (peer, tag) in issue order and are not ordered against
-//   collectives. Operations on different communicators are independent.
+//   other, and they complete in that order. send and recv match by (peer, tag) in issue order and are not ordered
+//   against collectives. Operations on different communicators are independent.
 //     right:  every rank: a.all_reduce(s); a.broadcast(t);
 //     wrong:  rank 0: a.all_reduce(s); a.broadcast(t);   rank 1: a.broadcast(t); a.all_reduce(s);   -> Mismatch on all
-// Threads. Calls on one communicator from several threads are safe, but then the program must give them an order itself.
-// In place. `in == out` is allowed wherever the two have the same size; all_gather also takes in == out + rank * count,
+// Threads. Calls on one communicator from several threads are safe, but then the program must order them itself.
+// In place. `in == out` is allowed where the two have the same size; all_gather also takes in == out + rank * count,
 //   reduce_scatter out == in + rank * count, gather / scatter the same at the root. Any other overlap is undefined.
 // Units. `count` is in elements, of one rank's part where the operation has parts. count == 0 is valid and still an
 //   operation that all ranks must issue.
@@ -14,7 +14,7 @@
 // Errors. A wrong argument throws Error before anything is sent. What goes wrong later (PeerLost, Timeout, Mismatch,
 //   Aborted) is thrown by the blocking call or by Work::wait, on every rank that took part, and leaves the communicator
 //   aborted: later calls throw Aborted with the first reason.
-// Devices. A GPU communicator has a stream of its own, ordered after CallOptions::stream (the caller's) as it is at the call.
+// Devices. A GPU communicator has a stream of its own, ordered after CallOptions::stream (the caller's, at the call).
 //   "Complete" is meant in the order of streams: a blocking call is launched on the caller's stream itself and returns
 //   without holding the host (barrier does hold it), and what the caller enqueues next sees the result.
 // Numbers. Sums of bf16 and fp16 accumulate in fp32 in rank order, so the same inputs give the same bits on every rank
@@ -34,7 +34,7 @@ namespace axo {
 
 struct CallOptions {
   bool blocking = false;
-  Milliseconds timeout = kNoTimeout;     // kNoTimeout: the communicator's own
+  Milliseconds timeout = kNoTimeout;      // kNoTimeout: the communicator's own
   std::shared_ptr<void> keep_alive = {};  // held until the operation is complete and its Work waited for or dropped
   // GPUs only: the caller's current stream, null for the default stream.
   void* stream = nullptr;
@@ -70,8 +70,8 @@ class Communicator {
                           const CallOptions& options) = 0;
   // Part p of `in` goes to rank p; part p of `out` came from rank p.
   virtual WorkPtr all_to_all(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) = 0;
-  // The same with parts of any size. Counts and offsets are in elements, one entry a rank; send_counts[p] here must equal
-  // recv_counts[rank()] at p.
+  // The same with parts of any size. Counts and offsets are in elements, one entry a rank; send_counts[p] here must
+  // equal recv_counts[rank()] at p.
   virtual WorkPtr all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
                                const std::vector<std::size_t>& send_offsets, void* out,
                                const std::vector<std::size_t>& recv_counts,

@@ -189,7 +189,7 @@ TEST(split_that_fails) {
 }
 
 TEST(registered_memory) {
-  ranks(2, [](Rank& me) {
+  ranks(1, [](Rank& me) {
     Comm comm = me.connect();
     float x = 1;
     if (is_old()) {

@@ -158,9 +158,9 @@ TEST(stream_policy_can_be_chosen) {
 
 // The launch is complete only after several "in progress" answers: the end must not be marked before.
 TEST(a_launch_that_takes_its_time) {
+  standin::settings().launch_polls = 4;
   ranks(2, [](Rank& me) {
     Comm comm = me.connect();
-    standin::settings().launch_polls = 4;
     float x = 1;
     auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
     work->synchronize(Milliseconds(30000));
