@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <cstring>
 #include <new>
 #include <thread>
 
@@ -79,6 +80,38 @@ void Process::ring() const {
   if (sleepers_after_publish(page_->sleepers) == 0) return;
   page_->bell.fetch_add(1);
   ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&page_->bell), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+std::string Process::blocked(int* on) const {
+  char text[ProcessPage::kBlockedWords * 8];
+  *on = 0;
+  const std::uint32_t version = page_->blocked_version.load();
+  if (version % 2 != 0) return "";
+  const int peer = page_->blocked_on.load();
+  for (std::size_t i = 0; i < ProcessPage::kBlockedWords; ++i) {
+    const std::uint64_t word = page_->blocked_text[i].load();
+    std::memcpy(text + 8 * i, &word, 8);
+  }
+  if (page_->blocked_version.load() != version) return "";
+  *on = peer;
+  return std::string(text, ::strnlen(text, sizeof(text)));
+}
+
+// Says in the process page where a thread is blocked, or, with null, that it is not any more. One wait at a time.
+void Engine::tell_blocked(Client* client) {
+  int on = 0;
+  const std::string text = client ? client->blocked_in(&on) : std::string();
+  ProcessPage& page = *self_->page();
+  page.blocked_version.fetch_add(1);
+  page.blocked_on.store(on);
+  for (std::size_t i = 0; i < ProcessPage::kBlockedWords; ++i) {
+    char part[8] = {};
+    if (8 * i < text.size()) std::memcpy(part, text.data() + 8 * i, std::min<std::size_t>(8, text.size() - 8 * i));
+    std::uint64_t word;
+    std::memcpy(&word, part, 8);
+    page.blocked_text[i].store(word);
+  }
+  page.blocked_version.fetch_add(1);
 }
 
 Engine& Engine::get() {
@@ -220,7 +253,7 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
   const int spins = crowded() ? 0 : kSpins;
   int idle = 0;
   Clock::time_point last_check{};
-  bool finished = false;
+  bool finished = false, told = false;
   for (;;) {
     bool moved = own.progress(false);
     if ((finished = done())) break;
@@ -250,7 +283,14 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
     if (now - last_check >= kTick) {
       drive(nullptr, true);
       last_check = now;
+      Client* nobody = nullptr;
+      if (told_.compare_exchange_strong(nobody, &own)) told = true;
+      if (told) tell_blocked(&own);
     }
+  }
+  if (told) {
+    tell_blocked(nullptr);
+    told_.store(nullptr);
   }
   if (waiters_.fetch_sub(1) == 1) watch();
   return finished;

@@ -20,6 +20,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <vector>
 
 #include "flight_recorder.h"
@@ -33,6 +34,7 @@ inline constexpr std::chrono::milliseconds kTick{25};
 
 // What a process shows its peers.
 struct ProcessPage {
+  static constexpr std::size_t kBlockedWords = 24;
   static constexpr std::uint64_t kMagic = 0x3165676150'6f7841ull;
   std::uint64_t magic;
   std::int32_t pid;
@@ -40,6 +42,10 @@ struct ProcessPage {
   alignas(64) std::atomic<std::uint32_t> life;  // thread id of the progress thread; FUTEX_OWNER_DIED once it is dead
   alignas(64) std::atomic<std::uint32_t> bell;  // counts rings
   std::atomic<std::uint32_t> sleepers;          // threads that sleep, or are about to, on the bell
+  // Where a thread of the process has been blocked for longer than a tick: for the messages of those who wait for it.
+  alignas(64) std::atomic<std::uint32_t> blocked_version;  // odd while it changes
+  std::atomic<std::int32_t> blocked_on;                    // the process that it waits for; 0 when it is not blocked
+  std::atomic<std::uint64_t> blocked_text[kBlockedWords];
 };
 inline constexpr std::size_t kPageBytes = 4096;
 
@@ -54,6 +60,8 @@ class Process {
   void ring() const;
   bool sleeping() const;
   ProcessPage* page() const { return page_; }
+  // Where the process is blocked, "" when it is not; and the process that it waits for there.
+  std::string blocked(int* on) const;
   // The process's heap of shared buffers; null when this process has no room in its address space for it.
   char* heap() const { return heap_ ? heap_->base() : nullptr; }
   std::size_t heap_bytes() const { return heap_ ? heap_->bytes() : 0; }
@@ -67,6 +75,8 @@ class Process {
 class Client {
  public:
   virtual ~Client() = default;
+  // What holds the client up: an operation, and the process that it waits for (0: none in particular).
+  virtual std::string blocked_in(int* on) = 0;
   // Moves what can be moved, without blocking; true when anything moved. `check` also looks for dead peers and timeouts.
   virtual bool progress(bool check) = 0;
   std::atomic<int> pending{0};  // operations that are not complete
@@ -110,6 +120,7 @@ class Engine {
   void run();
   bool drive(const Client* except, bool check);
   std::shared_ptr<const Clients> clients();
+  void tell_blocked(Client* client);
   static void after_fork_in_child();
 
   std::atomic<bool> forked_{false};
@@ -124,6 +135,7 @@ class Engine {
 
   std::atomic<int> pending_{0};
   std::atomic<int> waiters_{0};
+  std::atomic<Client*> told_{nullptr};  // whose wait stands in the process page
   std::atomic<bool> on_duty_{false};
   std::mutex duty_mutex_;
   std::condition_variable duty_;

@@ -199,6 +199,7 @@ void HostCore::look_at_peers() {
       return;
     }
   }
+  report_crossing();
   const auto now = Clock::now();
   HostWorkPtr late;
   const auto judge = [&](const HostWorkPtr& work) {

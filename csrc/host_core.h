@@ -49,6 +49,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   // Queues operations in this order and moves what can be moved.
   void submit(const std::vector<HostWorkPtr>& works);
   bool progress(bool check) override;
+  std::string blocked_in(int* on) override;
   void abort(const std::string& reason);
   // Waits for pending operations, then tells the peers.
   void shutdown();
@@ -77,6 +78,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void look_at_peers();
   bool waits_for(const HostWork& work, int peer) const;
   bool adopt_abort();
+  void report_crossing();
   void end_all();
   void set_waits_for();
   void record_issue(HostWork& work);
@@ -105,7 +107,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   Messages messages_;
   std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended_;
   bool publish_pending_ = false;
-  bool left_ = false;
+  std::uint64_t reported_ = 0;  // 1 + the last collective whose crossed waiting was reported
 
   mutable std::mutex failure_mutex_;
   Failure failure_;

@@ -51,8 +51,50 @@ std::string HostCore::peer_position(int peer) const {
   if (s.left.load(std::memory_order_acquire) != 0) return "left";
   const std::uint64_t issued = s.issued.load(std::memory_order_acquire);
   if (issued == 0) return "has issued nothing";
+  int on = 0;
+  const std::string blocked = m_.processes[static_cast<std::size_t>(peer)]->blocked(&on);
+  const std::string where = blocked.empty() ? "" : ", is blocked in " + blocked;
   return "last issued " + std::string(name_of(s.headers[(issued - 1) % kHeaders].kind)) + " #" +
-         std::to_string(issued - 1);
+         std::to_string(issued - 1) + where;
+}
+
+std::string HostCore::blocked_in(int* on) {
+  *on = 0;
+  if (!enter()) return "an operation on '" + m_.name + "'";
+  std::string text;
+  if (rounds_.work()) {
+    text = describe(*rounds_.work());
+    const int peer = rounds_.blocked_by();
+    if (peer >= 0) *on = m_.processes[static_cast<std::size_t>(peer)]->pid();
+  } else {
+    messages_.for_each([&](const HostWorkPtr& work) {
+      if (!text.empty()) return;
+      text = describe(*work);
+      *on = m_.processes[static_cast<std::size_t>(work->request.root)]->pid();
+    });
+  }
+  leave();
+  return text;
+}
+
+// Blocking calls in crossed order on two communicators wait for each other for ever. Another thread of the program could
+// still resolve it, so this is told on stderr and the timeout decides.
+void HostCore::report_crossing() {
+  constexpr auto kPatience = std::chrono::seconds(2);
+  const HostWorkPtr& work = rounds_.work();
+  if (!work || reported_ == work->sequence + 1 || Clock::now() - work->issue_time() < kPatience) return;
+  const int peer = rounds_.blocked_by();
+  if (peer < 0 || state(peer).issued.load(std::memory_order_acquire) > work->sequence) return;
+  int on = 0, mine = 0;
+  const std::string there = m_.processes[static_cast<std::size_t>(peer)]->blocked(&on);
+  engine_.self()->blocked(&mine);
+  const int pid = engine_.self()->pid();
+  if (there.empty() || on != pid || mine != m_.processes[static_cast<std::size_t>(peer)]->pid() || mine == pid) return;
+  reported_ = work->sequence + 1;
+  std::fprintf(stderr,
+               "axo: %s waits for rank %d, which waits for this process in %s: are these calls in crossed order? The "
+               "timeout will end them.\n",
+               describe(*work).c_str(), peer, there.c_str());
 }
 
 std::string HostCore::timeout_text(const HostWork& work) const {

@@ -161,3 +161,20 @@ TEST(wrong_arguments) {
     CHECK_THROWS(Error, "is closed", c->barrier({}));
   });
 }
+
+PROCESS_TEST(crossed_blocking_calls_are_named) {
+  ranks::TableStore store;
+  ranks::all_well(ranks::processes(2, [&](int r) {
+    Comm c = ranks::connect(store, r, 2, Milliseconds(r == 0 ? 800 : 20000));
+    auto a = c->split(0, 0, "a"), b = c->split(0, 0, "b");
+    if (r == 0) {
+      CHECK_THROWS(Timeout, "1 (last issued barrier #0, is blocked in barrier #1 on 'b' (rank 1 of 2))",
+                   a->barrier(ranks::blocking()));
+      b->barrier(ranks::blocking());
+    } else {
+      b->barrier(ranks::blocking());
+      CHECK_THROWS(Timeout, "rank 0 timed out", a->barrier(ranks::blocking()));
+    }
+  }));
+  ++check::checks();
+}
