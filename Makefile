@@ -19,7 +19,7 @@ PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check soak gpu bench build clean distclean prerequisites
+.PHONY: demo test check soak compile-matrix gpu bench build clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -43,6 +43,10 @@ check: $(V)/.built
 
 soak: $(V)/.built
 	$(PYTEST) -m soak -ra -s $(ARGS)
+
+# Every Triton configuration that the tuner may choose, compiled for five GPUs without one: about six minutes of two cores.
+compile-matrix: $(V)/.built
+	$(V)/bin/python -m axo_kernels.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 
 gpu: $(V)/.built
 	$(PYTEST) -m gpu -ra $(ARGS)

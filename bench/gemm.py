@@ -45,7 +45,7 @@ PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "MI250X": 191.5e12, "MI
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
     parser = argparse.ArgumentParser(prog="axo bench gemm", description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", default="", help="square sizes, comma-separated")
+    parser.add_argument("--sizes", default="", help="square sizes, comma-separated; some by default")
     parser.add_argument("--models", default="", help="models, comma-separated: gpt-5b ... gpt-640b, or 'all'")
     parser.add_argument("--grid", default="1x1x1", help="grids that cut the models' layers, comma-separated")
     parser.add_argument("--rows", type=int, default=2048, help="tokens of one data-parallel group")
@@ -61,7 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     products = list(_products(options, dtype))
     if not products:
-        parser.error("nothing to measure: give --sizes or --models")
+        options.sizes = "1024,2048,4096,8192,16384" if device.type == "cuda" else "256,512,1024"
+        products = list(_products(options, dtype))
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
     return int(any(not row["right"] for row in table.rows))

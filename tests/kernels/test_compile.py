@@ -18,6 +18,7 @@ def passed(matrix):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_sample_of_the_matrix():
     """bf16, default configurations: the forward and the weight-gradient layout of every kernel on every target."""
     matrix = [
