@@ -31,6 +31,7 @@ class C10dStore final : public Store {
   explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::string& value) override;
   std::string get(const std::string& key, Milliseconds timeout) override;
+  void remove(const std::string& key) override;
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;

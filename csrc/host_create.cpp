@@ -116,11 +116,16 @@ class Rendezvous {
       Fd fd;
       m.segment = make_segment(1, &fd);
       m.processes = {Engine::get().self()};
-    } else if (rank_ == 0) {
+      return m;
+    }
+    if (rank_ == 0) {
       run_leader(&m);
     } else {
       run_member(&m);
     }
+    // A store outlives its groups, and a later one may have the name of this one. Nobody is through the first barrier
+    // before all have come here, so whoever meets again finds no address of the last time.
+    store_.remove(entry(rank_));
     return m;
   }
 
@@ -167,6 +172,7 @@ class Rendezvous {
   void run_leader(Membership* m) {
     Leader leader;
     card_.address = leader.address();
+    store_.remove(failed_entry());
     store_.set(entry(0), encode(card_));
     const auto body = [&] {
       std::vector<Fd> alive;  // pidfds of the members: one that dies before it connects

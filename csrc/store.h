@@ -16,6 +16,8 @@ class Store {
   virtual void set(const std::string& key, const std::string& value) = 0;
   // Blocks until the key exists; throws Timeout.
   virtual std::string get(const std::string& key, Milliseconds timeout) = 0;
+  // Forgets the key, if the store can; one that cannot keeps it, and then no later meeting may use the same key.
+  virtual void remove(const std::string& key) = 0;
 };
 
 }  // namespace axo

@@ -175,6 +175,23 @@ def open_and_close(rounds):
     return counts
 
 
+def meet_again():
+    for _ in range(3):
+        comms = axo.connect("2x2x1x1")
+        total = comms.world.all_reduce(torch.ones(1)).item()
+        comms.device_mesh  # process groups of other sizes, whose names come back in the next round
+        comms.close()
+        assert total == 4.0 and not dist.is_initialized()
+    for members in ([0, 1], [0, 1, 2, 3], [1, 3]):
+        dist.init_process_group("axo")
+        group = dist.new_group(members)
+        if dist.get_rank() in members:
+            one = torch.ones(1)
+            dist.all_reduce(one, group=group)
+            assert one.item() == len(members)
+        dist.destroy_process_group()
+
+
 def killed_all():
     comms = axo.connect("2x2x1x1")
     comms.world.all_reduce(torch.ones(1 << 20), async_op=True)
@@ -260,6 +277,10 @@ def test_an_operation_that_takes_too_long_says_who_is_missing():
 
 def test_abort_frees_the_waiting():
     assert all("had enough" in text for text in run_ranks(aborts, 2))
+
+
+def test_ranks_that_part_can_meet_again_through_the_same_store():
+    run_ranks(meet_again, 4)
 
 
 def test_nothing_is_left_behind():

@@ -42,10 +42,15 @@ class TableStore final : public axo::Store {
     const auto end = std::chrono::steady_clock::now() + timeout;
     for (;;) {
       for (auto& e : table_->entries) {
-        if (e.ready.load(std::memory_order_acquire) && key == e.key) return e.value;
+        if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) return e.value;
       }
       if (std::chrono::steady_clock::now() > end) throw axo::Timeout("store: no key " + key);
       std::this_thread::sleep_for(std::chrono::microseconds(300));
+    }
+  }
+  void remove(const std::string& key) override {
+    for (auto& e : table_->entries) {
+      if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) e.ready.store(2, std::memory_order_release);
     }
   }
 
