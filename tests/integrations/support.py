@@ -3,7 +3,7 @@
 import torch
 
 LLAMA = {
-    "name": "small-llama", "block_size": 64, "n_layer": 2, "n_embd": 64, "n_head": 8, "n_query_groups": 4,
+    "name": "small-llama", "block_size": 192, "n_layer": 2, "n_embd": 64, "n_head": 8, "n_query_groups": 4,
     "vocab_size": 258, "padded_vocab_size": 264, "rotary_percentage": 1.0, "parallel_residual": False, "bias": False,
     "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "intermediate_size": 96,
 }  # fmt: skip

@@ -97,6 +97,62 @@ def pretrain(folder, out, options, grid=None):
     return losses, sums
 
 
+def finetune(folder, out, grid=None):
+    """The losses that one rank of ``litgpt finetune_full`` saw: samples one by one, two an optimizer step.
+
+    Without a grid: stock litgpt, with the sampler that Fabric gives to distributed strategies (DDP of one rank).
+    """
+    import litgpt.finetune.full as full
+    from litgpt.args import EvalArgs, TrainArgs
+    from litgpt.data import JSON
+
+    losses = []
+
+    class Losses(full.RunningMean):
+        def update(self, value):
+            losses.append(float(value))
+            super().update(value)
+
+    full.RunningMean = Losses
+    full.save_hyperparameters = lambda *_: None
+    data_ranks = 1 if grid is None else 2
+
+    def start():
+        full.setup(
+            folder / "base",
+            out_dir=folder / out,
+            precision="32-true",
+            devices=data_ranks,
+            data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
+            train=TrainArgs(
+                global_batch_size=2, micro_batch_size=1, epochs=5, max_steps=20, lr_warmup_steps=2, save_interval=None
+            ),
+            eval=EvalArgs(interval=1000, max_iters=2, max_new_tokens=4, final_validation=False),
+            optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 4e-4}},
+        )
+
+    if grid is None:
+        os.environ["LT_STRATEGY"] = "ddp"
+    _run(start, "finetune_full", grid)
+    return losses
+
+
+def write_base(folder):
+    """A checkpoint to start from, and samples of different lengths."""
+    import shutil
+
+    from litgpt.config import Config
+    from litgpt.model import GPT
+    from litgpt.utils import save_config
+
+    shutil.copytree(folder / "tokenizer", folder / "base")
+    torch.manual_seed(5)
+    torch.save(GPT(Config(**LLAMA)).state_dict(), folder / "base" / "lit_model.pth")
+    save_config(Config(**LLAMA), folder / "base")
+    samples = [{"instruction": f"say {i}", "input": "", "output": "ab" * (i % 7 + 1)} for i in range(60)]
+    (folder / "samples.json").write_text(json.dumps(samples))
+
+
 def _run(start, name, grid):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
     from axo.integrations import litgpt as integration
@@ -105,8 +161,9 @@ def _run(start, name, grid):
         integration._rank(start, name, grid, True)
         return
     torch._dynamo.config.disable = True
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        del os.environ[variable]
+    if "LT_STRATEGY" not in os.environ:
+        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[variable]
     start()
 
 

@@ -143,8 +143,9 @@ class AxoStrategy(ParallelStrategy):
                 f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
                 f" started; start {self.grid.world_size}, or use another grid"
             )
-        for each in (rank_zero_only, utilities_rank_zero_only):
-            each.rank = self.global_rank
+        decorators: tuple[Any, ...] = (rank_zero_only, utilities_rank_zero_only)
+        for decorator in decorators:
+            decorator.rank = self.global_rank
 
     def _spread_devices(self) -> None:
         if self.grid.world_size % self._num_nodes:
