@@ -231,7 +231,8 @@ void Engine::add(const std::shared_ptr<Client>& client) {
 void Engine::remove(const Client* client) {
   std::lock_guard<std::mutex> lock(clients_mutex_);
   auto next = std::make_shared<Clients>(*clients_);
-  next->erase(std::remove_if(next->begin(), next->end(), [&](const auto& c) { return c.get() == client; }), next->end());
+  next->erase(std::remove_if(next->begin(), next->end(), [&](const auto& c) { return c.get() == client; }),
+              next->end());
   clients_ = next;
 }
 

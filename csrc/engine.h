@@ -5,12 +5,12 @@
 // communicator runs in its caller's thread, and a non-blocking one advances while the caller computes.
 //
 // Waiting is a bounded spin, then a futex on the process's doorbell. A peer rings after it has published; sleepers wake
-// at least every kTick to look for dead peers and for timeouts. The doorbell lives in the process's page, a shared segment
-// of its own, beside the life word: the kernel marks that word FUTEX_OWNER_DIED when the progress thread dies, whatever the
-// reason, before it frees the process's memory.
+// at least every kTick to look for dead peers and for timeouts. The doorbell lives in the process's page, a shared
+// segment of its own, beside the life word: the kernel marks that word FUTEX_OWNER_DIED when the progress thread dies,
+// whatever the reason, before it frees the process's memory.
 //
-// After fork the child has no progress thread and no mappings: its copy of the engine is `forked()` and must not be used;
-// Engine::get() makes a new one.
+// After fork the child has no progress thread and no mappings: its copy of the engine is `forked()` and must not be
+// used; Engine::get() makes a new one.
 #pragma once
 
 #include <atomic>
@@ -77,7 +77,8 @@ class Client {
   virtual ~Client() = default;
   // What holds the client up: an operation, and the process that it waits for (0: none in particular).
   virtual std::string blocked_in(int* on) = 0;
-  // Moves what can be moved, without blocking; true when anything moved. `check` also looks for dead peers and timeouts.
+  // Moves what can be moved, without blocking; true when anything moved. `check` also looks for dead peers and
+  // timeouts.
   virtual bool progress(bool check) = 0;
   std::atomic<int> pending{0};  // operations that are not complete
 };

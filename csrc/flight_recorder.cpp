@@ -98,7 +98,12 @@ void FlightRecorder::append_lines(std::string* to) const {
            "\", \"count\": " + std::to_string(e.count) + ", \"reduce\": ";
     *to += e.reduce ? "\"" + std::string(e.reduce) + "\"" : "null";
     *to += ", \"root\": " + (e.root < 0 ? "null" : std::to_string(e.root)) + ", \"tag\": " + std::to_string(e.tag) +
-           ", \"state\": \"" + (e.failed ? "failed" : ended ? "done" : started ? "running" : "queued") + "\"";
+           ", \"state\": \"" +
+           (e.failed  ? "failed"
+            : ended   ? "done"
+            : started ? "running"
+                      : "queued") +
+           "\"";
     append_time(to, "issued", e.issued);
     append_time(to, "started", e.started);
     append_time(to, "ended", e.ended);
@@ -123,7 +128,7 @@ void FlightLog::add(const std::shared_ptr<FlightRecorder>& recorder) {
 
 void FlightLog::set_directory(const std::string& directory, int signal) {
   if (signal > 0) {
-    struct sigaction action {};
+    struct sigaction action{};
     action.sa_handler = on_signal;
     action.sa_flags = SA_RESTART;
     sigemptyset(&action.sa_mask);

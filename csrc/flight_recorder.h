@@ -1,7 +1,9 @@
-// The flight recorder: the last operations of every communicator of a process, written out when one fails or on a signal.
+// The flight recorder: the last operations of every communicator of a process, written out when one fails or on a
+// signal.
 //
-// A file is JSON lines, one operation a line, so that the files of all ranks can be concatenated and sorted: communicator,
-// rank, size, pid, op, sequence (collectives and messages count separately), dtype, count, reduce, root, tag, state
+// A file is JSON lines, one operation a line, so that the files of all ranks can be concatenated and sorted:
+// communicator, rank, size, pid, op, sequence (collectives and messages count separately), dtype, count, reduce, root,
+// tag, state
 // ("queued", "running", "done", "failed"), issued, started, ended (seconds of CLOCK_MONOTONIC, which all processes of a
 // host share; null where it has not happened), epoch (what to add for seconds since 1970), failure (null or text).
 // Recording is always on and costs three short critical sections an operation. Nothing is written to disk before a
@@ -20,7 +22,8 @@
 namespace axo {
 
 // Where flight files go ("" = nowhere, the default); with `signal` > 0 that signal makes the process write one. A file
-// is named axo-flight-PID.jsonl, is replaced as a whole, and is written by a thread of Axo, never by the signal handler.
+// is named axo-flight-PID.jsonl, is replaced as a whole, and is written by a thread of Axo, never by the signal
+// handler.
 void set_flight_directory(const std::string& directory, int signal);
 // Writes the file now and returns its path; "" when there is no directory or no communicator was ever made.
 std::string write_flight_file();

@@ -143,8 +143,7 @@ void Rounds::stage(std::uint64_t round) {
 void Rounds::reduce_stages(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const {
   std::array<const void*, kMaxRanks> inputs{};
   for (int p = 0; p < core_.size(); ++p) {
-    inputs[static_cast<std::size_t>(p)] =
-        p == core_.rank() ? own : core_.layout().stage(core_.base(), p, round) + at;
+    inputs[static_cast<std::size_t>(p)] = p == core_.rank() ? own : core_.layout().stage(core_.base(), p, round) + at;
   }
   reduce(inputs.data(), core_.size(), out, count, work_->request.dtype, work_->request.op);
 }
@@ -203,8 +202,8 @@ void Rounds::consume(std::uint64_t round) {
       if (reads_) copy(out + lo * item, layout.stage(base, r.root, round), len * item);
       break;
     case Kind::scatter:
-      copy(out + lo * item, reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item,
-           len * item);
+      copy(out + lo * item,
+           reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item, len * item);
       break;
     case Kind::all_to_all:
       for (int p = 0; p < n; ++p) {

@@ -139,8 +139,8 @@ class HostCommunicator final : public Communicator {
  private:
   Request request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const {
     AXO_CHECK(static_cast<int>(dtype) < kDTypeCount, name_of(kind), static_cast<int>(dtype), "a dtype");
-    const std::size_t most = std::numeric_limits<std::size_t>::max() / item_size(dtype) /
-                             static_cast<std::size_t>(size()) / 2;
+    const std::size_t most =
+        std::numeric_limits<std::size_t>::max() / item_size(dtype) / static_cast<std::size_t>(size()) / 2;
     AXO_CHECK(count <= most, name_of(kind), count, "a count of at most " + std::to_string(most));
     Request r;
     r.kind = kind;
@@ -161,15 +161,16 @@ class HostCommunicator final : public Communicator {
 
   void set_root(Request& r, int root) const {
     const bool message = r.point_to_point();
-    AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(), root,
-              "a rank from 0 to " + std::to_string(size() - 1));
+    AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(),
+              root, "a rank from 0 to " + std::to_string(size() - 1));
     r.root = root;
   }
 
   static void check_pointers(const Request& r, bool needs_in, bool needs_out) {
     if (r.count == 0) return;
     if (needs_in && r.in == nullptr) throw Error(std::string(name_of(r.kind)) + ": in: got null, expected a pointer");
-    if (needs_out && r.out == nullptr) throw Error(std::string(name_of(r.kind)) + ": out: got null, expected a pointer");
+    if (needs_out && r.out == nullptr)
+      throw Error(std::string(name_of(r.kind)) + ": out: got null, expected a pointer");
   }
 
   std::vector<std::size_t> to_bytes(const char* what, const std::vector<std::size_t>& counts, DType dtype) const {

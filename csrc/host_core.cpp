@@ -107,8 +107,10 @@ bool HostCore::step(bool check) {
   }
   bool moved = advance();
   if (!failed_.load(std::memory_order_relaxed)) {
-    if (adopt_abort()) moved = true;
-    else if (check) look_at_peers();
+    if (adopt_abort())
+      moved = true;
+    else if (check)
+      look_at_peers();
   }
   if (publish_pending_) {
     publish_pending_ = false;

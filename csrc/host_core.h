@@ -1,7 +1,7 @@
 // The state machine of one rank of one host communicator: queues, the running collective, messages, and its end.
 //
-// Everything that moves operations runs behind the gate, a try-lock that remembers that somebody asked: whoever holds it
-// rings this process's own bell on leaving when another thread was turned away, so no wake-up is lost.
+// Everything that moves operations runs behind the gate, a try-lock that remembers that somebody asked: whoever holds
+// it rings this process's own bell on leaving when another thread was turned away, so no wake-up is lost.
 #pragma once
 
 #include <deque>
@@ -62,10 +62,10 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   char* base() const { return base_; }
   const Layout& layout() const { return layout_; }
   RankState& state(int rank) const { return *layout_.state(base_, rank); }
-  void published();                  // something was published that a sleeping peer may wait for
-  void ring(int peer);               // the same for one peer
-  void complete(HostWorkPtr work);   // the operation ended well
-  void fail(const Failure& failure); // the communicator has failed: tells the peers, ends everything pending
+  void published();                   // something was published that a sleeping peer may wait for
+  void ring(int peer);                // the same for one peer
+  void complete(HostWorkPtr work);    // the operation ended well
+  void fail(const Failure& failure);  // the communicator has failed: tells the peers, ends everything pending
 
  private:
   friend class Messages;

@@ -19,8 +19,8 @@ std::string HostCore::describe(const HostWork& work) const {
   std::string text = name_of(r.kind);
   if (r.kind == Kind::send) text += " to rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
   if (r.kind == Kind::recv) text += " from rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
-  return text + " #" + std::to_string(work.sequence) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) + " of " +
-         std::to_string(m_.size) + ")";
+  return text + " #" + std::to_string(work.sequence) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) +
+         " of " + std::to_string(m_.size) + ")";
 }
 
 std::exception_ptr HostCore::error_for(const HostWork& work) const {
@@ -29,11 +29,10 @@ std::exception_ptr HostCore::error_for(const HostWork& work) const {
   switch (failure_.kind) {
     case FailureKind::peer_lost: {
       const auto peer = static_cast<std::size_t>(failure_.peer < 0 ? 0 : failure_.peer);
-      return std::make_exception_ptr(
-          PeerLost(where + "rank " + std::to_string(peer) + " (process " +
-                       std::to_string(m_.processes[peer]->pid()) + ") " + failure_.text + "; waited " +
-                       seconds_since(work.issue_time()),
-                   static_cast<int>(peer)));
+      return std::make_exception_ptr(PeerLost(where + "rank " + std::to_string(peer) + " (process " +
+                                                  std::to_string(m_.processes[peer]->pid()) + ") " + failure_.text +
+                                                  "; waited " + seconds_since(work.issue_time()),
+                                              static_cast<int>(peer)));
     }
     case FailureKind::timeout:
       return std::make_exception_ptr(Timeout(where + failure_.text));
@@ -52,8 +51,10 @@ std::string HostCore::peer_position(int peer) const {
   const std::uint64_t issued = s.issued.load(std::memory_order_acquire);
   if (issued == 0) return "has issued nothing";
   int on = 0;
-  const std::string blocked = m_.processes[static_cast<std::size_t>(peer)]->blocked(&on);
-  const std::string where = blocked.empty() ? "" : ", is blocked in " + blocked;
+  const auto& process = m_.processes[static_cast<std::size_t>(peer)];
+  const std::string blocked = process->blocked(&on);
+  const bool own = process->pid() == engine_.self()->pid();  // ranks that are threads: the page may mean another
+  const std::string where = own || blocked.empty() ? "" : ", is blocked in " + blocked;
   return "last issued " + std::string(name_of(s.headers[(issued - 1) % kHeaders].kind)) + " #" +
          std::to_string(issued - 1) + where;
 }
@@ -77,8 +78,8 @@ std::string HostCore::blocked_in(int* on) {
   return text;
 }
 
-// Blocking calls in crossed order on two communicators wait for each other for ever. Another thread of the program could
-// still resolve it, so this is told on stderr and the timeout decides.
+// Blocking calls in crossed order on two communicators wait for each other for ever. Another thread of the program
+// could still resolve it, so this is told on stderr and the timeout decides.
 void HostCore::report_crossing() {
   constexpr auto kPatience = std::chrono::seconds(2);
   const HostWorkPtr& work = rounds_.work();
@@ -98,8 +99,8 @@ void HostCore::report_crossing() {
 }
 
 std::string HostCore::timeout_text(const HostWork& work) const {
-  std::string text = "rank " + std::to_string(m_.rank) + " timed out after " + seconds_since(work.issue_time()) + " in " +
-                     describe(work);
+  std::string text = "rank " + std::to_string(m_.rank) + " timed out after " + seconds_since(work.issue_time()) +
+                     " in " + describe(work);
   if (work.request.point_to_point()) return text + "; rank " + std::to_string(work.request.root) + " did not answer";
   std::string arrived, missing;
   for (int p = 0; p < m_.size; ++p) {
@@ -109,8 +110,8 @@ std::string HostCore::timeout_text(const HostWork& work) const {
       missing += (missing.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
     }
   }
-  return text + "; arrived: " + (arrived.empty() ? "none" : arrived) + "; not arrived: " +
-         (missing.empty() ? "none" : missing);
+  return text + "; arrived: " + (arrived.empty() ? "none" : arrived) +
+         "; not arrived: " + (missing.empty() ? "none" : missing);
 }
 
 void HostCore::check_not_forked(const char* what) const {

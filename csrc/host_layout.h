@@ -2,18 +2,18 @@
 //
 //   header | RankState[n] | counts rows [n][kHeaders][n] | stages [n][kDepth] | results [n][kDepth] | channels [n][n]
 //
-// Collectives work in rounds, numbered over the communicator's life. In round k a rank may put up to slot_bytes into its
-// stage k % kDepth, and, where it owns a part of a reduction, up to part_bytes into its result k % kDepth. Four counters
-// say how far a rank is; each is written by its rank alone:
+// Collectives work in rounds, numbered over the communicator's life. In round k a rank may put up to slot_bytes into
+// its stage k % kDepth, and, where it owns a part of a reduction, up to part_bytes into its result k % kDepth. Four
+// counters say how far a rank is; each is written by its rank alone:
 //   issued   collectives that it has started; header of collective s is headers[s % kHeaders]
 //   posted   rounds whose stage it has filled
 //   reduced  rounds whose result it has filled
 //   done     rounds in which it will read nothing any more: stage and result k are free again when all have done > k
-// A rank completes a collective only when it has seen the headers of all, so ranks are at most one collective apart and a
-// header is never overwritten while somebody may read it.
+// A rank completes a collective only when it has seen the headers of all, so ranks are at most one collective apart and
+// a header is never overwritten while somebody may read it.
 //
-// A channel carries point-to-point messages from one rank to another: envelopes with small payloads inside, and a ring of
-// chunks for the payload of the one message that the receiver has granted. See host_p2p.h.
+// A channel carries point-to-point messages from one rank to another: envelopes with small payloads inside, and a ring
+// of chunks for the payload of the one message that the receiver has granted. See host_p2p.h.
 #pragma once
 
 #include <atomic>
@@ -106,12 +106,12 @@ struct Envelope {
 };
 
 struct Channel {
-  alignas(64) std::atomic<std::uint64_t> posted;     // envelopes written, by the sender
-  std::atomic<std::uint64_t> filled;                 // chunks written, by the sender
-  alignas(64) std::atomic<std::uint64_t> taken;      // envelopes read, by the receiver
-  std::atomic<std::uint64_t> emptied;                // chunks read, by the receiver
-  std::atomic<std::uint64_t> grants;                 // grants made, by the receiver
-  std::uint64_t granted_id;                          // valid for the newest grant
+  alignas(64) std::atomic<std::uint64_t> posted;  // envelopes written, by the sender
+  std::atomic<std::uint64_t> filled;              // chunks written, by the sender
+  alignas(64) std::atomic<std::uint64_t> taken;   // envelopes read, by the receiver
+  std::atomic<std::uint64_t> emptied;             // chunks read, by the receiver
+  std::atomic<std::uint64_t> grants;              // grants made, by the receiver
+  std::uint64_t granted_id;                       // valid for the newest grant
   Envelope envelopes[kEnvelopes];
   alignas(64) char chunks[kChunks][kChunkBytes];
 };

@@ -79,7 +79,8 @@ bool Messages::advance_out(int peer) {
     const auto it = o.posted.find(ch.granted_id);
     ++o.grants_seen;
     if (it == o.posted.end()) {
-      core_.fail({FailureKind::mismatch, peer, "rank " + std::to_string(peer) + " asked for a message that was not sent"});
+      core_.fail(
+          {FailureKind::mismatch, peer, "rank " + std::to_string(peer) + " asked for a message that was not sent"});
       return true;
     }
     o.streaming = it->second;
@@ -105,8 +106,8 @@ bool Messages::advance_out(int peer) {
   return moved;
 }
 
-// Finds the first wanted message that has arrived; grants it, or completes it when its payload is here. False when there
-// is none. Fails the communicator when the two sides disagree on it.
+// Finds the first wanted message that has arrived; grants it, or completes it when its payload is here. False when
+// there is none. Fails the communicator when the two sides disagree on it.
 bool Messages::match(int peer) {
   Incoming& in = in_[static_cast<std::size_t>(peer)];
   Channel& ch = *core_.layout().channel(core_.base(), peer, core_.rank());

@@ -300,8 +300,8 @@ void Leader::serve(int size, const std::string& name, int segment, bool pages, C
       reply.magic = kHelloMagic;
       reply.descriptors = static_cast<std::uint32_t>(n);
       // A member that is gone by now is noticed at the first operation.
-      send_message(m.socket.get(), &reply, sizeof(reply), std::vector<int>(fds.begin() + static_cast<long>(at),
-                                                                          fds.begin() + static_cast<long>(at + n)));
+      send_message(m.socket.get(), &reply, sizeof(reply),
+                   std::vector<int>(fds.begin() + static_cast<long>(at), fds.begin() + static_cast<long>(at + n)));
     }
   }
 }
@@ -320,8 +320,8 @@ void Leader::refuse(FailureKind kind, int peer, const std::string& text) {
 
 Joined join(const Address& address, int rank, int size, const std::string& name, bool pages, Clock::time_point deadline,
             const Watch& watch) {
-  const std::string where = "rendezvous of '" + name + "' (rank " + std::to_string(rank) + " of " +
-                            std::to_string(size) + "): ";
+  const std::string where =
+      "rendezvous of '" + name + "' (rank " + std::to_string(rank) + " of " + std::to_string(size) + "): ";
   const auto lost = [&] { return PeerLost(where + "rank 0 died", 0); };
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");

@@ -1,10 +1,10 @@
 // How the ranks of one host get hold of one segment.
 //
 // The leader listens on an abstract unix socket with a random name, members connect, and descriptors travel over
-// SCM_RIGHTS. Both sides check the other's user (SO_PEERCRED); a member shows the token that came with the socket's name
-// over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are closed
-// when the rendezvous ends; a rank that dies in its course is noticed by its socket, its pidfd or its life word, and the
-// leader tells the others.
+// SCM_RIGHTS. Both sides check the other's user (SO_PEERCRED); a member shows the token that came with the socket's
+// name over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are
+// closed when the rendezvous ends; a rank that dies in its course is noticed by its socket, its pidfd or its life word,
+// and the leader tells the others.
 #pragma once
 
 #include <functional>
@@ -29,7 +29,8 @@ class Leader {
  public:
   Leader();
   const Address& address() const { return address_; }
-  // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of every process.
+  // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of
+  // every process.
   void serve(int size, const std::string& name, int segment, bool pages, Clock::time_point deadline, const Watch& watch,
              std::vector<std::shared_ptr<Process>>* processes);
   // Tells all members that have connected, or still do, why there will be no communicator.

@@ -99,7 +99,8 @@ bool Rounds::check_rows() {
     for (int q = 0; q < core_.size(); ++q) longest_ = std::max(longest_, row[q]);
   }
   if (longest_ > kMost) {
-    core_.fail({FailureKind::mismatch, -1, "all_to_all_v: a rank sends an impossible " + std::to_string(longest_) + " bytes"});
+    core_.fail(
+        {FailureKind::mismatch, -1, "all_to_all_v: a rank sends an impossible " + std::to_string(longest_) + " bytes"});
     return false;
   }
   for (int p = 0; p < core_.size(); ++p) {
@@ -124,7 +125,7 @@ bool Rounds::source(int peer) const {
   return true;
 }
 
-bool Rounds::have(std::atomic<std::uint64_t> RankState::*counter, std::uint64_t need, std::uint64_t& known,
+bool Rounds::have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known,
                   bool sources) {
   if (known >= need) return true;
   std::uint64_t least = std::numeric_limits<std::uint64_t>::max();
@@ -153,7 +154,8 @@ bool Rounds::advance() {
         moved = true;
         continue;
       }
-      if (combines_ && combined_ < staged_ && (shared_ || have(&RankState::posted, combined_ + 1, known_posted_, false))) {
+      if (combines_ && combined_ < staged_ &&
+          (shared_ || have(&RankState::posted, combined_ + 1, known_posted_, false))) {
         shared_ ? combine_shared(combined_) : combine(combined_);
         me.reduced.store(++combined_, std::memory_order_release);
         core_.published();
@@ -205,7 +207,8 @@ int Rounds::blocked_by() const {
     const RankState& s = core_.state(p);
     if (combines_ && !shared_ && combined_ < staged_ && s.posted.load(std::memory_order_acquire) <= combined_) return p;
     if (reads_ && !combines_ && source(p) && s.posted.load(std::memory_order_acquire) <= consumed_) return p;
-    if (reads_ && combines_ && consumed_ < combined_ && s.reduced.load(std::memory_order_acquire) <= consumed_) return p;
+    if (reads_ && combines_ && consumed_ < combined_ && s.reduced.load(std::memory_order_acquire) <= consumed_)
+      return p;
   }
   for (int i = 1; i < n; ++i) {
     const int p = (core_.rank() + i) % n;

@@ -1,5 +1,5 @@
-// The two small machines inside a communicator: Rounds runs the one collective that is at the head of the queue, Messages
-// moves send and recv. Both are driven behind the gate of their HostCore and never block.
+// The two small machines inside a communicator: Rounds runs the one collective that is at the head of the queue,
+// Messages moves send and recv. Both are driven behind the gate of their HostCore and never block.
 //
 // A collective runs in rounds of three steps (host_layout.h has the counters):
 //   stage    copy what the peers need of my input into my stage
@@ -53,7 +53,7 @@ class Rounds {
   void plan_shared();
   void combine_shared(std::uint64_t round);
   bool source(int peer) const;
-  bool have(std::atomic<std::uint64_t> RankState::*counter, std::uint64_t need, std::uint64_t& known, bool sources);
+  bool have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known, bool sources);
   void stage(std::uint64_t round);
   void combine(std::uint64_t round);
   void consume(std::uint64_t round);
@@ -65,7 +65,7 @@ class Rounds {
   std::uint64_t end_ = 0;   // one past its last
   std::uint64_t staged_ = 0, combined_ = 0, consumed_ = 0;
   std::uint64_t known_posted_ = 0, known_reduced_ = 0, known_done_ = 0;  // minima over peers, as last seen
-  std::vector<std::uint64_t> in_offsets_, out_offsets_;  // of shared buffers, by rank, checked
+  std::vector<std::uint64_t> in_offsets_, out_offsets_;                  // of shared buffers, by rank, checked
   std::uint64_t longest_ = 0;  // all_to_all_v: bytes of the longest part of any pair
   std::size_t per_round_ = 0;  // elements a round: of the whole, or of one part where the operation has parts
   bool headers_ok_ = false;

@@ -8,7 +8,8 @@
 //   broadcast       the root                   copy the root's data
 //
 // Ranks begin when all have issued (their inputs are ready) and end when all have combined (nobody reads my input any
-// more). Copies are memmove: a peer that is wrong about its offsets must not cause undefined behaviour here. The cut is another one than with stages, but every element is still reduced once, in rank order: the same bits.
+// more). Copies are memmove: a peer that is wrong about its offsets must not cause undefined behaviour here. The cut is
+// another one than with stages, but every element is still reduced once, in rank order: the same bits.
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -24,8 +25,8 @@ constexpr std::size_t kPiece = 256 * 1024;    // of one part, in one round: the 
 
 }  // namespace
 
-// Says in the header which of my buffers the peers can reach. Whether stages can be left out is decided by the headers of
-// all, so a rank that offers its buffers must not stage before it has seen them.
+// Says in the header which of my buffers the peers can reach. Whether stages can be left out is decided by the headers
+// of all, so a rank that offers its buffers must not stage before it has seen them.
 void Rounds::offer_buffers(OpHeader& header) {
   const Request& r = work_->request;
   const int n = core_.size();

@@ -2,8 +2,8 @@
 //
 // bf16 and fp16 accumulate in fp32 and round once; integer sums and products wrap; integer avg sums exactly and divides
 // towards zero; min and max return NaN when any input is NaN; bool reads sum and max as "or", product and min as "and".
-// The loops are compiled for the baseline, AVX2 and AVX-512 and chosen at run time; the bits do not depend on the choice.
-// Pointers need no alignment. `out` may equal one of the inputs; any other overlap is undefined.
+// The loops are compiled for the baseline, AVX2 and AVX-512 and chosen at run time; the bits do not depend on the
+// choice. Pointers need no alignment. `out` may equal one of the inputs; any other overlap is undefined.
 #pragma once
 
 #include <cstddef>

@@ -67,7 +67,7 @@ std::shared_ptr<Mapping> map_segment(int fd, std::size_t bytes) {
   if (seals < 0 || (seals & (F_SEAL_SHRINK | F_SEAL_GROW)) != (F_SEAL_SHRINK | F_SEAL_GROW)) {
     throw Error("shared memory: the descriptor is not a memfd of sealed size");
   }
-  struct stat info {};
+  struct stat info{};
   if (::fstat(fd, &info) != 0) fail("fstat", errno);
   AXO_CHECK(info.st_size >= 0 && static_cast<std::size_t>(info.st_size) == bytes, "shared memory: bytes of the segment",
             info.st_size, std::to_string(bytes));

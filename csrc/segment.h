@@ -1,8 +1,8 @@
 // Anonymous shared memory: a sealed memfd and its mapping. No name exists at any moment, so nothing can be left behind.
 //
 // The seals forbid any peer to change the size (which would turn an access into SIGBUS); `map` refuses a descriptor
-// without them or of another size. A mapping is not inherited by forked children (MADV_DONTFORK). Pages cost memory when
-// they are first touched, not when they are mapped.
+// without them or of another size. A mapping is not inherited by forked children (MADV_DONTFORK). Pages cost memory
+// when they are first touched, not when they are mapped.
 #pragma once
 
 #include <cstddef>

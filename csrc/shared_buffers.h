@@ -1,9 +1,9 @@
 // Buffers that collectives use in place: memory that every rank of the host has mapped.
 //
 // A process has one heap for them: a sealed memfd of twice the machine's memory, of which only touched pages cost
-// anything; its descriptor travels with the rendezvous. A collective whose buffers all lie in heaps needs no staging: each
-// rank reads its peers' buffers itself. all_reduce wants both buffers shared on all ranks, reduce_scatter and all_gather
-// the input, broadcast the root's data; whatever does not qualify is staged as usual, with the same bits.
+// anything; its descriptor travels with the rendezvous. A collective whose buffers all lie in heaps needs no staging:
+// each rank reads its peers' buffers itself. all_reduce wants both buffers shared on all ranks, reduce_scatter and
+// all_gather the input, broadcast the root's data; whatever does not qualify is staged as usual, with the same bits.
 // Forked children do not inherit the memory.
 #pragma once
 
@@ -39,8 +39,8 @@ class Heap {
   std::size_t bytes_;
   int pid_;
   std::mutex mutex_;
-  std::shared_ptr<Mapping> mapping_;               // made at the first allocation
-  std::map<std::uint64_t, std::size_t> holes_;     // free ranges: offset -> bytes
+  std::shared_ptr<Mapping> mapping_;            // made at the first allocation
+  std::map<std::uint64_t, std::size_t> holes_;  // free ranges: offset -> bytes
 };
 
 }  // namespace host

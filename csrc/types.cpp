@@ -25,8 +25,9 @@ std::size_t item_size(DType dtype) {
 
 const char* name_of(DType dtype) {
   static constexpr const char* kNames[kDTypeCount] = {
-      "float64", "float32", "bfloat16", "float16",       "int64",       "int32",           "int16",           "int8",
-      "uint8",   "bool",    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "complex64", "complex128"};
+      "float64",   "float32",   "bfloat16", "float16",       "int64",       "int32",           "int16",
+      "int8",      "uint8",     "bool",     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz",
+      "complex64", "complex128"};
   const int i = static_cast<int>(dtype);
   return i >= 0 && i < kDTypeCount ? kNames[i] : "unknown dtype";
 }

@@ -1,5 +1,5 @@
-// A test runner in one header: TEST(name) { CHECK(...) }, run by main.cpp. `tests [substring]` runs the tests whose name
-// contains the substring.
+// A test runner in one header: TEST(name) { CHECK(...) }, run by main.cpp. `tests [substring]` runs the tests whose
+// name contains the substring.
 #pragma once
 
 #include <atomic>
@@ -82,19 +82,19 @@ void equal(const A& a, const B& b, const char* file, int line, const char* text)
 #define CHECK_EQ(a, b) check::equal((a), (b), __FILE__, __LINE__, #a " == " #b)
 
 // The statement must throw `Type` whose text contains `part`.
-#define CHECK_THROWS(Type, part, ...)                                                              \
-  do {                                                                                             \
-    ++check::checks();                                                                             \
-    bool thrown = false;                                                                           \
-    try {                                                                                          \
-      __VA_ARGS__;                                                                                 \
-    } catch (const Type& e) {                                                                      \
-      thrown = true;                                                                               \
-      if (std::string(e.what()).find(part) == std::string::npos) {                                 \
+#define CHECK_THROWS(Type, part, ...)                                                                      \
+  do {                                                                                                     \
+    ++check::checks();                                                                                     \
+    bool thrown = false;                                                                                   \
+    try {                                                                                                  \
+      __VA_ARGS__;                                                                                         \
+    } catch (const Type& e) {                                                                              \
+      thrown = true;                                                                                       \
+      if (std::string(e.what()).find(part) == std::string::npos) {                                         \
         check::fail(__FILE__, __LINE__, std::string(#Type " says: ") + e.what() + "; without: " + (part)); \
-      }                                                                                            \
-    } catch (const std::exception& e) {                                                            \
-      check::fail(__FILE__, __LINE__, std::string("expected " #Type ", got: ") + e.what());        \
-    }                                                                                              \
-    if (!thrown) check::fail(__FILE__, __LINE__, "expected " #Type ", nothing was thrown");        \
+      }                                                                                                    \
+    } catch (const std::exception& e) {                                                                    \
+      check::fail(__FILE__, __LINE__, std::string("expected " #Type ", got: ") + e.what());                \
+    }                                                                                                      \
+    if (!thrown) check::fail(__FILE__, __LINE__, "expected " #Type ", nothing was thrown");                \
   } while (0)

@@ -31,13 +31,13 @@ TEST(mismatch_is_named_on_every_rank) {
   const std::vector<Case> cases = {
       {"rank 0: all_reduce(float32[8], sum); rank 1: broadcast(float32[8], root 0)",
        [&](const Comm& c, float* p) {
-         if (c->rank() == 1) c->broadcast(p, 8, DType::float32, 0, b);
-         else c->all_reduce(p, p, 8, DType::float32, ReduceOp::sum, b);
+         if (c->rank() == 1)
+           c->broadcast(p, 8, DType::float32, 0, b);
+         else
+           c->all_reduce(p, p, 8, DType::float32, ReduceOp::sum, b);
        }},
       {"rank 0: all_reduce(float32[8], sum); rank 1: all_reduce(float32[9], sum)",
-       [&](const Comm& c, float* p) {
-         c->all_reduce(p, p, c->rank() == 1 ? 9 : 8, DType::float32, ReduceOp::sum, b);
-       }},
+       [&](const Comm& c, float* p) { c->all_reduce(p, p, c->rank() == 1 ? 9 : 8, DType::float32, ReduceOp::sum, b); }},
       {"rank 0: all_reduce(float32[8], sum); rank 1: all_reduce(int32[8], sum)",
        [&](const Comm& c, float* p) {
          c->all_reduce(p, p, 8, c->rank() == 1 ? DType::int32 : DType::float32, ReduceOp::sum, b);
@@ -149,10 +149,13 @@ TEST(abort_of_own_pending_operations) {
 TEST(wrong_arguments) {
   ranks::with_threads(2, [](Comm c) {
     float x = 0;
-    CHECK_THROWS(Error, "broadcast: root: got 2, expected a rank from 0 to 1", c->broadcast(&x, 1, DType::float32, 2, {}));
+    CHECK_THROWS(Error, "broadcast: root: got 2, expected a rank from 0 to 1",
+                 c->broadcast(&x, 1, DType::float32, 2, {}));
     CHECK_THROWS(Error, "send: peer: got -1", c->send(&x, 1, DType::float32, -1, 0, {}));
-    CHECK_THROWS(Error, "bxor is not defined on float32", c->all_reduce(&x, &x, 1, DType::float32, ReduceOp::bit_xor, {}));
-    CHECK_THROWS(Error, "sum is not defined on complex64", c->all_reduce(&x, &x, 1, DType::complex64, ReduceOp::sum, {}));
+    CHECK_THROWS(Error, "bxor is not defined on float32",
+                 c->all_reduce(&x, &x, 1, DType::float32, ReduceOp::bit_xor, {}));
+    CHECK_THROWS(Error, "sum is not defined on complex64",
+                 c->all_reduce(&x, &x, 1, DType::complex64, ReduceOp::sum, {}));
     CHECK_THROWS(Error, "in: got null", c->all_reduce(nullptr, &x, 1, DType::float32, ReduceOp::sum, {}));
     CHECK_THROWS(Error, "expected 2 entries", c->all_to_all_v(&x, {1}, {0}, &x, {1}, {0}, DType::float32, {}));
     c->barrier(ranks::blocking());

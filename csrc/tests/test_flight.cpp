@@ -47,7 +47,7 @@ PROCESS_TEST(flight_file_on_failure_and_on_signal) {
       c->all_reduce(x.data(), x.data(), 10, DType::float32, ReduceOp::max, ranks::blocking());
     }
     ::raise(SIGUSR1);
-    struct stat info {};
+    struct stat info{};
     for (int i = 0; i < 1000 && ::stat(path.c_str(), &info) != 0; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
     }
@@ -55,7 +55,9 @@ PROCESS_TEST(flight_file_on_failure_and_on_signal) {
     CHECK_EQ(count(text, "\n"), 256);
     CHECK_EQ(count(text, "\"op\": \"all_reduce\""), 256);
     CHECK_EQ(count(text, "\"state\": \"done\""), 256);
-    CHECK_EQ(count(text, "\"sequence\": 300, \"dtype\": \"float32\", \"count\": 10, \"reduce\": \"max\", \"root\": null"), 1);
+    CHECK_EQ(
+        count(text, "\"sequence\": 300, \"dtype\": \"float32\", \"count\": 10, \"reduce\": \"max\", \"root\": null"),
+        1);
     CHECK_EQ(count(text, "\"failure\": null"), 256);
     c->barrier(ranks::blocking());
     if (r == 1) {
@@ -81,7 +83,10 @@ TEST(flight_lines_of_pending_operations) {
       auto b = c->barrier({});
       auto d = c->barrier({});
       const std::string text = flight_lines();
-      CHECK_EQ(count(text, "\"op\": \"recv\", \"sequence\": 0, \"dtype\": \"uint8\", \"count\": 3, \"reduce\": null, \"root\": 1, \"tag\": 4, \"state\": \"running\""), 1);
+      CHECK_EQ(count(text,
+                     "\"op\": \"recv\", \"sequence\": 0, \"dtype\": \"uint8\", \"count\": 3, \"reduce\": null, "
+                     "\"root\": 1, \"tag\": 4, \"state\": \"running\""),
+               1);
       CHECK_EQ(count(text, "\"state\": \"queued\""), 1);
       c->send(x.data(), 3, DType::uint8, 1, 0, ranks::blocking());
       a->wait();

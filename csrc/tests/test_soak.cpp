@@ -51,8 +51,8 @@ PROCESS_TEST(soak_random_operations) {
       }
     }
     const long after = resident_kib("RssAnon:");
-    std::printf("rank %d: %d operations, resident %ld -> %ld KiB, files %d -> %d\n", r, rounds * (text ? 2000 : 400), before,
-                after, files, open_files());
+    std::printf("rank %d: %d operations, resident %ld -> %ld KiB, files %d -> %d\n", r, rounds * (text ? 2000 : 400),
+                before, after, files, open_files());
     std::fflush(stdout);
     CHECK(after - before < 1024);
     CHECK_EQ(open_files(), files);

@@ -44,17 +44,28 @@ inline void put(Bytes& to, std::size_t i, DType dtype, double v) {
   char* p = to.data() + i * axo::item_size(dtype);
   const auto store = [&](auto x) { std::memcpy(p, &x, sizeof(x)); };
   switch (dtype) {
-    case DType::float64: return store(v);
-    case DType::float32: return store(static_cast<float>(v));
-    case DType::bfloat16: return store(half_bits(static_cast<float>(v), true));
-    case DType::float16: return store(half_bits(static_cast<float>(v), false));
-    case DType::int64: return store(static_cast<std::int64_t>(v));
-    case DType::int32: return store(static_cast<std::int32_t>(v));
-    case DType::int16: return store(static_cast<std::int16_t>(v));
-    case DType::int8: return store(static_cast<std::int8_t>(v));
-    case DType::uint8: return store(static_cast<std::uint8_t>(static_cast<std::int64_t>(v)));
-    case DType::boolean: return store(static_cast<std::uint8_t>(v != 0));
-    default: std::memset(p, static_cast<int>(v) & 0xff, axo::item_size(dtype));
+    case DType::float64:
+      return store(v);
+    case DType::float32:
+      return store(static_cast<float>(v));
+    case DType::bfloat16:
+      return store(half_bits(static_cast<float>(v), true));
+    case DType::float16:
+      return store(half_bits(static_cast<float>(v), false));
+    case DType::int64:
+      return store(static_cast<std::int64_t>(v));
+    case DType::int32:
+      return store(static_cast<std::int32_t>(v));
+    case DType::int16:
+      return store(static_cast<std::int16_t>(v));
+    case DType::int8:
+      return store(static_cast<std::int8_t>(v));
+    case DType::uint8:
+      return store(static_cast<std::uint8_t>(static_cast<std::int64_t>(v)));
+    case DType::boolean:
+      return store(static_cast<std::uint8_t>(v != 0));
+    default:
+      std::memset(p, static_cast<int>(v) & 0xff, axo::item_size(dtype));
   }
 }
 
@@ -85,13 +96,31 @@ inline void put_reduced(Bytes& to, std::size_t at, int n, std::size_t i, DType d
     const auto m = static_cast<std::int64_t>(g);
     switch (op) {
       case ReduceOp::sum:
-      case ReduceOp::avg: f += g; k += m; break;
-      case ReduceOp::product: f *= g; k = static_cast<std::int64_t>(static_cast<std::uint64_t>(k) * static_cast<std::uint64_t>(m)); break;
-      case ReduceOp::min: f = g < f ? g : f; k = m < k ? m : k; break;
-      case ReduceOp::max: f = g > f ? g : f; k = m > k ? m : k; break;
-      case ReduceOp::bit_and: k &= m; break;
-      case ReduceOp::bit_or: k |= m; break;
-      case ReduceOp::bit_xor: k ^= m; break;
+      case ReduceOp::avg:
+        f += g;
+        k += m;
+        break;
+      case ReduceOp::product:
+        f *= g;
+        k = static_cast<std::int64_t>(static_cast<std::uint64_t>(k) * static_cast<std::uint64_t>(m));
+        break;
+      case ReduceOp::min:
+        f = g < f ? g : f;
+        k = m < k ? m : k;
+        break;
+      case ReduceOp::max:
+        f = g > f ? g : f;
+        k = m > k ? m : k;
+        break;
+      case ReduceOp::bit_and:
+        k &= m;
+        break;
+      case ReduceOp::bit_or:
+        k |= m;
+        break;
+      case ReduceOp::bit_xor:
+        k ^= m;
+        break;
     }
   }
   if (op == ReduceOp::avg) {
