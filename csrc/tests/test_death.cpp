@@ -157,6 +157,7 @@ PROCESS_TEST(kill_in_create_and_split) {
             if (tell) flag->value = 1;
           }
           std::string get(const std::string& k, Milliseconds t) override { return inner.get(k, t); }
+          void remove(const std::string& k) override { inner.remove(k); }
         } mine(store, published, r == victim);
         Comm c = ranks::connect(mine, r, n);
         for (int step = 0;; ++step) {
