@@ -187,3 +187,16 @@ def test_public_names_resolve(name):
     module = ROOT / "python" / Path(*axo._PUBLIC[name].split("."))
     assert module.with_suffix(".py").exists() or module.is_dir(), f"axo.{name}: no module {axo._PUBLIC[name]}"
     assert getattr(axo, name) is not None
+
+
+def test_environment_variables_stand_in_the_table():
+    from axo.config import VARIABLES
+
+    reads = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](AXO_\w+)""")
+    read = {
+        name
+        for path in sources(".py", ".cpp", ".h")
+        if not {"tests", "bench"} & set(path.relative_to(ROOT).parts)
+        for name in reads.findall(path.read_text())
+    }
+    assert read and read == {variable.name for variable in VARIABLES}

@@ -37,6 +37,7 @@ _PUBLIC = {
     "group": "axo.collectives",
     "Communicators": "axo.runtime",
     "connect": "axo.runtime",
+    "AxoStrategy": "axo.integrations.lightning",
     "Placement": "axo.placement",
     "shard": "axo.sharding",
     "shard_input": "axo.sharding",

@@ -173,11 +173,13 @@ def info(
 ) -> None:
     """Show versions and cores, and check that the ranks of a grid can talk."""
     with _one_message("info"):
-        from axo import report
+        from axo import config, report
         from axo.grid import Grid
 
         for name, value in report.facts().items():
             _say(f"{name:<12} {value}")
+        for name, value in config.settings().items():
+            _say(f"{name}={value}")
         for line in report.check_grid(Grid.parse(grid)):
             _say(line)
 

@@ -1,0 +1,49 @@
+"""The environment variables that Axo reads, in one table.
+
+Options of a call stand in its signature; a variable is for what a launcher or an operator sets from outside. ``axo info``
+prints this table with the values that are set. Not here: variables of torchrun (RANK, WORLD_SIZE, ...), of NCCL and of
+Triton, which keep their own meaning.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable.
+
+    Attributes:
+        name: Begins with ``AXO_``.
+        default: What holds when it is not set.
+        meaning: What it does, and the values that it takes.
+    """
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES = (
+    Variable("AXO_GRID", "none", "Grid of AxoStrategy and of axo litgpt when none is given, such as 2x2x2x1."),
+    Variable(
+        "AXO_VOCAB_LOSS", "0", "1: AxoStrategy leaves logits split over x and swaps in the vocabulary-parallel loss."
+    ),
+    Variable(
+        "AXO_TUNE", "cached", "Tuning of products: off (torch's own), cached (read choices) or first-step (measure)."
+    ),
+    Variable("AXO_TUNE_CACHE", "the user's cache folder", "Folder of the tuner's choices."),
+    Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),
+    Variable(
+        "AXO_CHECK",
+        "0",
+        "1: the GPU transport compares operations and their order across ranks (the host always does).",
+    ),
+)
+
+
+def settings() -> dict[str, str]:
+    """The variables that are set, by name."""
+    return {variable.name: os.environ[variable.name] for variable in VARIABLES if variable.name in os.environ}
