@@ -16,7 +16,7 @@ def twenty(folder):
     return run(folder, "twenty", "2x1x2x1", save_interval=10)
 
 
-@pytest.mark.parametrize("grid", ["2x1x2x1", "1x2x1x2", None], ids=str)
+@pytest.mark.parametrize("grid", [pytest.param("2x1x2x1", marks=pytest.mark.soak), "1x2x1x2", None], ids=str)
 def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
     """Oracle: the uninterrupted run. On the same grid, on another, and in stock LitGPT (grid None): 1e-6."""
     losses, sums, state = run(folder, f"resumed-{grid}", grid, resume=folder / "twenty" / TEN)
@@ -31,6 +31,7 @@ def _moments(state, name):
     return {index: values[name] for index, values in state["optimizer"]["state"].items()}
 
 
+@pytest.mark.soak
 def test_a_stock_checkpoint_goes_on_on_a_grid(folder, twenty):
     """Oracle: the stock run itself."""
     whole = run(folder, "stock", None, save_interval=10)
