@@ -179,7 +179,7 @@ def meet_again():
     for _ in range(3):
         comms = axo.connect("2x2x1x1")
         total = comms.world.all_reduce(torch.ones(1)).item()
-        comms.device_mesh  # process groups of other sizes, whose names come back in the next round
+        assert comms.device_mesh.size() == 4  # process groups of other sizes, whose names come back in the next round
         comms.close()
         assert total == 4.0 and not dist.is_initialized()
     for members in ([0, 1], [0, 1, 2, 3], [1, 3]):
@@ -266,7 +266,7 @@ def test_a_rank_that_dies_at_start_up_is_an_error_for_the_others():
     outcomes = rank_outcomes(one_never_comes, 3)
     assert outcomes[1].exit_code == 3
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error in ("Timeout", "DistStoreError", "PeerLost"), outcome.describe()
+        assert outcome.error == "Timeout" and "ranks [1] have not come" in outcome.message, outcome.describe()
         assert outcome.seconds < 3 + NOTICED_S
 
 
@@ -295,7 +295,7 @@ PLAIN_PROGRAM = """
 import axo, torch
 comms = axo.connect("2x1x1x1")
 total = comms.x.all_reduce(torch.ones(1) + comms.rank)
-print("sum", total.item(), flush=True)
+print(f"sum {total.item()}", flush=True)
 """
 
 

@@ -36,7 +36,7 @@ from axo.buffers import (
     rows_to_elements,
 )
 from axo.counting import active as counting
-from axo.errors import Error
+from axo.errors import Error, Mismatch
 from axo.work import Work, open_group
 
 try:
@@ -96,6 +96,7 @@ class Communicator:
         self.axis = axis
         self.transport: str = core.transport if core is not None else "none"
         self._blocked = 0.0
+        self._siblings: tuple[Communicator, ...] = ()  # the other axes of the same grid
         if core is not None:
             _open.add(self)
 
@@ -312,6 +313,9 @@ class Communicator:
             start = time.perf_counter()
             try:
                 call(*args, True, _DEFAULT_TIMEOUT, None)
+            except Mismatch as error:
+                self._spread(error)
+                raise
             finally:
                 self._blocked += time.perf_counter() - start
             with torch.no_grad():
@@ -326,6 +330,11 @@ class Communicator:
                 open_group.waits.append(work)
                 return result
         return work
+
+    def _spread(self, error: Mismatch) -> None:
+        """Tell the ranks of the other axes: only those of this one have seen the error."""
+        for sibling in self._siblings:
+            sibling.abort(f"on axis {self.axis!r}: {error}")
 
     def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
         if target is not source:

@@ -1,8 +1,8 @@
 """The environment variables that Axo reads, in one table.
 
-Options of a call stand in its signature; a variable is for what a launcher or an operator sets from outside. ``axo info``
-prints this table with the values that are set. Not here: variables of torchrun (RANK, WORLD_SIZE, ...), of NCCL and of
-Triton, which keep their own meaning.
+Options of a call stand in its signature; a variable is for what a launcher or an operator sets from outside.
+``axo info`` shows those that are set. Not here: variables of torchrun (RANK, WORLD_SIZE, ...), of NCCL and of Triton,
+which keep their own meaning.
 """
 
 from __future__ import annotations

@@ -61,7 +61,9 @@ class Grid:
         if isinstance(text, Grid):
             return text
         if not isinstance(text, str) or not re.fullmatch(r"\s*\d+(\s*[xX]\s*\d+){2,3}\s*", text):
-            raise ValueError(f"grid {text!r} is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1")
+            raise ValueError(
+                f"grid {text!r} is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1, or the first three"
+            )
         return cls(*(int(size) for size in re.split(r"[xX]", text)))
 
     @classmethod

@@ -6,14 +6,13 @@ collective, so that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
 from torch import nn
 
 from axo.matmul.exchange import GRAD_REDUCE
 from axo.matmul.product import GATHER_CACHE
+from axo.nn.agree import ranks_that_differ
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.plans.replace import Replacer
@@ -72,14 +71,9 @@ def check_same_model(model: nn.Module, comms: Any) -> None:
     Raises:
         ValueError: They differ; on every rank.
     """
-    if comms.grid.world_size == 1:
-        return
     lines = [f"{name} {tuple(p.shape)} {p.dtype} {p.is_meta} {p.requires_grad}" for name, p in model.named_parameters()]
     text = "\n".join([type(model).__qualname__, repr(getattr(model, "config", None)), *lines])
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = torch.tensor([digest], dtype=torch.int64, device=comms.device)
-    digests = comms.world.all_gather(mine).tolist()
-    differ = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    differ = ranks_that_differ(comms, text)
     if differ:
         raise ValueError(
             f"parallelize: the models of ranks {differ} differ from rank 0's in configuration, shapes, dtypes, frozen"

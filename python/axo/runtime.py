@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from axo.collectives import _C, Communicator
+from axo.errors import Timeout
 from axo.grid import AXES, Coords, Grid
 
 _DEFAULT_TIMEOUT_S = 600.0
+_MEETING_TIMEOUT_S = 60.0
 
 
 class Communicators:
@@ -42,6 +44,9 @@ class Communicators:
         self.y = self._line("y")
         self.z = self._line("z")
         self.data = self._line("data")
+        lines = (self.x, self.y, self.z, self.data, world)
+        for line in lines:
+            line._siblings = tuple(other for other in lines if other is not line)
         self._device_mesh: Any = None
         self._checkpoint_mesh: Any = None
         self._owns_process_group = owns_process_group
@@ -112,7 +117,11 @@ class Communicators:
 
 
 def connect(
-    grid: Grid | str, device: str | torch.device = "cpu", *, timeout: float | timedelta = _DEFAULT_TIMEOUT_S
+    grid: Grid | str,
+    device: str | torch.device = "cpu",
+    *,
+    timeout: float | timedelta = _DEFAULT_TIMEOUT_S,
+    meeting_timeout: float | timedelta = _MEETING_TIMEOUT_S,
 ) -> Communicators:
     """Make the communicators of ``grid``. Collective over all ranks of the world.
 
@@ -122,23 +131,27 @@ def connect(
     Args:
         grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``.
         device: What to move; ``"cpu"``.
-        timeout: Of the rendezvous and of each operation, in seconds.
+        timeout: Of each operation, in seconds.
+        meeting_timeout: How long a rank waits here for the others to come, in seconds; at most ``timeout``.
 
     Raises:
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it.
-        axo.Timeout: A rank did not come.
+        axo.Timeout: A rank did not come; names it.
     """
     grid = Grid.parse(grid) if isinstance(grid, str) else grid
     if torch.device(device).type != "cpu":
         raise ValueError(f"connect: device={str(device)!r} has no transport in this version; use device='cpu'")
-    seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+    seconds = _in_seconds(timeout)
+    meeting = min(seconds, _in_seconds(meeting_timeout))
     owns_process_group = False
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return _connect_alone(grid)
-        dist.init_process_group("axo", timeout=timedelta(seconds=seconds))
+        _init_process_group(seconds, meeting)
         owns_process_group = True
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1 and not owns_process_group:
+        _gather_ranks(dist.distributed_c10d._get_default_store(), rank, world_size, meeting)
     core = _meet(rank, world_size, seconds) if world_size > 1 else None
     world = Communicator(core, name="world", axis="world")
     # Every rank learns every rank's grid first, so that all of them raise the same error.
@@ -159,6 +172,44 @@ def _connect_alone(grid: Grid) -> Communicators:
             f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
         )
     return Communicators(grid, 0, Communicator(None, name="world", axis="world"), False)
+
+
+def _in_seconds(time: float | timedelta) -> float:
+    return time.total_seconds() if isinstance(time, timedelta) else float(time)
+
+
+def _init_process_group(seconds: float, meeting: float) -> None:
+    """``init_process_group("axo")`` with the launcher's variables; a rank that never comes is soon known by name."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=meeting))))
+    except dist.DistStoreError as error:
+        raise Timeout(
+            f"connect (rank {rank} of {world_size}): not all ranks reached the store at"
+            f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {meeting:g} s;"
+            f" a rank died at start-up, or never came ({error})"
+        ) from None
+    _gather_ranks(store, rank, world_size, meeting)
+    dist.init_process_group("axo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds))
+
+
+def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> None:
+    """Wait until every rank has come, before anything waits for longer.
+
+    Raises:
+        Timeout: Somebody has not; names the ranks.
+    """
+    round_ = store.add(f"axo/round/{rank}", 1)
+    keys = [f"axo/here/{round_}/{other}" for other in range(world_size)]
+    store.set(keys[rank], b"1")
+    try:
+        store.wait(keys, timedelta(seconds=meeting))
+    except dist.DistStoreError:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise Timeout(
+            f"connect (rank {rank} of {world_size}): ranks {missing} have not come within {meeting:g} s; they died at"
+            " start-up, or call something else first (meeting_timeout=... waits longer)"
+        ) from None
 
 
 def _meet(rank: int, world_size: int, seconds: float) -> Any:

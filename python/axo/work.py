@@ -16,13 +16,15 @@ from typing import Any, Protocol
 
 import torch
 
-from axo.errors import Error
+from axo.errors import Error, Mismatch
 
 
-class Clock(Protocol):
-    """Who adds up the time that a rank is blocked: the communicator."""
+class Issuer(Protocol):
+    """The communicator: adds up the time that a rank is blocked, and tells other axes of a mismatch."""
 
     _blocked: float
+
+    def _spread(self, error: Mismatch) -> None: ...
 
 
 class Work:
@@ -30,7 +32,7 @@ class Work:
 
     __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
 
-    def __init__(self, communicator: Clock, core: Any, result: Any, copies: tuple) -> None:
+    def __init__(self, communicator: Issuer, core: Any, result: Any, copies: tuple) -> None:
         self._communicator = communicator
         self._core = core  # None: nothing is pending
         self._result = result
@@ -48,6 +50,9 @@ class Work:
             start = time.perf_counter()
             try:
                 self._core.wait()
+            except Mismatch as error:
+                self._communicator._spread(error)
+                raise
             finally:
                 self._communicator._blocked += time.perf_counter() - start
         self._finish()
@@ -67,6 +72,9 @@ class Work:
             start = time.perf_counter()
             try:
                 self._core.synchronize(int(timeout * 1000))
+            except Mismatch as error:
+                self._communicator._spread(error)
+                raise
             finally:
                 self._communicator._blocked += time.perf_counter() - start
         self._finish()

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.nn.agree import check_same_layers
+
 
 @contextlib.contextmanager
 def source_generator(comms: Any, device: torch.device) -> Iterator[None]:
@@ -56,11 +58,13 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
         with_names: Call ``fn(module, name)`` with the module's name in ``model``, for rules that depend on it.
 
     Raises:
-        ValueError: The model holds no parallel layer.
+        ValueError: The model holds no parallel layer, or the ranks' models differ.
     """
     comms: Any = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
     if comms is None:
         raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
+    layers = [module for module in model.modules() if hasattr(module, "load_serial") and module.placements]
+    check_same_layers(layers, comms, "init_weights")
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     with source_generator(comms, comms.device), torch.no_grad():
         _init_module(model, "", fill, comms.device)

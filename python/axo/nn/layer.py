@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from axo.nn.agree import check_same_layers
 from axo.nn.init import source_generator
 from axo.placement import Placement
 from axo.sharding import unshard
@@ -74,6 +75,7 @@ class ParallelLayer(nn.Module):
         if not self.placements or any(getattr(self, name).is_meta for name in self.placements):
             return
         weight = getattr(self, next(iter(self.placements)))
+        check_same_layers([self], self.comms, self.label())
         with source_generator(self.comms, weight.device):
             serial: Any = self.serial(weight.device, weight.dtype)
             serial.reset_parameters()

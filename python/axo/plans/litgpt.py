@@ -72,7 +72,7 @@ def check(model: nn.Module, comms: Any) -> None:
     if not isinstance(model, GPT):
         raise ValueError(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
     config = model.config
-    owner = f"parallelize: litgpt model {config.name!r}"
+    owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention:
         raise ValueError(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
     if config.mlp_class_name == "LLaMAMoE":
