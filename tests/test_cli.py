@@ -151,7 +151,10 @@ def test_a_loss_that_does_not_fall_enough_fails(text: str, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grid", "2x2"], "grid '2x2' is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1"),
+        (
+            ["--grid", "2x2"],
+            "grid '2x2' is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1, or the first three",
+        ),
         (["--data", "/nowhere/text"], "data: /nowhere/text does not exist; give files or folders of text"),
         (["--model-override", "n_layer"], "train: --model-override 'n_layer' is not of the form FIELD=VALUE"),
         (["--grid", "1x1x3x1"], "batch: batch-size=16 rows do not divide over z*data=3 of grid 1x1x3x1; use 15 or 18"),

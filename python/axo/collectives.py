@@ -283,11 +283,8 @@ class Communicator:
         A negative color takes no part and gets None. ``axis`` is the name under which its operations are counted.
         """
         name = name or f"{self.name}/split{color}"
-        if self._core is None:
-            core, alone = None, color >= 0
-        else:
-            core = self._core.split(color, key, name)
-            alone = False
+        alone = self._core is None and color >= 0
+        core = None if self._core is None else self._core.split(color, key, name)
         if core is None and not alone:
             return None
         if core is not None and core.size == 1:

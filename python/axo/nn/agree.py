@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def ranks_that_differ(comms: Any, text: str) -> list[int]:
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
-def check_same_layers(layers: Iterable[Any], comms: Any, owner: str) -> None:
+def check_same_layers(layers: Sequence[Any], comms: Any, owner: str) -> None:
     """Compare what the ranks have built: sizes, splits, dtypes and options of each parallel layer.
 
     Two layers of different sizes can have shards of shapes that fit each other: they would run, and compute nonsense.
@@ -36,7 +36,8 @@ def check_same_layers(layers: Iterable[Any], comms: Any, owner: str) -> None:
         texts.append(f"{type(layer).__name__} {layer.placements} {dtypes} {options}")
     differ = ranks_that_differ(comms, "\n".join(texts))
     if differ:
+        shown = "; ".join(f"{layer}, {getattr(layer, next(iter(layer.placements))).dtype}" for layer in layers[:3])
         raise ValueError(
             f"{owner}: ranks {differ} have built something else than rank 0; give every rank the same sizes, dtypes and"
-            f" options (this rank: {'; '.join(texts[:3])})"
+            f" options (this rank: {shown})"
         )
