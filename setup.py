@@ -26,6 +26,7 @@ from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
@@ -112,6 +113,16 @@ class BuildCore(build_ext):
             os.replace(temporary, in_place)
 
 
+class BuildPackages(build_py):
+    """Start from an empty folder: a module that an earlier build left there, since removed, would go into the wheel."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            for package in {name.split(".")[0] for name in self.packages}:
+                shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
+        super().run()
+
+
 def compiler() -> list[str]:
     return shlex.split(os.environ.get("CXX", "g++"))
 
@@ -159,6 +170,6 @@ setup(
     ext_modules=[
         Extension("axo._C", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.cpp")), language="c++")
     ],
-    cmdclass={"build_ext": BuildCore},
+    cmdclass={"build_ext": BuildCore, "build_py": BuildPackages},
     zip_safe=False,
 )

@@ -51,13 +51,19 @@ def test_wheel_in_a_clean_environment(tmp_path):
     ]
     run(*build)
     (wheel,) = tmp_path.glob("axo-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    for module in sorted((ROOT / "python").rglob("*.py")):
-        assert str(module.relative_to(ROOT / "python")) in names, f"the wheel lacks {module}"
-    for module in sorted((ROOT / "axo_kernels").rglob("*.py")):
-        assert str(module.relative_to(ROOT)) in names, f"the wheel lacks {module}"
-    for module in sorted((ROOT / "bench").glob("*.py")):
-        assert f"axo_bench/{module.name}" in names, f"the wheel lacks {module}"
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
+    folders = {"axo": ROOT / "python" / "axo", "axo_kernels": ROOT / "axo_kernels", "axo_bench": ROOT / "bench"}
+    sources = {
+        f"{package}/{module.relative_to(folder)}": module
+        for package, folder in folders.items()
+        for module in folder.rglob("*.py")
+    }
+    assert {name for name in names if name.endswith(".py")} == set(sources), (
+        "the wheel's modules are not the checkout's"
+    )
+    for name, module in sources.items():
+        assert archive.read(name) == module.read_bytes(), f"{name} in the wheel is not the checkout's"
     assert any(name.startswith("axo/_C.") and name.endswith(".so") for name in names)
     assert not [name for name in names if name.startswith(("tests", "csrc", "build"))]
 
