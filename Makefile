@@ -42,6 +42,7 @@ check: $(V)/.built
 	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
 
 soak: $(V)/.built
+	AXO_SOAK=10 $(MAKE) --no-print-directory -s -C csrc/tests test FILTER=soak
 	$(PYTEST) -m soak -ra -s $(ARGS)
 
 # Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,061 cases).
