@@ -55,7 +55,7 @@ std::string check_message(const char* what, const Got& got, const std::string& e
 
 }  // namespace axo
 
-#define AXO_CHECK(cond, what, got, expected)                                        \
-  do {                                                                              \
+#define AXO_CHECK(cond, what, got, expected)                                            \
+  do {                                                                                  \
     if (!(cond)) throw ::axo::Error(::axo::detail::check_message(what, got, expected)); \
   } while (0)

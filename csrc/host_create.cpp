@@ -81,8 +81,8 @@ struct Card {
 };
 
 std::string encode(const Card& card) {
-  return std::to_string(card.pid) + " " + card.pid_space + " " + (card.address.socket[0] ? card.address.socket : "-") + " " +
-         (card.address.token[0] ? card.address.token : "-") + " " + card.host;
+  return std::to_string(card.pid) + " " + card.pid_space + " " + (card.address.socket[0] ? card.address.socket : "-") +
+         " " + (card.address.token[0] ? card.address.token : "-") + " " + card.host;
 }
 
 Card decode(const std::string& text, const std::string& key) {
@@ -138,8 +138,8 @@ class Rendezvous {
       return decode(store_.get(entry(rank), std::max(left, Milliseconds(1))), entry(rank));
     } catch (const Timeout& e) {
       throw Timeout("rendezvous of '" + options_.name + "' (rank " + std::to_string(rank_) + " of " +
-                    std::to_string(size_) + "): timed out; rank " + std::to_string(rank) + " has not come (" + e.what() +
-                    ")");
+                    std::to_string(size_) + "): timed out; rank " + std::to_string(rank) + " has not come (" +
+                    e.what() + ")");
     }
   }
 
@@ -197,7 +197,8 @@ class Rendezvous {
       leader.serve(size_, options_.name, fd.get(), true, deadline_, watch, &m->processes);
     };
     lead(leader, body, [&](const Refusal& r) {
-      store_.set(failed_entry(), std::to_string(static_cast<int>(r.kind)) + " " + std::to_string(r.peer) + " " + r.text);
+      store_.set(failed_entry(),
+                 std::to_string(static_cast<int>(r.kind)) + " " + std::to_string(r.peer) + " " + r.text);
     });
   }
 
@@ -263,16 +264,17 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
 
   Membership m = membership_of(rank, size, name, parent.timeout());
   for (const auto& [k, p] : members) m.processes.push_back(parent.processes()[static_cast<std::size_t>(p)]);
-  const auto deadline = Clock::now() + std::min<Milliseconds>(parent.timeout() < Milliseconds::zero()
-                                                                  ? std::chrono::hours(24 * 365)
-                                                                  : parent.timeout(),
-                                                              std::chrono::hours(24 * 365));
+  const auto deadline =
+      Clock::now() +
+      std::min<Milliseconds>(parent.timeout() < Milliseconds::zero() ? std::chrono::hours(24 * 365) : parent.timeout(),
+                             std::chrono::hours(24 * 365));
   const Watch watch = [&] {
     for (int p = 0; p < size; ++p) {
       if (!m.processes[static_cast<std::size_t>(p)]->dead()) continue;
       throw PeerLost("split of '" + parent.name() + "' into '" + name + "': rank " + std::to_string(p) + " of " +
-                         std::to_string(size) + " (rank " + std::to_string(members[static_cast<std::size_t>(p)].second) +
-                         " of '" + parent.name() + "') died",
+                         std::to_string(size) + " (rank " +
+                         std::to_string(members[static_cast<std::size_t>(p)].second) + " of '" + parent.name() +
+                         "') died",
                      p);
     }
   };
@@ -281,10 +283,13 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     m.segment = make_segment(1, &fd);
   } else if (leader) {
     Fd fd;
-    lead(*leader, [&] {
-      m.segment = make_segment(size, &fd);
-      leader->serve(size, name, fd.get(), false, deadline, watch, nullptr);
-    }, nullptr);
+    lead(
+        *leader,
+        [&] {
+          m.segment = make_segment(size, &fd);
+          leader->serve(size, name, fd.get(), false, deadline, watch, nullptr);
+        },
+        nullptr);
   } else {
     Address address;
     std::memcpy(&address, addresses.data() + static_cast<std::size_t>(members[0].second) * sizeof(address),

@@ -58,14 +58,16 @@ void kill_one(int n, int victim, int delay_us, const std::function<void(const Co
     if (r == victim) {
       killer = std::thread([&] {
         std::this_thread::sleep_for(std::chrono::microseconds(delay_us));
-        killed->more = std::chrono::duration_cast<std::chrono::microseconds>(SteadyClock::now().time_since_epoch()).count();
+        killed->more =
+            std::chrono::duration_cast<std::chrono::microseconds>(SteadyClock::now().time_since_epoch()).count();
         ::kill(::getpid(), SIGKILL);
       });
     }
     try {
       for (int step = 0;; ++step) work(c, step);
     } catch (const PeerLost& e) {
-      const long now = std::chrono::duration_cast<std::chrono::microseconds>(SteadyClock::now().time_since_epoch()).count();
+      const long now =
+          std::chrono::duration_cast<std::chrono::microseconds>(SteadyClock::now().time_since_epoch()).count();
       const std::string text = e.what();
       CHECK_EQ(e.peer(), victim);
       CHECK(text.find("on 'world' (rank " + std::to_string(r) + " of " + std::to_string(n)) != std::string::npos);
@@ -86,10 +88,11 @@ PROCESS_TEST(kill_in_all_reduce) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 6; ++trial) {
     const int n = 2 + trial;
-    kill_one(n, static_cast<int>(random() % static_cast<unsigned>(n)), 1000 + static_cast<int>(random() % 60000), [](const Comm& c, int step) {
-      std::vector<float> data(static_cast<std::size_t>(1 + step * 7919 % 500000), 1.0f);
-      all_reduce(c, data);
-    });
+    kill_one(n, static_cast<int>(random() % static_cast<unsigned>(n)), 1000 + static_cast<int>(random() % 60000),
+             [](const Comm& c, int step) {
+               std::vector<float> data(static_cast<std::size_t>(1 + step * 7919 % 500000), 1.0f);
+               all_reduce(c, data);
+             });
   }
 }
 
@@ -97,7 +100,8 @@ PROCESS_TEST(kill_with_operations_pending) {
   kill_one(4, 1, 30000, [](const Comm& c, int) {
     std::vector<std::vector<float>> data(8, std::vector<float>(10000));
     std::vector<WorkPtr> works;
-    for (auto& d : data) works.push_back(c->all_reduce(d.data(), d.data(), d.size(), DType::float32, ReduceOp::sum, {}));
+    for (auto& d : data)
+      works.push_back(c->all_reduce(d.data(), d.data(), d.size(), DType::float32, ReduceOp::sum, {}));
     std::exception_ptr first;
     for (auto& w : works) {
       try {
@@ -214,8 +218,10 @@ PROCESS_TEST(fork_marks_the_child) {
       c.reset();
     });
     ranks::all_well(child);
-    if (r == 1) c->barrier(ranks::blocking());
-    else pending->wait();
+    if (r == 1)
+      c->barrier(ranks::blocking());
+    else
+      pending->wait();
     std::vector<float> data(100000, 1.0f);
     all_reduce(c, data);
     CHECK_EQ(data[99999], 2.0f);
@@ -255,8 +261,10 @@ TEST(nothing_stays_behind) {
       CHECK_EQ(none == nullptr, c->rank() == 0);
       half->barrier(ranks::blocking());
       if (none) none->shutdown();
-      if (c->rank() == 3) c.reset();
-      else c->shutdown();
+      if (c->rank() == 3)
+        c.reset();
+      else
+        c->shutdown();
     });
   }
   CHECK_EQ(open_files(), files);

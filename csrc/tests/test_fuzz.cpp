@@ -119,9 +119,14 @@ TEST(fuzz_store_entries) {
         for (auto n = (*random)() % 3; n > 0 && !v.empty(); --n) {
           const std::size_t at = (*random)() % v.size();
           switch ((*random)() % 3) {
-            case 0: v[at] = static_cast<char>(1 + (*random)() % 255); break;
-            case 1: v.resize(at); break;
-            default: v.insert(at, (*random)() % 100, 'x');
+            case 0:
+              v[at] = static_cast<char>(1 + (*random)() % 255);
+              break;
+            case 1:
+              v.resize(at);
+              break;
+            default:
+              v.insert(at, (*random)() % 100, 'x');
           }
         }
         inner.set(key, v);
