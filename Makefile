@@ -42,7 +42,7 @@ check: $(V)/.built
 	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
 
 soak: $(V)/.built
-	AXO_SOAK=10 $(MAKE) --no-print-directory -s -C csrc/tests test FILTER=soak
+	AXO_SOAK=10 AXO_TEST_SECONDS=3600 $(MAKE) --no-print-directory -s -C csrc/tests test FILTER=soak
 	$(PYTEST) -m soak -ra -s $(ARGS)
 
 # Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,061 cases).
@@ -61,7 +61,8 @@ build: $(V)/.built
 prerequisites:
 	@missing=""; \
 	command -v g++ >/dev/null || missing="$$missing g++"; \
-	if [ -z "$(PYTHON)" ]; then missing="$$missing python3.11 python3.11-venv python3.11-dev"; else \
+	if ! command -v python3 >/dev/null && [ -z "$(PYTHON)" ]; then missing="$$missing python3 python3-venv python3-dev"; \
+	elif [ -z "$(PYTHON)" ]; then missing="$$missing python3.11 python3.11-venv python3.11-dev"; else \
 	  $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || missing="$$missing $(PYTHON)-venv"; \
 	  $(PYTHON) -c 'import os, sysconfig; open(os.path.join(sysconfig.get_paths()["include"], "Python.h"))' 2>/dev/null \
 	    || missing="$$missing $(PYTHON)-dev"; \

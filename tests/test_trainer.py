@@ -65,6 +65,7 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"precision": "fp8"}, r"precision='fp8' is not one of bf16-mixed, 32-true, bf16-true"),
         ({"device": "cuda"}, r"device='cuda' has no transport in this version"),
         ({"lr": math.nan}, r"lr=nan is out of range"),
+        ({"lr": math.inf}, r"lr=inf is out of range"),
         ({"min_lr": 1.0}, r"min-lr=1.0 is out of range; it must be in \[0, 0.002\]"),
         ({"beta2": 1.0}, r"beta2=1.0 is out of range"),
         ({"model": "pythia-14mm"}, r"neither a LitGPT configuration nor a .*; the nearest are .*pythia-14m"),

@@ -9,6 +9,7 @@ their thread pool).
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,7 +137,7 @@ def _check_numbers(config: TrainConfig) -> None:
     }
     for name, (low, high) in bounds.items():
         value = getattr(config, name)
-        if not low <= value <= high:  # NaN fails too
+        if not low <= value <= high or not math.isfinite(value):  # NaN fails the first
             limit = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
             raise ValueError(f"train: {name.replace('_', '-')}={value} is out of range; it must be {limit}")
     if config.peak_tflops is not None and not config.peak_tflops > 0:
