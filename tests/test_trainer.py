@@ -19,6 +19,7 @@ from axo.trainer import TrainConfig, parity, peaks, plot, recipe, runner
 from axo.trainer.config import check, open_batches, open_corpus
 from axo.trainer.loop import Trainer
 from axo.trainer.serial import build_serial, train_serial
+from axo_kernels import goldfish_mask
 from tests.launcher import rank_outcomes, run_ranks
 from tests.test_data import byte_tokenizer
 
@@ -212,6 +213,20 @@ def test_serial_is_the_textbook_loop(text: str) -> None:
     assert list(train_serial(config, batches)) == pytest.approx(losses, abs=1e-6)
 
 
+def test_goldfish_leaves_tokens_out_of_the_loss(text: str) -> None:
+    """Rows: the loss with goldfish is the mean over the kept tokens, taken here with a mask of this test's own."""
+    config = small(text, goldfish_k=2, goldfish_h=3, steps=1)
+    batches = open_batches(config, open_corpus(config))
+    inputs, targets = map(torch.from_numpy, batches.read(0, data.Rows(0, config.batch_size)))
+    keep = goldfish_mask(torch.cat([inputs[:, :1], targets], 1), 2, 3)[:, 1:]
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            build_serial(config)(inputs).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+    assert 0.3 < keep.float().mean() < 0.7
+    assert next(train_serial(config, batches)) == pytest.approx(losses[keep.flatten()].mean().item(), abs=1e-5)
+
+
 def test_accumulation_and_recomputation_do_not_change_the_loss(text: str) -> None:
     config = small(text)
     batches = open_batches(config, open_corpus(config))
@@ -237,7 +252,7 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
     [
         ("2x2x1x1", {"model": "file"}),
         ("2x1x2x1", {"accumulate": 2, "clip": 0.3}),
-        ("1x2x1x2", {"recompute": True}),
+        ("1x2x1x2", {"recompute": True, "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2}),
         ("2x2x2x1", {}),
     ],
     ids=str,

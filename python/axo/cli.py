@@ -80,6 +80,12 @@ def train(
     beta1: Annotated[float, typer.Option(help="AdamW.", rich_help_panel="Optimizer")] = 0.9,
     beta2: Annotated[float, typer.Option(help="AdamW.", rich_help_panel="Optimizer")] = 0.95,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0: off.", rich_help_panel="Optimizer")] = 1.0,
+    goldfish_k: Annotated[
+        int, typer.Option(help="Goldfish loss: leave one of K tokens out; 0: off.", rich_help_panel="Optimizer")
+    ] = 0,
+    goldfish_h: Annotated[
+        int, typer.Option(help="Goldfish loss: tokens before one that decide.", rich_help_panel="Optimizer")
+    ] = 13,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.", rich_help_panel="Optimizer")] = 0,
     precision: Annotated[
         str, typer.Option(help="bf16-mixed, 32-true or bf16-true.", rich_help_panel="Optimizer")
@@ -131,6 +137,8 @@ def train(
             beta1=beta1,
             beta2=beta2,
             clip=clip,
+            goldfish_k=goldfish_k,
+            goldfish_h=goldfish_h,
             seed=seed,
             precision=precision,
             recompute=recompute,

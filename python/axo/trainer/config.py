@@ -38,6 +38,7 @@ class TrainConfig:
         lr, min_lr, warmup: Peak and last learning rate; steps of linear warm-up before the cosine.
         weight_decay, beta1, beta2: AdamW. Decay is on parameters of two dims only (weights, not biases or norms).
         clip: Largest gradient norm; 0: no clipping.
+        goldfish_k, goldfish_h: Goldfish loss: leave one of k tokens out, chosen by the h before it; k = 0: off.
         seed: Chooses initial weights and the order of the data.
         precision: One of ``PRECISIONS``.
         recompute: Run each block's forward again in backward (activation checkpointing).
@@ -65,6 +66,8 @@ class TrainConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
+    goldfish_k: int = 0
+    goldfish_h: int = 13
     seed: int = 0
     precision: str = "bf16-mixed"
     recompute: bool = False
@@ -127,6 +130,8 @@ def _check_numbers(config: TrainConfig) -> None:
         "warmup": (0, float("inf")),
         "weight_decay": (0, float("inf")),
         "clip": (0, float("inf")),
+        "goldfish_k": (0, float("inf")),
+        "goldfish_h": (1, float("inf")),
         "seed": (0, 2**63 - 1),
         "threads": (0, 4096),
         "log_every": (1, float("inf")),
@@ -140,6 +145,8 @@ def _check_numbers(config: TrainConfig) -> None:
         if not low <= value <= high or not math.isfinite(value):  # NaN fails the first
             limit = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
             raise ValueError(f"train: {name.replace('_', '-')}={value} is out of range; it must be {limit}")
+    if config.goldfish_k == 1:
+        raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
     if config.peak_tflops is not None and not config.peak_tflops > 0:
         raise ValueError(f"train: peak-tflops={config.peak_tflops} must be above 0")
 

@@ -26,7 +26,14 @@ import axo
 from axo import data, models
 from axo.grid import AXES
 from axo.trainer.config import TrainConfig
-from axo.trainer.recipe import autocast, build_optimizer, finish_model, learning_rate, set_learning_rate
+from axo.trainer.recipe import (
+    autocast,
+    build_optimizer,
+    finish_model,
+    learning_rate,
+    set_learning_rate,
+    wanted_targets,
+)
 
 _AXES = (*AXES, "world")
 
@@ -78,7 +85,7 @@ class Trainer:
         lr = learning_rate(index, config)
         set_learning_rate(self.optimizer, lr)
         inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
-        loss, tokens = self.accumulate(inputs, targets)
+        loss, counted = self.accumulate(inputs, wanted_targets(inputs, targets, config))
         norm = axo.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -88,11 +95,11 @@ class Trainer:
         world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
         step = Step(
             index=index,
-            loss=total[0] / split / tokens,
+            loss=total[0] / split / counted,
             lr=lr,
             grad_norm=float(norm),
             seconds=time.perf_counter() - started,
-            tokens=tokens,
+            tokens=config.batch_size * config.seq_len,
             blocked={axis: seconds / world for axis, seconds in zip(_AXES, total[1:], strict=True)},
         )
         if not torch.isfinite(torch.tensor(step.loss)):
@@ -106,13 +113,14 @@ class Trainer:
         """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
 
         Args:
-            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks.
+            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks. A
+                target of -100 counts for nothing.
 
         Returns:
-            The sum of this rank's token losses, and the tokens of all data ranks.
+            The sum of this rank's token losses, and the tokens of all data ranks that count.
         """
         grid = self.comms.grid
-        count = torch.tensor([targets.numel()], dtype=torch.int64, device=targets.device)
+        count = (targets != -100).sum().reshape(1)
         for axis in ("z", "data"):
             if grid.size(axis) > 1:
                 self.comms.axis(axis).all_reduce(count)

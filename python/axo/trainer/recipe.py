@@ -17,6 +17,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from axo.trainer.config import TrainConfig
+from axo_kernels.goldfish import goldfish_targets
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -49,6 +50,13 @@ def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
     if config.precision == "bf16-mixed":
         return torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16)
     return nullcontext()
+
+
+def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:
+    """The targets (rows, seq_len) that the loss is taken over; those that goldfish loss leaves out become -100."""
+    if not config.goldfish_k:
+        return targets
+    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h)
 
 
 def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:

@@ -16,7 +16,14 @@ from litgpt.model import GPT
 
 from axo import data, models
 from axo.trainer.config import TrainConfig
-from axo.trainer.recipe import autocast, build_optimizer, finish_model, learning_rate, set_learning_rate
+from axo.trainer.recipe import (
+    autocast,
+    build_optimizer,
+    finish_model,
+    learning_rate,
+    set_learning_rate,
+    wanted_targets,
+)
 
 
 def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
@@ -28,12 +35,13 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
         set_learning_rate(optimizer, learning_rate(step, config))
         pair = batches.read(step, data.Rows(0, config.batch_size))
         inputs, targets = (torch.from_numpy(part).to(device) for part in pair)
-        total = 0.0
+        targets = wanted_targets(inputs, targets, config)
+        counted, total = int((targets != -100).sum()), 0.0
         pieces = config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
             with autocast(config):
                 logits = model(piece_in)
-            loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten()) / pieces
+            loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / counted
             loss.backward()
             total += loss.item()
         if config.clip:
