@@ -1,9 +1,10 @@
 """``axo litgpt``: LitGPT's own pretraining on grids, against LitGPT as it is on one device."""
 
 import pytest
+import torch
 
 from tests.integrations.support import distance
-from tests.integrations.trainer import STEPS, finetune, ranks_of, run, write_base
+from tests.integrations.trainer import STEPS, finetune, masked_loss, ranks_of, run, write_base
 from tests.launcher import run_ranks
 
 
@@ -37,6 +38,53 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
     losses, _, state = run(folder, "vocabulary", "2x1x1x2", env={"AXO_VOCAB_LOSS": "1"})
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert distance(state["model"], serial[2]["model"]) < 1e-5
+
+
+@pytest.mark.soak
+def test_goldfish_pretraining_equals_masked_litgpt(folder, serial):
+    """Oracle: litgpt with its loss replaced by plain torch over the kept tokens. One data rank: means are the same."""
+    stock = run(folder, "stock-goldfish", None, goldfish=(2, 5))
+    losses, sums, state = run(folder, "goldfish", "2x2x1x1", env={"AXO_VOCAB_LOSS": "1"}, goldfish=(2, 5))
+    assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert losses[0] != pytest.approx(serial[0][0], abs=1e-5)  # it is another loss
+    assert distance(state["model"], stock[2]["model"]) < 1e-5
+
+
+def test_goldfish_masks_training_and_not_validation(monkeypatch):
+    """The function that litgpt's commands then call, against plain torch over the kept tokens."""
+    import litgpt.finetune.full
+    import litgpt.pretrain
+
+    from axo.integrations.lightning import AxoStrategy
+    from axo.integrations.litgpt import _use_loss_of
+
+    for module in (litgpt.pretrain, litgpt.finetune.full):
+        monkeypatch.setattr(module, "chunked_cross_entropy", None)
+    _use_loss_of(AxoStrategy("1x1x1x1"), (2, 5))
+    logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
+    trained = litgpt.pretrain.chunked_cross_entropy(logits, targets)
+    with torch.no_grad():
+        validated = litgpt.finetune.full.chunked_cross_entropy(logits, targets)
+        everything = masked_loss(2, 5)(logits, targets)
+    assert trained.item() == pytest.approx(masked_loss(2, 5)(logits, targets).item(), abs=1e-6)
+    assert validated.item() == pytest.approx(everything.item(), abs=1e-6) != pytest.approx(trained.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["pretrain", "--goldfish"], "wants K,H"),
+        (["pretrain", "--goldfish", "1,13"], "K of at least 2"),
+        (["pretrain", "--goldfish=x"], "K,H"),
+        (["generate", "--goldfish", "2,13"], "not of generate"),
+        (["chat", "--goldfish", "2,13"], "not of chat"),
+    ],
+)
+def test_goldfish_options_that_are_wrong(arguments, words):
+    from axo.integrations.litgpt import run as run_command
+
+    with pytest.raises(ValueError, match=words):
+        run_command(arguments)
 
 
 @pytest.mark.soak

@@ -93,7 +93,9 @@ def pretrain(folder, out, options, grid=None):
             logger_name="csv",
         )
 
-    _run(start, "pretrain", grid)
+    if options.get("goldfish") and grid is None:
+        litgpt.pretrain.chunked_cross_entropy = masked_loss(*options["goldfish"])
+    _run(start, "pretrain", grid, options.get("goldfish"))
     return losses, sums
 
 
@@ -153,12 +155,24 @@ def write_base(folder):
     (folder / "samples.json").write_text(json.dumps(samples))
 
 
-def _run(start, name, grid):
+def masked_loss(k, h):
+    """Plain torch: the mean loss over the tokens that count; all of them where there are no gradients."""
+    from axo_kernels import goldfish_mask
+
+    def loss(logits, targets, chunk_size=128):
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
+        keep = goldfish_mask(targets, k, h).flatten() if torch.is_grad_enabled() else torch.ones_like(losses).bool()
+        return losses.mean() if logits.is_meta else losses[keep].mean()  # litgpt counts flops on the meta device
+
+    return loss
+
+
+def _run(start, name, grid, goldfish=None):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
     from axo.integrations import litgpt as integration
 
     if grid is not None:
-        integration._rank(start, name, grid, True)
+        integration._rank(start, name, grid, goldfish, True)
         return
     torch._dynamo.config.disable = True
     if "LT_STRATEGY" not in os.environ:

@@ -3,13 +3,14 @@
     litgpt     pretrain pythia-14m --data LitData ...
     axo litgpt pretrain pythia-14m --data LitData ... --grid 2x2x2x1
 
-The arguments are litgpt's, plus ``--grid``; nothing of litgpt is changed or copied. Each rank runs litgpt's own
-function with Fabric's strategy set to AxoStrategy by LT_STRATEGY. litgpt takes every device for a data rank; so its
-"devices" are the grid's data ranks (z and data), each of them Gx*Gy ranks that work as one: batch size, token counts
-and the flop line then are right as they stand, and ``--devices`` is not for the user to set.
+The arguments are litgpt's, plus ``--grid`` and ``--goldfish K,H``; nothing of litgpt is changed or copied. Each rank
+runs litgpt's own function with Fabric's strategy set to AxoStrategy by LT_STRATEGY. litgpt takes every device for a
+data rank; so its "devices" are the grid's data ranks (z and data), each of them Gx*Gy ranks that work as one: batch
+size, token counts and the flop line then are right as they stand, and ``--devices`` is not for the user to set.
 
 torch.compile, which ``litgpt pretrain`` always asks for, is off unless TORCHDYNAMO_DISABLE=0 is set. AXO_VOCAB_LOSS=1
-swaps the loss on whole logits for the vocabulary-parallel one.
+swaps the loss on whole logits for the vocabulary-parallel one. ``--goldfish`` leaves one of K training tokens out of
+the loss, chosen by the H before it (axo_kernels/goldfish.py); validation sees all tokens.
 
 Ranks are started here, or are torchrun's. The printed loss is rank 0's own, as litgpt has it.
 """
@@ -52,6 +53,7 @@ PARALLEL = {
     "finetune_full": Command("litgpt.finetune.full", "setup", True),
     "generate": Command("litgpt.generate.base", "main", False),
 }
+_TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
 
 
 def run(arguments: list[str]) -> None:
@@ -63,16 +65,23 @@ def run(arguments: list[str]) -> None:
     """
     if importlib.util.find_spec("litgpt") is None:
         raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
-    grid_text, arguments = _take_grid(arguments)
+    grid_text, arguments = _take("--grid", "a grid, such as --grid 2x2x2x1", arguments)
+    grid_text = grid_text or os.environ.get("AXO_GRID", "")
     grid = Grid.parse(grid_text) if grid_text else Grid()
+    goldfish_text, arguments = _take("--goldfish", "K,H, such as --goldfish 2,13", arguments)
+    goldfish = _goldfish(goldfish_text) if goldfish_text else None
     name = arguments[0] if arguments else "--help"
     if name not in PARALLEL:
         if grid.world_size > 1 and not name.startswith("-"):
             raise ValueError(
                 f"litgpt: {name} runs on one rank only, not on grid {grid}; on a grid run {', '.join(PARALLEL)}"
             )
+        if goldfish is not None:
+            raise ValueError(f"litgpt: --goldfish is a loss of {', '.join(_TRAINERS)}, not of {name}; leave it out")
         _stock(arguments)
         return
+    if goldfish is not None and not PARALLEL[name].trains:
+        raise ValueError(f"litgpt: --goldfish is a loss of {', '.join(_TRAINERS)}, not of {name}; leave it out")
     rank = Rank.from_environment()
     if rank is not None and rank.world_size != grid.world_size:
         raise ValueError(
@@ -82,25 +91,43 @@ def run(arguments: list[str]) -> None:
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
     start = _parse(name, arguments[1:], grid)
     if rank is None:
-        launch_local(_rank, grid.world_size, start, name, str(grid), True)
+        launch_local(_rank, grid.world_size, start, name, str(grid), goldfish, True)
     else:
-        _rank(start, name, str(grid), False)
+        _rank(start, name, str(grid), goldfish, False)
 
 
-def _take_grid(arguments: list[str]) -> tuple[str, list[str]]:
-    grid, rest, waiting = os.environ.get("AXO_GRID", ""), [], False
+def _take(option: str, wanted: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """The value of an option of Axo's own ("" without it), and the other arguments.
+
+    Raises:
+        ValueError: The option stands last, without a value.
+    """
+    value, rest, waiting = "", [], False
     for argument in arguments:
         if waiting:
-            grid, waiting = argument, False
-        elif argument == "--grid":
+            value, waiting = argument, False
+        elif argument == option:
             waiting = True
-        elif argument.startswith("--grid="):
-            grid = argument.removeprefix("--grid=")
+        elif argument.startswith(f"{option}="):
+            value = argument.removeprefix(f"{option}=")
         else:
             rest.append(argument)
     if waiting:
-        raise ValueError("litgpt: --grid wants a grid, such as --grid 2x2x2x1")
-    return grid, rest
+        raise ValueError(f"litgpt: {option} wants {wanted}")
+    return value, rest
+
+
+def _goldfish(text: str) -> tuple[int, int]:
+    try:
+        k, h = (int(part) for part in text.split(","))
+    except ValueError:
+        k, h = 0, 0
+    if k < 2 or h < 1:
+        raise ValueError(
+            f"litgpt: --goldfish {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
+            " least 1 (the tokens before it that decide), such as --goldfish 2,13"
+        )
+    return k, h
 
 
 def _stock(arguments: list[str]) -> None:
@@ -156,7 +183,7 @@ def _check_batch(train: Any, grid: Grid) -> None:
         )
 
 
-def _rank(start: Callable[[], Any], name: str, grid: str, local: bool) -> None:
+def _rank(start: Callable[[], Any], name: str, grid: str, goldfish: tuple[int, int] | None, local: bool) -> None:
     """What each rank runs."""
     import torch
 
@@ -170,7 +197,7 @@ def _rank(start: Callable[[], Any], name: str, grid: str, local: bool) -> None:
     if not PARALLEL[name].trains:
         os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
     strategies: list[Any] = []
-    _register(grid, strategies)
+    _register(grid, goldfish, strategies)
     # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
     quiet: Any = _silence() if local and rank.rank else contextlib.nullcontext()
     try:
@@ -184,7 +211,7 @@ def _rank(start: Callable[[], Any], name: str, grid: str, local: bool) -> None:
             strategy.comms.close()
 
 
-def _register(grid: str, made: list[Any]) -> None:
+def _register(grid: str, goldfish: tuple[int, int] | None, made: list[Any]) -> None:
     """Let LT_STRATEGY=axo make strategies of ``grid`` that count data ranks, and note them in ``made``."""
     import torch._dynamo
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -196,20 +223,28 @@ def _register(grid: str, made: list[Any]) -> None:
     def make() -> AxoStrategy:
         strategy = AxoStrategy(grid, counts="data")
         made.append(strategy)
-        if strategy.vocab_loss:
-            _use_loss_of(strategy)
+        if strategy.vocab_loss or goldfish is not None:
+            _use_loss_of(strategy, goldfish)
         return strategy
 
     STRATEGY_REGISTRY.register("axo", make, "The grid of axo litgpt", override=True)
 
 
-def _use_loss_of(strategy: Any) -> None:
+def _use_loss_of(strategy: Any, goldfish: tuple[int, int] | None) -> None:
     """Put the strategy's loss where litgpt's commands look theirs up."""
     import litgpt.finetune.full
     import litgpt.pretrain
+    import torch
+
+    from axo_kernels import goldfish_mask
+
+    def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
+        if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
+            targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
+        return strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
 
     for module in (litgpt.pretrain, litgpt.finetune.full):
-        module.chunked_cross_entropy = strategy.cross_entropy
+        module.chunked_cross_entropy = loss
 
 
 @contextlib.contextmanager
