@@ -38,6 +38,10 @@ class Choice:
         fused = "" if self.chunks == 1 and self.strategy == "serial" else f" {self.strategy}/{self.chunks}"
         return f"{self.layout} {what}{fused}"
 
+    def is_vendor(self, layout: str) -> bool:
+        """Whether this is torch's own way for operands stored in ``layout``, without fused communication."""
+        return self.backend == "vendor" and self.layout == layout and self.strategy == "serial"
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -205,6 +205,18 @@ class FusedCommunicator:
         for workspace in self.workspaces.all():
             workspace.check(self.rank, self.timeout)
 
+    def maximum(self, values: list[float]) -> list[float]:
+        """The largest of each value over the ranks (see :func:`gather_max`)."""
+        mine = torch.tensor([values], dtype=torch.float64, device=self._decisions)
+        everyone = torch.empty((self.size, len(values)), dtype=torch.float64, device=self._decisions)
+        self.all_gather(everyone, mine).wait()
+        return [float(value) for value in everyone.amax(dim=0)]
+
+    @property
+    def _decisions(self) -> torch.device:
+        """Where numbers that are decided upon travel."""
+        return torch.device("cpu")
+
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """Return the root's text on every rank (the tuner's one choice)."""
         if self.size == 1:
@@ -238,10 +250,15 @@ class ProcessGroupCommunicator(FusedCommunicator):
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
         return _reduce_scatter(out, tensor, group=self.group, async_op=True)
 
+    @property
+    def _decisions(self) -> torch.device:
+        if str(dist.get_backend(self.group)) == "nccl":
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
     def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
         assert self.group is not None
-        backends = str(dist.get_backend(self.group))
-        carried = data.cuda() if backends == "nccl" else data
+        carried = data.to(self._decisions)
         dist.broadcast(carried, dist.get_global_rank(self.group, root), group=self.group)
         data.copy_(carried)
 
@@ -320,10 +337,4 @@ def gather_max(comm: FusedCommunicator, values: list[float]) -> list[float]:
     """Return the largest of each value over the ranks, the same list on all of them."""
     if comm.size == 1:
         return values
-    device = torch.device("cpu")
-    if isinstance(comm, ProcessGroupCommunicator) and str(dist.get_backend(comm.group)) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    mine = torch.tensor([values], dtype=torch.float64, device=device)
-    everyone = torch.empty((comm.size, len(values)), dtype=torch.float64, device=device)
-    comm.all_gather(everyone, mine).wait()
-    return [float(value) for value in everyone.amax(dim=0)]
+    return comm.maximum(values)

@@ -5,6 +5,7 @@ Triton is optional: torch's CPU wheel brings none, and everything that does not 
 
 from __future__ import annotations
 
+import importlib.metadata
 from functools import cache
 from types import ModuleType
 
@@ -86,10 +87,8 @@ def versions() -> dict[str, str]:
     """Versions on which a measurement depends; part of the tuner's cache key."""
     found = {"torch": torch.__version__, "triton": "none"}
     try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ModuleNotFoundError:
+        found["triton"] = importlib.metadata.version("triton")  # without the second that importing it takes
+    except importlib.metadata.PackageNotFoundError:
         pass
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda

@@ -44,6 +44,11 @@ VARIABLES = (
 )
 
 
+def default_of(name: str) -> str:
+    """What holds when the variable ``name`` is not set."""
+    return next(variable.default for variable in VARIABLES if variable.name == name)
+
+
 def settings() -> dict[str, str]:
     """The variables that are set, by name."""
     return {variable.name: os.environ[variable.name] for variable in VARIABLES if variable.name in os.environ}

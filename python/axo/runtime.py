@@ -47,6 +47,7 @@ class Communicators:
         lines = (self.x, self.y, self.z, self.data, world)
         for line in lines:
             line._siblings = tuple(other for other in lines if other is not line)
+        self.attached: dict[str, Any] = {}  # what upper parts keep for as long as these communicators live
         self._device_mesh: Any = None
         self._checkpoint_mesh: Any = None
         self._owns_process_group = owns_process_group

@@ -25,9 +25,9 @@ import contextlib
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from axo.matmul.exchange import Exchange, Pending, wait_all
+from axo.matmul.local import LayerProducts, compute_dtype
 from axo.placement import Placement
 
 GATHER_CACHE = ("all", "none")
@@ -61,6 +61,7 @@ class DistributedMatmul:
         if gather_cache not in GATHER_CACHE:
             raise ValueError(f"gather_cache={gather_cache!r} is not known; use one of {GATHER_CACHE}")
         self.exchange = Exchange(comms, placement, grad_reduce)
+        self.products = LayerProducts(comms, placement)
         self.in_axis = in_axis
         self.out_axis = out_axis
         self.keep_gathered = gather_cache == "all"
@@ -68,7 +69,7 @@ class DistributedMatmul:
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(..., k/Gin) -> (..., n/Gout)."""
         if self.exchange.comms.grid.world_size == 1:
-            return F.linear(input, weight, bias)
+            return self.products.alone(input, weight, bias)
         return _Product.apply(input, weight, bias, self)
 
 
@@ -83,9 +84,9 @@ class _Product(torch.autograd.Function):
         block = exchange.gather_weight(weight, dtype)
         bias_cast = None if bias is None else bias.to(dtype)
         if exchange.size(matmul.in_axis) == 1:
-            output = F.linear(rows, block, bias_cast)
+            output = matmul.products.forward(rows, block, bias_cast)
         else:
-            output = exchange.reduce(rows @ block.t(), matmul.in_axis)
+            output = exchange.reduce(matmul.products.forward(rows, block), matmul.in_axis)
             if bias_cast is not None:
                 output += bias_cast
         needs_input, needs_weight, _, _ = ctx.needs_input_grad
@@ -108,11 +109,11 @@ class _Product(torch.autograd.Function):
             if needs_input:
                 if block is None:
                     block = exchange.gather_weight(weight, ctx.dtype)
-                grad_input = exchange.start_reduce(grad @ block, matmul.out_axis)
+                grad_input = exchange.start_reduce(matmul.products.grad_input(grad, block), matmul.out_axis)
                 pending.append(grad_input)
             if needs_weight:
                 buffer, grad_block = exchange.weight_gradient_buffer(weight.shape[1], grad)
-                torch.mm(grad.t(), rows, out=grad_block)
+                matmul.products.grad_weight(grad, rows, out=grad_block)
                 grad_weight = exchange.start_weight_gradient(buffer)
                 pending.append(grad_weight)
             if needs_bias:
@@ -125,14 +126,6 @@ class _Product(torch.autograd.Function):
             None if grad_bias is None else grad_bias.wait(),
             None,
         )
-
-
-def compute_dtype(input: torch.Tensor) -> torch.dtype:
-    """The dtype that a product of ``input`` computes in: autocast's where it applies, else the input's own."""
-    kind = input.device.type
-    if torch.is_autocast_enabled(kind) and input.is_floating_point() and input.dtype != torch.float64:
-        return torch.get_autocast_dtype(kind)
-    return input.dtype
 
 
 def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
