@@ -6,7 +6,8 @@ are those of ``torch.chunk``: parts of ``ceil(size / parts)``, the last ones sho
 contiguous, and parts padded to equal length and laid end to end hold the whole with the padding at the very end.
 
 A fused weight (litgpt's qkv) has row blocks: the outer axis splits every block by itself and the rank holds its parts
-one after the other; inner axes split that concatenation.
+one after the other; inner axes split that concatenation. A block may be cut into fewer parts than the outer axis has
+ranks: then ``copies`` neighbouring ranks hold the same part (key-value heads that several ranks' queries share).
 
 Not here: moving data between ranks (``axo.sharding``).
 """
@@ -50,6 +51,17 @@ def check_divides(owner: str, what: str, size: int, axis: str, parts: int) -> No
     )
 
 
+def check_copies(owner: str, copies: tuple[int, ...] | None, axis: str, parts: int) -> None:
+    """Refuse copies that do not divide the axis whose ranks hold them.
+
+    Raises:
+        ValueError: Names owner, count and axis.
+    """
+    for count in copies or ():
+        if count < 1 or parts % count:
+            raise ValueError(f"{owner}: {count} ranks cannot share a part: they do not divide {axis}={parts}")
+
+
 def split_ranges(ranges: list[Range], parts: int, index: int) -> list[Range]:
     """Part ``index`` of the concatenation of ``ranges``, as ranges."""
     start, stop = chunk_bounds(sum(b - a for a, b in ranges), parts, index)
@@ -71,6 +83,7 @@ class Placement:
         splits: For each dim the axes that split it, outer to inner. Dims left out are whole.
         blocks: Lengths of the row blocks of dim 0 that its outer axis splits one by one; None: one block.
         comms: The communicators that ``axo.shard`` and ``axo.unshard`` use; no part of equality.
+        copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
 
     Raises:
         ValueError: The description contradicts itself.
@@ -80,6 +93,7 @@ class Placement:
     splits: tuple[tuple[str, ...], ...] = ()
     blocks: tuple[int, ...] | None = None
     comms: Any = field(default=None, compare=False, repr=False)
+    copies: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         shape = tuple(int(size) for size in self.global_shape)
@@ -98,6 +112,15 @@ class Placement:
             object.__setattr__(self, "blocks", tuple(self.blocks))
             if not shape or sum(self.blocks) != shape[0]:
                 raise ValueError(f"Placement: row blocks {self.blocks} do not add up to dim 0 of shape {shape}")
+        if self.copies is not None:
+            object.__setattr__(self, "copies", tuple(self.copies))
+            if len(self.copies) != len(self.blocks or ()) or len({1, *self.copies}) > 2 or min(self.copies) < 1:
+                raise ValueError(
+                    f"Placement: copies={self.copies} must name one count for each of the row blocks {self.blocks}: 1,"
+                    " or another that all copied blocks share"
+                )
+            if max(self.copies) == 1:
+                object.__setattr__(self, "copies", None)
 
     @property
     def axes(self) -> frozenset[str]:
@@ -107,6 +130,8 @@ class Placement:
     def without(self, *axes: str) -> Placement:
         """The same tensor with these axes not splitting it: ``without("z")`` is the block of a weight."""
         kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.splits)
+        if self.splits[:1] and self.splits[0][:1] and self.splits[0][0] in axes:  # nothing splits block by block then
+            return replace(self, splits=kept, blocks=None, copies=None)
         return replace(self, splits=kept)
 
     def ranges(self, dim: int, grid: Grid | None = None, coords: Coords | None = None) -> list[Range]:
@@ -116,9 +141,7 @@ class Placement:
         axes = self.splits[dim]
         if dim == 0 and self.blocks is not None and axes:
             ranges, start = [], 0
-            outer = axes[0]
-            for block in self.blocks:
-                low, high = chunk_bounds(block, grid.size(outer), getattr(coords, outer))
+            for block, (low, high) in zip(self.blocks, self._block_parts(grid, coords), strict=True):
                 ranges.append((start + low, start + high))
                 start += block
             axes = axes[1:]
@@ -127,6 +150,52 @@ class Placement:
         for axis in axes:
             ranges = split_ranges(ranges, grid.size(axis), getattr(coords, axis))
         return ranges
+
+    def _block_parts(self, grid: Grid, coords: Coords) -> list[Range]:
+        """The part of each row block that the rank holds, counted from the block's start."""
+        ranks, mine = grid.size(self.splits[0][0]), getattr(coords, self.splits[0][0])
+        blocks = self.blocks or ()
+        parts = []
+        for block, copies in zip(blocks, self.copies or (1,) * len(blocks), strict=True):
+            if ranks % copies:
+                raise ValueError(f"{self}: {copies} copies do not divide over {self.splits[0][0]}={ranks}")
+            parts.append(chunk_bounds(block, ranks // copies, mine // copies))
+        return parts
+
+    def copied_rows(self, grid: Grid | None = None, coords: Coords | None = None) -> list[Range]:
+        """The local rows (of dim 0) that neighbours along the outer axis hold too."""
+        grid, coords = self._where(grid, coords)
+        if self.copies is None or not self.splits[0]:
+            return []
+        spans, end = [], 0
+        for copies, (low, high) in zip(self.copies, self._block_parts(grid, coords), strict=True):
+            if copies > 1:
+                spans.append((end, end + high - low))
+            end += high - low
+        bounds = (0, end)
+        for axis in self.splits[0][1:]:
+            start, stop = chunk_bounds(bounds[1] - bounds[0], grid.size(axis), getattr(coords, axis))
+            bounds = (bounds[0] + start, bounds[0] + stop)
+        merged: list[Range] = []
+        for a, b in spans:
+            a, b = max(a, bounds[0]) - bounds[0], min(b, bounds[1]) - bounds[0]
+            if a >= b:
+                continue
+            if merged and merged[-1][1] == a:
+                merged[-1] = (merged[-1][0], b)
+            else:
+                merged.append((a, b))
+        return merged
+
+    def counted_rows(self, grid: Grid | None = None, coords: Coords | None = None) -> list[Range]:
+        """The local rows (of dim 0) less those that a neighbour before this rank holds too: every row once."""
+        grid, coords = self._where(grid, coords)
+        rows = self.local_shape(grid, coords)[0]
+        copied = self.copied_rows(grid, coords)
+        if not copied or getattr(coords, self.splits[0][0]) % max(self.copies or (1,)) == 0:
+            return [(0, rows)]
+        edges = [0, *(edge for span in copied for edge in span), rows]
+        return [(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
     def local_shape(self, grid: Grid | None = None, coords: Coords | None = None) -> tuple[int, ...]:
         """Shape of the rank's part."""

@@ -50,6 +50,7 @@ class Communicators:
         self.attached: dict[str, Any] = {}  # what upper parts keep for as long as these communicators live
         self._device_mesh: Any = None
         self._checkpoint_mesh: Any = None
+        self._neighbours: dict[tuple[str, int], Communicator] = {}
         self._owns_process_group = owns_process_group
 
     def __repr__(self) -> str:
@@ -77,6 +78,26 @@ class Communicators:
         if name not in AXES:
             raise ValueError(f"{name!r} is not an axis; use one of {', '.join(AXES)}")
         return getattr(self, name)
+
+    def neighbours(self, axis: str, count: int) -> Communicator:
+        """The communicator of this rank's run of ``count`` neighbours along ``axis``: ranks 0 to count-1, and so on.
+
+        Made on first use, which is collective over the axis; counted under the axis's name.
+
+        Raises:
+            ValueError: ``count`` does not divide the axis.
+        """
+        size = self.grid.size(axis)
+        if count < 1 or size % count:
+            raise ValueError(f"neighbours: {count} ranks do not divide {axis}={size}")
+        if count == size:
+            return self.axis(axis)
+        if (axis, count) not in self._neighbours:
+            mine = getattr(self.coords, axis)
+            line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
+            line._siblings = (self.x, self.y, self.z, self.data, self.world)
+            self._neighbours[axis, count] = line
+        return self._neighbours[axis, count]
 
     @property
     def blocked_seconds(self) -> dict[str, float]:
@@ -110,7 +131,7 @@ class Communicators:
 
         Without it a communicator takes leave when it is no longer referenced, or when the program ends.
         """
-        for communicator in (self.x, self.y, self.z, self.data, self.world):
+        for communicator in (*self._neighbours.values(), self.x, self.y, self.z, self.data, self.world):
             communicator.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()

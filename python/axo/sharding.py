@@ -94,17 +94,27 @@ def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
     if layer.out_axis is not None and tensor.shape[-1] != layer.out_features_whole:
-        tensor = gather_features(tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks)
+        tensor = gather_features(
+            tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks, layer.out_copies
+        )
     return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > 1 else tensor
 
 
 def gather_features(
-    tensor: torch.Tensor, comms: Any, axis: str, features: int, blocks: tuple[int, ...] | None = None
+    tensor: torch.Tensor,
+    comms: Any,
+    axis: str,
+    features: int,
+    blocks: tuple[int, ...] | None = None,
+    copies: tuple[int, ...] | None = None,
 ) -> torch.Tensor:
-    """Gather the last dim over ``axis``: (..., features/G) -> (..., features); backward takes this rank's features."""
+    """Gather the last dim over ``axis``: (..., features/G) -> (..., features); backward takes this rank's features.
+
+    Of features that several ranks hold (``copies``) the first of them gets the gradient, the others zero.
+    """
     if comms.grid.size(axis) == 1:
         return tensor
-    return _GatherFeatures.apply(tensor, comms, axis, Placement((features,), ((axis,),), blocks, comms))
+    return _GatherFeatures.apply(tensor, comms, axis, Placement((features,), ((axis,),), blocks, comms, copies))
 
 
 class _GatherFeatures(torch.autograd.Function):
@@ -119,13 +129,19 @@ class _GatherFeatures(torch.autograd.Function):
             ranges = features.ranges(0, comms.grid, comms.coords._replace(**{axis: part}))
             for (a, b), (c, d) in zip(ranges, _local(ranges), strict=True):
                 full[:, a:b] = gathered[part, :, c:d]
-        ctx.ranges = features.ranges(0)
+        ctx.features = features
         return full.view(*tensor.shape[:-1], full.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pieces = [grad_output[..., a:b] for a, b in ctx.ranges] or [grad_output[..., :0]]
-        return torch.cat(pieces, -1), None, None, None
+        pieces = [grad_output[..., a:b] for a, b in ctx.features.ranges(0)] or [grad_output[..., :0]]
+        grad = torch.cat(pieces, -1)
+        if ctx.features.copies is not None:
+            counted = torch.zeros(grad.shape[-1], dtype=torch.bool, device=grad.device)
+            for a, b in ctx.features.counted_rows():
+                counted[a:b] = True
+            grad = grad * counted
+        return grad, None, None, None
 
 
 class _GatherRows(torch.autograd.Function):

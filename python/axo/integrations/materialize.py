@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn.init import source_generator
+from axo.nn.init import make_room, source_generator, tied_parameters
 
 
 def is_parallel(model: nn.Module) -> bool:
@@ -33,13 +33,14 @@ def materialize(model: nn.Module, originals: dict[str, nn.Module], comms: Any) -
     Raises:
         ValueError: A module has no ``reset_parameters``.
     """
+    ties = tied_parameters(model)
     with source_generator(comms, comms.device), torch.no_grad():
         for name, module in model.named_modules():
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if not any(tensor.is_meta for tensor in own):
                 continue
             dtypes = {key: buffer.dtype for key, buffer in module.named_buffers(recurse=False)}
-            module.to_empty(device=comms.device, recurse=False)
+            make_room(module, comms.device, ties)
             if hasattr(module, "load_serial"):
                 serial = originals[name]
                 serial.to_empty(device=comms.device, recurse=False)

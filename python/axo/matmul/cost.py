@@ -103,6 +103,8 @@ def linear(
     recompute: bool = False,
     gathers: int = 1,
     input_grad: bool = True,
+    copied_features: int = 0,
+    copies: int = 1,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of one fully connected layer (a convolution: in_features = channels x kernel area).
@@ -119,11 +121,15 @@ def linear(
         gathers: How often the weight is gathered over z in a step. 1: kept until backward. 2: once more, in the
             recomputation where there is one, else before the backward products (ZeRO-3).
         input_grad: False for a first layer whose input needs no gradient.
+        copied_features: How many of the n, the last, are cut into fewer parts than the out axis has ranks (heads of
+            keys and values), each part held by ``copies`` neighbours, who add up its gradient.
         coords: The rank that counts; the first holds the largest shards.
     """
     out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
     my_rows = part(rows, grid.z, coords.z)
-    my_out = part(out_features, grid.size(out_axis), getattr(coords, out_axis))
+    my_out = part(out_features - copied_features, grid.size(out_axis), getattr(coords, out_axis))
+    my_copied = copied_features * copies // grid.size(out_axis)
+    my_out += my_copied
     my_in = part(in_features, grid.size(in_axis), getattr(coords, in_axis))
     shard = chunk(my_out, grid.z) * my_in
     calls = [Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT)]
@@ -136,6 +142,11 @@ def linear(
     calls += weight_grad(shard, grid, itemsize)
     if bias:
         calls += replicated_grad(my_out, bias_itemsize)
+    if copies > 1:
+        first, rows = coords.z * chunk(my_out, grid.z), part(my_out, grid.z, coords.z)
+        shared = min(rows, max(0, first + rows - (my_out - my_copied)))
+        calls += [Call(BACKWARD, "all_reduce", out_axis, shared * my_in, itemsize, REDUCE_WEIGHT_GRAD)] * (shared > 0)
+        calls += [Call(BACKWARD, "all_reduce", out_axis, my_copied, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
     return issued(calls, grid)
 
 

@@ -8,6 +8,8 @@
 An axis of size 1 issues nothing. Rows that do not divide over z travel in a buffer padded to ``Gz * ceil(rows / Gz)``;
 since bounds follow ``torch.chunk`` the padding is the tail of that buffer, and the block is a view of its head.
 
+Rows that neighbours along x hold too (``Placement.copies``) get their gradients summed over those ranks last.
+
 Layers call nothing else, so whoever wants to move a gather forward or a reduction back changes this file only.
 """
 
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from axo.placement import Placement, chunk_size
+from axo.placement import Placement, Range, chunk_size
 
 GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
 Step = Callable[[torch.Tensor], Any]
@@ -62,6 +64,19 @@ def wait_all(*pending: Pending) -> None:
         running = [each for each in running if each.advance()]
 
 
+class _Spans:
+    """All-reduces of some rows of a tensor, in place; waiting for it gives the whole tensor."""
+
+    def __init__(self, tensor: torch.Tensor, spans: list[Range], communicator: Any) -> None:
+        self._tensor = tensor
+        self._works = [communicator.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in spans]
+
+    def wait(self) -> torch.Tensor:
+        for work in self._works:
+            work.wait()
+        return self._tensor
+
+
 class Exchange:
     """Runs the collectives of a layer on its communicators.
 
@@ -78,6 +93,10 @@ class Exchange:
         self.op = GRAD_REDUCE[grad_reduce]
         self.block_rows = placement.without("z").local_shape(comms.grid, comms.coords)[0]
         self.shard_rows = placement.local_shape(comms.grid, comms.coords)[0]
+        self._copied_rows = placement.copied_rows(comms.grid, comms.coords)
+        self._copied_block_rows = placement.without("z").copied_rows(comms.grid, comms.coords)
+        if self._copied_block_rows:  # the same on all ranks of the outer axis, so all of them come here
+            self._holders = comms.neighbours(placement.splits[0][0], max(placement.copies or (1,)))
         self.padded_rows = comms.grid.z * chunk_size(self.block_rows, comms.grid.z)
 
     def size(self, axis: str | None) -> int:
@@ -108,7 +127,7 @@ class Exchange:
         ``sum_over`` names axes whose ranks hold partial sums, whatever ``grad_reduce`` says.
         """
         steps = self._reductions(list(sum_over), "sum") + self._reductions(["z", "data"], self.op)
-        return Pending(grad.contiguous(), *steps)
+        return Pending(grad.contiguous(), *steps, *self._sum_copies(self._copied_block_rows))
 
     def weight_gradient_buffer(self, columns: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for the gradient of the block: the padded buffer, and the block as a view of it."""
@@ -121,11 +140,15 @@ class Exchange:
         steps: list[Step] = []
         if self.size("z") > 1:
             steps.append(lambda tensor: self.comms.axis("z").reduce_scatter(tensor, op=self.op, async_op=True))
-        return Pending(buffer, *steps, *self._reductions(["data"], self.op))
+        return Pending(buffer, *steps, *self._reductions(["data"], self.op), *self._sum_copies(self._copied_rows))
 
     def finish_weight_gradient(self, pending: Pending, dtype: torch.dtype) -> torch.Tensor:
         """The finished gradient of this rank's rows, padding dropped, in ``dtype``."""
         return pending.wait()[: self.shard_rows].to(dtype)
+
+    def _sum_copies(self, spans: list[Range]) -> list[Step]:
+        """Add up rows that several ranks hold, each of which has its own part of the gradient."""
+        return [lambda tensor: _Spans(tensor, spans, self._holders)] if spans else []
 
     def _reductions(self, axes: list[str | None], op: str) -> list[Step]:
         def over(axis: str | None) -> Step:

@@ -3,7 +3,8 @@
     total = (sum over parameters and elements of |g|^p)^(1/p);   g *= min(1, max_norm / (total + 1e-6))
 
 Every element counts once: a rank adds what it holds of a parameter only if it is the first (coordinate 0) on each axis
-that replicates the parameter. One number is then all-reduced over the world, so all ranks see the same bits.
+that replicates the parameter (of rows that neighbours share, ``Placement.copies``, the first of these). One number is
+then all-reduced over the world, so all ranks see the same bits.
 
 Semantics of ``torch.nn.utils.clip_grad_norm_``.
 """
@@ -49,7 +50,7 @@ def clip_grad_norm_(
     comms = _communicators(parameters)
     if comms is None:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    counted = [p.grad for p in parameters if p.grad is not None and p.grad.numel() and _counts_here(p, comms)]
+    counted = [part for p in parameters if p.grad is not None for part in _counted_here(p, p.grad, comms)]
     total = _local_total(counted, norm_type, comms.device)
     if comms.grid.world_size > 1:
         total = comms.world.all_reduce(total, "max" if math.isinf(norm_type) else "sum")
@@ -73,10 +74,15 @@ def _communicators(parameters: list[torch.Tensor]) -> Any:
     return found[0] if found else None
 
 
-def _counts_here(parameter: torch.Tensor, comms: Any) -> bool:
+def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Any) -> list[torch.Tensor]:
+    """What this rank counts of a gradient: nothing where it is not the first holder, less rows that others count."""
     placement = getattr(parameter, "placement", None)
     split = frozenset() if placement is None else placement.axes
-    return all(getattr(comms.coords, axis) == 0 for axis in AXES if axis not in split)
+    if not grad.numel() or any(getattr(comms.coords, axis) for axis in AXES if axis not in split):
+        return []
+    if placement is None or placement.copies is None:
+        return [grad]
+    return [grad[a:b] for a, b in placement.counted_rows()]
 
 
 def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:

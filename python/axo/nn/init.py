@@ -67,8 +67,29 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
     check_same_layers(layers, comms, "init_weights")
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     with source_generator(comms, comms.device), torch.no_grad():
-        _init_module(model, "", fill, comms.device)
+        _init_module(model, "", fill, comms.device, tied_parameters(model))
     return model
+
+
+Ties = dict[torch.Tensor, list[tuple[nn.Module, str]]]
+
+
+def tied_parameters(model: nn.Module) -> Ties:
+    """Parameters that several modules share, with their owners."""
+    owners: Ties = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            owners.setdefault(parameter, []).append((module, name))
+    return {parameter: found for parameter, found in owners.items() if len(found) > 1}
+
+
+def make_room(module: nn.Module, device: torch.device, ties: Ties) -> None:
+    """Take a module off the meta device, without values; who shares a parameter with it shares the new one."""
+    before = dict(module.named_parameters(recurse=False))
+    module.to_empty(device=device, recurse=False)
+    for name, old in before.items():
+        for other, other_name in ties.get(old, ()):
+            setattr(other, other_name, getattr(module, name))
 
 
 def _reset(module: nn.Module) -> None:
@@ -81,13 +102,15 @@ def _nameless(fn: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]
     return lambda module, name: fn(module)
 
 
-def _init_module(module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device) -> None:
+def _init_module(
+    module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device, ties: Ties
+) -> None:
     for child_name, child in module.named_children():
-        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device)
+        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
-        module.to_empty(device=device, recurse=False)
+        make_room(module, device, ties)
     if hasattr(module, "load_serial"):
         _init_layer(module, name, fill, was_meta)
         return

@@ -30,12 +30,14 @@ class ParallelLayer(nn.Module):
         placements: Parameter name -> :class:`axo.Placement`.
         in_axis, out_axis: The axes that split the features of input and output; None: not split.
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
+        out_copies: For each of them, how many neighbours along the out axis hold the same part; None: one each.
         in_features_whole, out_features_whole: Features over all ranks; None where the input has none (token ids).
     """
 
     in_axis: str | None = None
     out_axis: str | None = None
     out_blocks: tuple[int, ...] | None = None
+    out_copies: tuple[int, ...] | None = None
     in_features_whole: int | None = None
     out_features_whole: int | None = None
 

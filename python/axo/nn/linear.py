@@ -24,7 +24,7 @@ from torch import nn
 
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
-from axo.placement import Placement, check_divides
+from axo.placement import Placement, check_copies, check_divides
 from axo.sharding import gather_features
 
 
@@ -42,6 +42,8 @@ class Linear(ParallelLayer, nn.Linear):
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
         gather_cache: ``"all"`` keeps the weight gathered over z from forward to backward, ``"none"`` gathers it again.
         out_blocks: Lengths of row blocks that are split one by one (q, k and v of a fused projection).
+        out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
+            values that several ranks' queries attend to. Their gradient is summed over those ranks.
         uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
         gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
         name: How error messages call the layer.
@@ -63,23 +65,27 @@ class Linear(ParallelLayer, nn.Linear):
         grad_reduce: str = "mean",
         gather_cache: str = "all",
         out_blocks: tuple[int, ...] | None = None,
+        out_copies: tuple[int, ...] | None = None,
         uneven_out: bool = False,
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
         splits = ((out_axis, "z"), (in_axis,))
-        placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms)}
+        placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
         if bias:
-            placements["bias"] = Placement((out_features,), ((out_axis,),), out_blocks, comms)
+            placements["bias"] = Placement((out_features,), ((out_axis,),), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
         check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
-        for block in () if uneven_out else out_blocks or (out_features,):
+        check_copies(self.label(), out_copies, out_axis, comms.grid.size(out_axis))
+        blocks = () if uneven_out else out_blocks or (out_features,)
+        for block, copies in zip(blocks, out_copies or (1,) * len(blocks), strict=True):
             what = "out_features" if out_blocks is None else "a row block of out_features"
-            check_divides(self.label(), what, block, out_axis, comms.grid.size(out_axis))
+            check_divides(self.label(), what, block, out_axis, comms.grid.size(out_axis) // copies)
         self.in_features = self.in_features_whole = in_features
         self.out_features = self.out_features_whole = out_features
         self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
+        self.out_copies = out_copies
         self.in_axis, self.out_axis = in_axis, out_axis
         self.matmul = DistributedMatmul(
             comms,
@@ -113,7 +119,9 @@ class Linear(ParallelLayer, nn.Linear):
             )
         output = self.matmul(input, self.weight, self.bias)
         if self.gather_output and self.out_axis is not None:
-            output = gather_features(output, self.comms, self.out_axis, self.out_features, self.out_blocks)
+            output = gather_features(
+                output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
+            )
         return output
 
     def extra_repr(self) -> str:

@@ -7,13 +7,17 @@
     mlp.fc(_1, _2)   normal;   mlp.proj transposed
     lm_head          normal                           logits: vocabulary over x, uneven where it does not divide
 
-The attention module computes with n_head/Gx heads and n_query_groups/Gx groups: it alone gets a shallow copy of the
+The attention module computes with n_head/Gx heads and n_query_groups/Gx groups (fewer groups than x: with one, which
+the ranks whose queries attend to it all hold): it alone gets a shallow copy of the
 configuration. ``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping, scaled
 embeddings, rotary variants, sliding windows) need nothing. A norm over each head's queries and keys is replicated over
 x, so its gradient is summed there; OLMo 2's norm over all heads is split over x.
 
-Not here, refused by name: fewer query groups than x, mixtures of experts, latent attention, tied embeddings, LoRA,
-adapters, quantised layers.
+A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
+serves both, and its gradient is the sum of both uses.
+
+Not here, refused by name: query groups that neither divide over x nor divide it, mixtures of experts, latent attention,
+LoRA, adapters, quantised layers.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from torch import nn
 
 from axo.nn import RMSNorm
 from axo.placement import check_divides
+from axo.plans.heads import kv_copies
 from axo.plans.replace import Replacer, check_exact
 
 
@@ -52,11 +57,14 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     """
     check(model, replacer.comms)
     gpt: Any = model
+    tied = gpt.lm_head.weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
     for index, block in enumerate(gpt.transformer.h):
         _replace_block(block, f"transformer.h.{index}", replacer)
     _replace_norm(gpt.transformer, "ln_f", "transformer.ln_f", replacer)
     replacer.linear(gpt, "lm_head", "lm_head", uneven_out=True, gather_output=gather_logits)
+    if tied:
+        gpt.lm_head.weight = gpt.transformer.wte.weight
     _move_buffers(gpt, replacer.comms.device)
     return model
 
@@ -90,16 +98,14 @@ def check(model: nn.Module, comms: Any) -> None:
             check_exact(module, nn.Linear, f"transformer.h.{index}.{name}")
     check_exact(model.lm_head, nn.Linear, "lm_head")
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
-    if model.lm_head.weight is model.transformer.wte.weight:
-        raise ValueError(f"{owner}: tied embeddings (lm_head.weight is wte.weight) are not supported by plan 'litgpt'")
     check_divides(owner, "n_embd", config.n_embd, "y", comms.grid.y)
     check_divides(owner, "n_head", config.n_head, "x", comms.grid.x)
-    if config.n_query_groups % comms.grid.x and config.n_query_groups < comms.grid.x:
+    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, comms.grid.x)
+    if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
         raise ValueError(
-            f"{owner}: n_query_groups={config.n_query_groups} is less than x={comms.grid.x}, and key-value heads are"
-            f" not replicated yet; use at most x={config.n_query_groups}"
+            f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
+            f" shared by x={comms.grid.x} ranks is not supported; use at most x={config.n_query_groups}"
         )
-    check_divides(owner, "n_query_groups", config.n_query_groups, "x", comms.grid.x)
     check_divides(owner, "intermediate_size", config.intermediate_size, "x", comms.grid.x)
 
 
@@ -109,7 +115,9 @@ def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
         if not isinstance(getattr(block, norm), nn.Identity | None):
             _replace_norm(block, norm, f"{name}.{norm}", replacer)
     sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
-    replacer.linear(attn, "qkv", f"{name}.attn.qkv", out_blocks=sizes)
+    parts = replacer.comms.grid.x
+    copies = kv_copies(name, "n_query_groups", config.n_query_groups, parts)
+    replacer.linear(attn, "qkv", f"{name}.attn.qkv", out_blocks=sizes, out_copies=(1, copies, copies))
     replacer.linear(attn, "proj", f"{name}.attn.proj", transposed=True)
     for norm in ("norm_q", "norm_k"):
         if getattr(attn, norm) is not None:
@@ -119,14 +127,13 @@ def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
     for child, module in list(mlp.named_children()):
         if isinstance(module, nn.Linear):
             replacer.linear(mlp, child, f"{name}.mlp.{child}", transposed=child == "proj")
-    parts = replacer.comms.grid.x
     attn.config = copy.copy(config)
     attn.config.n_head //= parts
-    attn.config.n_query_groups //= parts
+    attn.config.n_query_groups //= parts // copies
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
-            groups = getattr(attn.kv_cache, buffer).chunk(parts, 1)
-            setattr(attn.kv_cache, buffer, groups[replacer.comms.coords.x].contiguous())
+            groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)
+            setattr(attn.kv_cache, buffer, groups[replacer.comms.coords.x // copies].contiguous())
     block.register_load_state_dict_pre_hook(_reassemble_legacy_qkv)
 
 

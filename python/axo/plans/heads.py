@@ -1,0 +1,27 @@
+"""Attention heads over x: who computes which queries, and who holds the keys and values that they attend to.
+
+With H query heads and g groups of keys and values, rank x computes query heads [x H/Gx, (x+1) H/Gx). They attend to
+the groups [x g/Gx, (x+1) g/Gx) where Gx divides g. Where g divides Gx, the heads of Gx/g neighbours all attend to one
+group: each of them holds it, and its gradient is the sum of theirs (``Placement.copies``).
+"""
+
+from __future__ import annotations
+
+from axo.placement import check_divides
+
+
+def kv_copies(owner: str, what: str, groups: int, ranks: int) -> int:
+    """How many neighbours along x hold the same group of keys and values; 1: each rank has its own.
+
+    Raises:
+        ValueError: The groups neither divide over x nor divide it.
+    """
+    if groups < ranks and ranks % groups == 0:
+        return ranks // groups
+    if groups < ranks:
+        fits = ", ".join(str(x) for x in range(1, ranks + 1) if groups % x == 0 or x % groups == 0)
+        raise ValueError(
+            f"{owner}: {what}={groups} neither divides over x={ranks} nor divides it; use a grid with x in {{{fits}}}"
+        )
+    check_divides(owner, what, groups, "x", ranks)
+    return 1
