@@ -37,7 +37,7 @@ COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-We
 
 def sees_torch(source: Path) -> bool:
     """Only the bindings and the c10d files may include torch's headers: the core knows no Python and no torch."""
-    return source.name == "bindings.cpp" or source.name.startswith("c10d_")
+    return source.name.startswith(("bindings", "c10d_"))
 
 
 class Torch:

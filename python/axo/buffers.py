@@ -1,8 +1,8 @@
 """From what a caller passes (a torch tensor, a NumPy array, anything with DLPack) to memory that the core can use.
 
-The core moves contiguous host memory of a known dtype. A tensor that is not contiguous travels through a contiguous
-copy and is copied back when its operation has been waited for; the values are exact either way. It checks; it does not
-move.
+The core moves contiguous memory of a known dtype, on the host or on the communicator's device. A tensor that is not
+contiguous travels through a contiguous copy and is copied back when its operation has been waited for; the values are
+exact either way. It checks; it does not move.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ DTYPES = {
 OPS = {name: code for code, name in enumerate(("sum", "avg", "product", "min", "max", "band", "bor", "bxor"))}
 
 
-def as_tensor(array: Any, what: str) -> torch.Tensor:
-    """The torch tensor that shares memory with ``array``, checked: on the CPU, dense, of a dtype that Axo moves.
+_CPU = torch.device("cpu")
+
+
+def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tensor:
+    """The torch tensor that shares memory with ``array``, checked: on ``device``, dense, of a dtype that Axo moves.
 
     Raises:
         TypeError: Not an array. ValueError: An array that this communicator cannot move.
@@ -56,8 +59,9 @@ def as_tensor(array: Any, what: str) -> torch.Tensor:
         tensor = torch.from_dlpack(array)
     else:
         raise TypeError(f"{what}: {type(array).__name__} is not a tensor; pass a torch tensor, a NumPy or DLPack array")
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{what}: the tensor is on {tensor.device}; this communicator moves host memory, use .cpu()")
+    if tensor.device != device:
+        moves, hint = ("host memory", ".cpu()") if device.type == "cpu" else (f"memory of {device}", f".to('{device}')")
+        raise ValueError(f"{what}: the tensor is on {tensor.device}; this communicator moves {moves}, use {hint}")
     if tensor.dtype not in DTYPES:
         raise ValueError(f"{what}: dtype {tensor.dtype} is not supported; view it as one that is, such as torch.uint8")
     if tensor.layout is not torch.strided:
@@ -66,8 +70,17 @@ def as_tensor(array: Any, what: str) -> torch.Tensor:
 
 
 def like(result: torch.Tensor, array: Any) -> Any:
-    """``result`` as the kind of array that the caller passed."""
-    return result.numpy() if isinstance(array, np.ndarray) else result
+    """``result`` as the kind of array that the caller passed, if that kind can be made of it."""
+    if isinstance(array, torch.Tensor):
+        return result
+    if isinstance(array, np.ndarray):
+        return result.numpy()
+    namespace = getattr(array, "__array_namespace__", None)  # CuPy and what else follows the array API standard
+    return result if namespace is None else namespace().from_dlpack(result)
+
+
+def scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return tensor if scale is None else tensor.detach() * scale
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -85,7 +98,7 @@ def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
         return tensor
     if torch._debug_has_internal_overlap(tensor) == 1:
         raise ValueError(f"{what}: the result tensor is expanded (several elements share memory); use .contiguous()")
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 def check_elements(what: str, name: str, tensor: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:

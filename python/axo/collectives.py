@@ -15,10 +15,6 @@ values.
 
 from __future__ import annotations
 
-import atexit
-import sys
-import time
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,102 +24,47 @@ from axo.buffers import (
     DTYPES,
     OPS,
     address,
-    as_tensor,
     check_elements,
     core_buffers,
     like,
     plain_input,
     rows_to_elements,
+    scaled,
 )
 from axo.counting import active as counting
-from axo.errors import Error, Mismatch
-from axo.work import Work, open_group
+from axo.extension import _C
+from axo.issuing import Issuing, group
+from axo.work import Work
 
-try:
-    from axo import _C
-except ImportError as error:
-    raise ImportError(
-        f"axo's compiled part does not load with torch {torch.__version__} ({error}); it serves the torch that it was "
-        "built against: rebuild with `pip install --no-build-isolation .`, in a checkout with `make build`"
-    ) from error
-
-if _C.torch_version.split(".")[:2] != torch.__version__.split(".")[:2]:
-    raise ImportError(
-        f"axo was built against torch {_C.torch_version} and runs with torch {torch.__version__}; "
-        "rebuild with `pip install --no-build-isolation .`, in a checkout with `make build`"
-    )
-
-_DEFAULT_TIMEOUT = -1  # the communicator's own
-_REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
+__all__ = ["_C", "Communicator", "group"]
 
 
-class group:
-    """Launch the operations of a block as one, on whatever communicators they are.
-
-    Operations without ``async_op`` are complete when the block ends; their results must not be read inside it. Blocks
-    nest; the outermost end launches.
-    """
-
-    def __enter__(self) -> None:
-        _C.group_start()
-        open_group.depth += 1
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        open_group.depth -= 1
-        if open_group.depth:
-            _C.group_end()
-            return
-        recorded, waits = open_group.recorded, open_group.waits
-        open_group.recorded, open_group.waits = [], []
-        try:
-            _C.group_end()
-        finally:
-            for work in recorded:
-                work._recorded = False
-        if kind is None:
-            for work in waits:
-                work.wait()
-
-
-class Communicator:
+class Communicator(Issuing):
     """The collectives among the ranks of one axis. Made by ``axo.connect`` and ``split``."""
 
-    def __init__(self, core: Any, *, name: str, axis: str) -> None:
-        self._core = core  # None: one rank
-        self.rank: int = core.rank if core is not None else 0
-        self.size: int = core.size if core is not None else 1
-        self.name = name
-        self.axis = axis
-        self.transport: str = core.transport if core is not None else "none"
-        self._blocked = 0.0
-        self._siblings: tuple[Communicator, ...] = ()  # the other axes of the same grid
-        if core is not None:
-            _open.add(self)
+    def all_reduce(
+        self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
+    ) -> Any:
+        """Reduce over ranks, elementwise, in place unless ``out`` is given; every rank gets the same bits.
 
-    def __repr__(self) -> str:
-        return f"Communicator({self.name!r}, rank {self.rank} of {self.size}, {self.transport})"
-
-    @property
-    def blocked_seconds(self) -> float:
-        """How long this rank has been blocked in this communicator's operations, in seconds."""
-        return self._blocked
-
-    def all_reduce(self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
-        """Reduce over ranks, elementwise, in place unless ``out`` is given; every rank gets the same bits."""
-        source = as_tensor(tensor, "all_reduce")
-        code = self._op("all_reduce", op, source)
-        target, result = (source, tensor) if out is None else (as_tensor(out, "all_reduce"), out)
+        ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
+        """
+        source = self._tensor(tensor, "all_reduce")
+        code = self._op("all_reduce", op, source, scale)
+        target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
         check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
         if self._core is None:
-            return self._alone(source, target, result, async_op)
+            return self._alone(scaled(source, scale), target, result, async_op)
         self._count("all_reduce", source)
         send, receive, copies = core_buffers("all_reduce", source, target)
+        if scale is not None:
+            return self._issue_scaled("all_reduce", send, receive, scale, copies, target, result, async_op)
         args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
         return self._issue(self._core.all_reduce, args, (send, receive), copies, target, result, async_op)
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
-        source = as_tensor(tensor, "all_gather")
+        source = self._tensor(tensor, "all_gather")
         target, result = self._whole("all_gather", source, tensor, out)
         if self._core is None:
             return self._alone(source, target, result, async_op)
@@ -132,22 +73,29 @@ class Communicator:
         args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype])
         return self._issue(self._core.all_gather, args, (send, receive), copies, target, result, async_op)
 
-    def reduce_scatter(self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False) -> Any:
-        """Reduce ``(size * n0, ...)`` over ranks; this rank gets part ``rank`` of dim 0: ``(n0, ...)``."""
-        source = as_tensor(tensor, "reduce_scatter")
-        code = self._op("reduce_scatter", op, source)
+    def reduce_scatter(
+        self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
+    ) -> Any:
+        """Reduce ``(size * n0, ...)`` over ranks; this rank gets part ``rank`` of dim 0: ``(n0, ...)``.
+
+        ``scale`` is that of :meth:`all_reduce`.
+        """
+        source = self._tensor(tensor, "reduce_scatter")
+        code = self._op("reduce_scatter", op, source, scale)
         target, result = self._part("reduce_scatter", source, tensor, out)
         if self._core is None:
-            return self._alone(source, target, result, async_op)
+            return self._alone(scaled(source, scale), target, result, async_op)
         self._count("reduce_scatter", source)
         send, receive, copies = core_buffers("reduce_scatter", source, target, self.rank * target.nbytes)
+        if scale is not None:
+            return self._issue_scaled("reduce_scatter", send, receive, scale, copies, target, result, async_op)
         args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
         return self._issue(self._core.reduce_scatter, args, (send, receive), copies, target, result, async_op)
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
-        target = as_tensor(tensor, "broadcast")
+        target = self._tensor(tensor, "broadcast")
         if self._core is None:
             return self._alone(target, target, tensor, async_op)
         self._count("broadcast", target)
@@ -158,10 +106,10 @@ class Communicator:
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
         """Reduce over ranks; the result is at the root, in place unless ``out`` is given. None elsewhere."""
         self._check_rank("reduce", "root", root)
-        source = as_tensor(tensor, "reduce")
+        source = self._tensor(tensor, "reduce")
         code = self._op("reduce", op, source)
         here = self.rank == root
-        target, result = (source, tensor) if out is None else (as_tensor(out, "reduce"), out)
+        target, result = (source, tensor) if out is None else (self._tensor(out, "reduce"), out)
         check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
         if self._core is None:
             return self._alone(source, target, result, async_op)
@@ -177,7 +125,7 @@ class Communicator:
     def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` at the root: ``(size * n0, ...)``. None elsewhere."""
         self._check_rank("gather", "root", root)
-        source = as_tensor(tensor, "gather")
+        source = self._tensor(tensor, "gather")
         if self.rank != root:
             target, result, receive, copies = None, None, None, ()
             send = plain_input(source)
@@ -199,7 +147,7 @@ class Communicator:
         if self.rank == root:
             if tensor is None:
                 raise ValueError("scatter: the root must pass a tensor")
-            source = as_tensor(tensor, "scatter")
+            source = self._tensor(tensor, "scatter")
             target, result = self._part("scatter", source, tensor, out)
             if self._core is None:
                 return self._alone(source, target, result, async_op)
@@ -207,7 +155,7 @@ class Communicator:
         else:
             if out is None:
                 raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
-            target, result = as_tensor(out, "scatter"), out
+            target, result = self._tensor(out, "scatter"), out
             send, (_, receive, copies) = None, core_buffers("scatter", target, target)
         self._count("scatter", target)
         args = (address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
@@ -227,16 +175,16 @@ class Communicator:
         Parts are equal unless the counts say otherwise: rows of dim 0 for each rank; what p sends here must equal what
         is received from p.
         """
-        source = as_tensor(tensor, "all_to_all")
+        source = self._tensor(tensor, "all_to_all")
         sent, send_offsets = rows_to_elements("all_to_all", "send_counts", send_counts, source, self.size)
         if out is not None:
-            target, result = as_tensor(out, "all_to_all"), out
+            target, result = self._tensor(out, "all_to_all"), out
             check_elements("all_to_all", "out", target, target.numel(), source.dtype, "")
         else:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
             rows = sum(recv_counts) if recv_counts is not None else source.shape[0]
-            target = torch.empty((rows, *source.shape[1:]), dtype=source.dtype, device="cpu")
+            target = self._empty((rows, *source.shape[1:]), source.dtype)
             result = like(target, tensor)
         received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
         if self._core is None:
@@ -254,7 +202,7 @@ class Communicator:
     def send(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
         """Send to ``peer``; meets its ``recv`` of the same tag, in issue order."""
         self._check_peer("send", peer)
-        source = as_tensor(tensor, "send")
+        source = self._tensor(tensor, "send")
         self._count("send", source)
         buffer = plain_input(source)
         args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
@@ -263,7 +211,7 @@ class Communicator:
     def recv(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
         """Receive from ``peer`` into ``tensor``."""
         self._check_peer("recv", peer)
-        target = as_tensor(tensor, "recv")
+        target = self._tensor(tensor, "recv")
         self._count("recv", target)
         buffer, _, copies = core_buffers("recv", target, target)
         args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], peer, tag)
@@ -275,7 +223,7 @@ class Communicator:
             return Work(self, None, None, ()) if async_op else None
         if counting.blocks:
             counting.record("barrier", self.axis, 0, 0)
-        return self._issue(lambda blocking, ms, _: self._core.barrier(blocking, ms), (), None, (), None, None, async_op)
+        return self._issue(self._barrier, (), None, (), None, None, async_op)
 
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
         """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
@@ -290,111 +238,23 @@ class Communicator:
         if core is not None and core.size == 1:
             core.shutdown()
             core = None
-        return Communicator(core, name=name, axis=axis or self.axis)
+        return type(self)(core, name=name, axis=axis or self.axis, device=self.device)
 
-    def abort(self, reason: str) -> None:
-        """End every pending operation of this communicator, on every rank, with ``Aborted(reason)``. Never blocks."""
-        if self._core is not None:
-            self._core.abort(reason)
+    def _barrier(self, blocking: bool, timeout_ms: int, _keep: Any) -> Any:
+        return self._core.barrier(blocking, timeout_ms)
 
-    def close(self) -> None:
-        """Wait for this rank's pending operations, take leave of the peers, release memory. May be called again."""
-        if self._core is not None:
-            self._core.shutdown()
-
-    def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
-        """Call the core; give the result, or a Work. ``target`` is the caller's tensor that is written, if any."""
-        if target is not None and not copies and not target.is_inference():
-            torch.autograd.graph.increment_version(target)  # the core writes behind autograd's back
-        if not async_op and not open_group.depth:
-            start = time.perf_counter()
-            try:
-                call(*args, True, _DEFAULT_TIMEOUT, None)
-            except Mismatch as error:
-                self._spread(error)
-                raise
-            finally:
-                self._blocked += time.perf_counter() - start
-            with torch.no_grad():
-                for to, buffer in copies:
-                    to.copy_(buffer)
-            return result
-        work = Work(self, call(*args, False, _DEFAULT_TIMEOUT, keep), result, copies)
-        if open_group.depth:
-            work._recorded = True
-            open_group.recorded.append(work)
-            if not async_op:
-                open_group.waits.append(work)
-                return result
-        return work
-
-    def _spread(self, error: Mismatch) -> None:
-        """Tell the ranks of the other axes: only those of this one have seen the error."""
-        for sibling in self._siblings:
-            sibling.abort(f"on axis {self.axis!r}: {error}")
-
-    def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
-        if target is not source:
-            with torch.no_grad():
-                target.copy_(source.reshape(target.shape))
-        return Work(self, None, result, ()) if async_op else result
-
-    def _count(self, op: str, tensor: torch.Tensor) -> None:
-        if counting.blocks:
-            counting.record(op, self.axis, tensor.numel(), tensor.element_size())
-
-    def _op(self, what: str, op: str, tensor: torch.Tensor) -> int:
-        if op not in OPS:
-            raise ValueError(f"{what}: op={op!r} is not an operation; use one of {', '.join(OPS)}")
-        if not _REDUCES[tensor.dtype, op]:
-            raise ValueError(f"{what}: op={op!r} is not defined on {tensor.dtype}")
-        return OPS[op]
-
-    def _whole(self, what: str, part: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
-        """The tensor of ``size`` parts that a gather writes, and what the caller gets for it."""
-        if out is None:
-            rows = part.shape[0] if part.dim() else 1
-            target = torch.empty((self.size * rows, *part.shape[1:]), dtype=part.dtype, device="cpu")
-            return target, like(target, array)
-        target = as_tensor(out, what)
-        why = f"{self.size} ranks with {part.numel()} each"
-        check_elements(what, "out", target, self.size * part.numel(), part.dtype, why)
-        return target, out
-
-    def _part(self, what: str, whole: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
-        """The tensor that takes this rank's part of ``whole``, and what the caller gets for it."""
-        rows = whole.shape[0] if whole.dim() else 1
-        if rows % self.size:
-            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
-        if out is None:
-            target = torch.empty((rows // self.size, *whole.shape[1:]), dtype=whole.dtype, device="cpu")
-            return target, like(target, array)
-        target = as_tensor(out, what)
-        why = f"a part of {whole.numel()} over {self.size} ranks"
-        check_elements(what, "out", target, whole.numel() // self.size, whole.dtype, why)
-        return target, out
-
-    def _check_rank(self, what: str, name: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise ValueError(f"{what}: {name}={rank} is not a rank of {self.name!r}; use 0 to {self.size - 1}")
-
-    def _check_peer(self, what: str, peer: int) -> None:
-        self._check_rank(what, "peer", peer)
-        if peer == self.rank:
-            raise ValueError(f"{what}: peer={peer} is this rank itself; copy the tensor instead")
-
-
-# Those that the end of the program closes. Closing says "left" to the peers; else they would find a dead process.
-_open: weakref.WeakSet[Communicator] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    if hasattr(sys, "last_value"):
-        # The interpreter ends on an exception: what is pending here the peers may never join. They see us die.
-        return
-    for communicator in list(_open):
-        try:
-            communicator.close()
-        except Error:
-            pass  # a peer has gone already, and whoever waited for an operation has been told
+    def _issue_scaled(
+        self,
+        what: str,
+        send: torch.Tensor,
+        receive: torch.Tensor,
+        scale: float,
+        copies: tuple,
+        target: torch.Tensor,
+        result: Any,
+        async_op: bool,
+    ) -> Any:
+        """The host multiplies first; a device does it in the operation."""
+        send = scaled(send, scale)
+        args = (send.data_ptr(), receive.data_ptr(), receive.numel(), DTYPES[send.dtype], OPS["sum"])
+        return self._issue(getattr(self._core, what), args, (send, receive), copies, target, result, async_op)

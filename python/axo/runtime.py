@@ -1,10 +1,11 @@
 """connect: from a grid to one communicator for each axis; and the c10d backend's constructor.
 
-    comms = axo.connect("2x2x2x1")        # under torchrun, or after torch.distributed.init_process_group(...)
+    comms = axo.connect("2x2x2x1")                  # under torchrun, or after torch.distributed.init_process_group
+    comms = axo.connect("2x2x2x1", device="cuda")   # the same over NCCL or RCCL, on the GPU that LOCAL_RANK names
     comms.x, comms.y, comms.z, comms.data, comms.world
 
-The ranks meet through torch.distributed's store and use it for nothing else; the collectives run in Axo's own core. One
-communicator spans the world; each axis with more than one rank is split from it. It serves the ranks of one host.
+The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans the
+world; each axis with more than one rank is split from it. ``axo.transports`` chooses what moves the bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axo.collectives import _C, Communicator
+from axo.collectives import Communicator
+from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.errors import Timeout
+from axo.extension import _C
 from axo.grid import AXES, Coords, Grid
+from axo.transports import alone, meet, resolve_device
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
@@ -38,7 +42,7 @@ class Communicators:
         self.grid = grid
         self.rank = rank
         self.coords: Coords = grid.coords(rank)
-        self.device = torch.device("cpu")
+        self.device = world.device
         self.world = world
         self.x = self._line("x")
         self.y = self._line("y")
@@ -65,7 +69,7 @@ class Communicators:
 
     def _line(self, axis: str) -> Communicator:
         if self.grid.size(axis) == 1:
-            return Communicator(None, name=axis, axis=axis)
+            return alone(axis, self.device)
         first = self.grid.ranks(axis, self.rank)[0]
         return self.world.split(first, getattr(self.coords, axis), name=axis, axis=axis)
 
@@ -109,9 +113,9 @@ class Communicators:
         """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then."""
         if self._device_mesh is None:
             if not dist.is_initialized():  # one rank without torchrun
-                dist.init_process_group("axo", store=dist.HashStore(), rank=0, world_size=1)
+                dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
             shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
-            self._device_mesh = dist.init_device_mesh("cpu", shape, mesh_dim_names=tuple(reversed(AXES)))
+            self._device_mesh = dist.init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(reversed(AXES)))
         return self._device_mesh
 
     @property
@@ -123,7 +127,7 @@ class Communicators:
         """
         if self._checkpoint_mesh is None:
             ranks = self.device_mesh.mesh.permute(0, 2, 3, 1)
-            self._checkpoint_mesh = dist.DeviceMesh("cpu", ranks, mesh_dim_names=("data", "y", "x", "z"))
+            self._checkpoint_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "y", "x", "z"))
         return self._checkpoint_mesh
 
     def close(self) -> None:
@@ -144,6 +148,7 @@ def connect(
     *,
     timeout: float | timedelta = _DEFAULT_TIMEOUT_S,
     meeting_timeout: float | timedelta = _MEETING_TIMEOUT_S,
+    device_options: DeviceOptions | None = None,
 ) -> Communicators:
     """Make the communicators of ``grid``. Collective over all ranks of the world.
 
@@ -152,30 +157,38 @@ def connect(
 
     Args:
         grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``.
-        device: What to move; ``"cpu"``.
+        device: What to move: ``"cpu"``, or ``"cuda"`` for NVIDIA's and AMD's GPUs. Without an index it is the GPU that
+            LOCAL_RANK names; it becomes torch's current device.
         timeout: Of each operation, in seconds.
         meeting_timeout: How long a rank waits here for the others to come, in seconds; at most ``timeout``.
+        device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
 
     Raises:
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it.
         axo.Timeout: A rank did not come; names it.
     """
     grid = Grid.parse(grid) if isinstance(grid, str) else grid
-    if torch.device(device).type != "cpu":
-        raise ValueError(f"connect: device={str(device)!r} has no transport in this version; use device='cpu'")
+    place = resolve_device(device)
+    if device_options is not None and place.type == "cpu":
+        raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
     seconds = _in_seconds(timeout)
     meeting = min(seconds, _in_seconds(meeting_timeout))
     owns_process_group = False
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return _connect_alone(grid)
-        _init_process_group(seconds, meeting)
+            return _connect_alone(grid, place)
+        _init_process_group(seconds, meeting, place)
         owns_process_group = True
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1 and not owns_process_group:
         _gather_ranks(dist.distributed_c10d._get_default_store(), rank, world_size, meeting)
-    core = _meet(rank, world_size, seconds) if world_size > 1 else None
-    world = Communicator(core, name="world", axis="world")
+    if world_size > 1:
+        store = dist.PrefixStore("axo", dist.distributed_c10d._get_default_store())
+        # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
+        key = f"connect{store.add(f'connects/{rank}', 1)}"
+        world = meet(store, key, rank, world_size, place, seconds, device_options or DeviceOptions())
+    else:
+        world = alone("world", place)
     # Every rank learns every rank's grid first, so that all of them raise the same error.
     try:
         _check_grids(grid, world, world_size)
@@ -187,21 +200,26 @@ def connect(
     return Communicators(grid, rank, world, owns_process_group)
 
 
-def _connect_alone(grid: Grid) -> Communicators:
+def _backends(device: torch.device) -> str:
+    """What init_process_group is told: object collectives travel as CPU tensors on any device."""
+    return "axo" if device.type == "cpu" else f"cpu:axo,{device.type}:axo"
+
+
+def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
     if grid.world_size != 1:
         raise ValueError(
             f"connect: grid {grid} has {grid.world_size} ranks and this process is alone; "
             f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
         )
-    return Communicators(grid, 0, Communicator(None, name="world", axis="world"), False)
+    return Communicators(grid, 0, alone("world", device), False)
 
 
 def _in_seconds(time: float | timedelta) -> float:
     return time.total_seconds() if isinstance(time, timedelta) else float(time)
 
 
-def _init_process_group(seconds: float, meeting: float) -> None:
-    """``init_process_group("axo")`` with the launcher's variables; a rank that never comes is soon known by name."""
+def _init_process_group(seconds: float, meeting: float, device: torch.device) -> None:
+    """``init_process_group`` with the launcher's variables; a rank that never comes is soon known by name."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     try:
         store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=meeting))))
@@ -212,7 +230,9 @@ def _init_process_group(seconds: float, meeting: float) -> None:
             f" a rank died at start-up, or never came ({error})"
         ) from None
     _gather_ranks(store, rank, world_size, meeting)
-    dist.init_process_group("axo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds))
+    dist.init_process_group(
+        _backends(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+    )
 
 
 def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> None:
@@ -234,15 +254,8 @@ def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> Non
         ) from None
 
 
-def _meet(rank: int, world_size: int, seconds: float) -> Any:
-    store = dist.PrefixStore("axo", dist.distributed_c10d._get_default_store())
-    # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
-    count = store.add(f"connects/{rank}", 1)
-    return _C.create_host_communicator(store, f"connect{count}", rank, world_size, "world", int(seconds * 1000))
-
-
 def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
-    mine = torch.tensor([[grid.x, grid.y, grid.z, grid.data]])
+    mine = torch.tensor([[grid.x, grid.y, grid.z, grid.data]], device=world.device)
     grids = [Grid(*sizes) for sizes in world.all_gather(mine).tolist()]
     for rank, other in enumerate(grids):
         if other != grids[0]:
@@ -255,17 +268,47 @@ def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
         )
 
 
-def empty_shared(shape: Sequence[int], *, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """An uninitialised CPU tensor in memory that the ranks of this host can share.
+def empty_shared(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    comms: Communicators | DeviceCommunicator | None = None,
+) -> torch.Tensor:
+    """An uninitialised tensor in memory that the ranks' collectives use where it lies, without staging.
 
-    Collectives read and write such tensors where they lie, without staging: worth it for large buffers that are reduced
-    or gathered again and again. A view of one is as good. It is memory of this process in every other respect.
+    On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
+    allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
+    with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
+    one is as good.
+
+    Raises:
+        ValueError: A GPU without ``comms``, or another device than theirs. axo.Error: The library is too old for it.
     """
     count = math.prod(shape)
+    place = torch.device(device)
+    if place.type != "cpu":
+        return _empty_on_device(tuple(shape), dtype, place, comms)
     if count == 0:
         return torch.empty(tuple(shape), dtype=dtype)
     memory = _C.SharedMemory(count * dtype.itemsize)
     return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def _empty_on_device(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, comms: Communicators | DeviceCommunicator | None
+) -> torch.Tensor:
+    if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
+        raise ValueError(
+            f"empty_shared: device={str(device)!r} wants comms, the communicators of that device that will use it"
+        )
+    lines = [comms] if isinstance(comms, Communicator) else [getattr(comms, name) for name in (*AXES, "world")]
+    lines = [line for line in lines if line.size > 1]
+    count = math.prod(shape)
+    if not lines or count == 0:
+        return torch.empty(shape, dtype=dtype, device=comms.device)
+    memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
+    return torch.from_dlpack(memory).view(dtype).view(shape)
 
 
 def create_c10d_backend(options: Any) -> Any:

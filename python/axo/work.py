@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from axo.errors import Error, Mismatch
+from axo.futures import when_completed
 
 
 class Issuer(Protocol):
@@ -89,6 +90,42 @@ class Work:
 
     def result(self) -> Any:
         """The result, after waiting for it."""
+        return self.wait()
+
+    def duration(self) -> float | None:
+        """Seconds from issue to completion; None while it is pending, after an error, or where nobody measured.
+
+        On a device the time is measured between events of its stream, with ``DeviceOptions(timing=True)`` only.
+        """
+        if self._core is None or self._recorded or self._core.exception() is not None:
+            return None
+        seconds = self._core.seconds()
+        return seconds if seconds >= 0 else None
+
+    def future(self) -> torch.futures.Future:
+        """A ``torch.futures.Future`` of the result, or of the error that the operation ends with.
+
+        It is completed on a thread of Axo's, where its callbacks run too. A callback may issue collectives; it must not
+        wait for another of these futures.
+        """
+        self._check_issued()
+        future: torch.futures.Future = torch.futures.Future()
+        if self._core is None:
+            future.set_result(self._result)
+        else:
+            when_completed(self._core, lambda: self._settle(future))
+        return future
+
+    def _settle(self, future: torch.futures.Future) -> None:
+        try:
+            result = self._complete_result()
+        except Exception as error:
+            future.set_exception(error)
+            return
+        future.set_result(result)
+
+    def _complete_result(self) -> Any:
+        """The result of an operation that has ended, complete for whoever reads it."""
         return self.wait()
 
     def _check_issued(self) -> None:

@@ -1,0 +1,62 @@
+"""Which transport serves a communicator: the one place that decides it, and the device that a rank uses.
+
+cpu     shared memory of one host       axo.collectives.Communicator
+cuda    NCCL or RCCL, over any hosts    axo.devices.DeviceCommunicator
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from axo.collectives import Communicator
+from axo.devices import DeviceCommunicator, DeviceOptions
+from axo.extension import _C
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
+
+    Raises:
+        ValueError: This torch, or this machine, does not have it.
+    """
+    place = torch.device(device)
+    if place.type == "cpu":
+        return place
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != place.type:
+        found = "none" if accelerator is None else f"{accelerator.type!r}"
+        raise ValueError(
+            f"connect: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
+            " torch that is built for the GPU and a machine that has one"
+        )
+    count = torch.accelerator.device_count()
+    index = place.index
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        if count == 1:
+            index = 0  # the launcher shows each rank its own GPU; two ranks on one are found when they meet
+    if index >= count:
+        raise ValueError(f"connect: device {index} of {count}; start at most {count} ranks on this machine")
+    torch.accelerator.set_device_index(index)
+    return torch.device(place.type, index)
+
+
+def alone(name: str, device: torch.device) -> Communicator:
+    """The communicator of a single rank, which issues nothing."""
+    kind = Communicator if device.type == "cpu" else DeviceCommunicator
+    return kind(None, name=name, axis=name, device=device)
+
+
+def meet(
+    store: Any, key: str, rank: int, size: int, device: torch.device, seconds: float, options: DeviceOptions
+) -> Communicator:
+    """The communicator of all ranks that meet under ``key`` in the store. Collective."""
+    milliseconds = int(seconds * 1000)
+    if device.type == "cpu":
+        core = _C.create_host_communicator(store, key, rank, size, "world", milliseconds)
+        return Communicator(core, name="world", axis="world")
+    core = _C.create_device_communicator(store, key, rank, size, options.for_core("world", milliseconds, device.index))
+    return DeviceCommunicator(core, name="world", axis="world", device=device)
