@@ -61,7 +61,8 @@ class Ran:
         strategy: ``"serial"``, ``"split"`` or ``"signal"``.
         chunks: Pieces in which the rows travelled.
         layout: Of the product.
-        engine: Who multiplied: ``"torch"``, ``"triton"``, or ``"interpreter"``.
+        engine: Who multiplied: ``"torch"``, ``"triton"``, ``"interpreter"``, or ``"tuned"``: what was chosen for the
+            plain product.
     """
 
     operation: str

@@ -155,6 +155,9 @@ def vendor_matmul(
     bare = bias is None and activation is None
     if out is not None and bare and not accumulate and dtype == a.dtype and not out.requires_grad:
         return torch.matmul(left.detach(), right.detach(), out=out)
+    if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
+        if dtype == a.dtype == bias.dtype and not out.requires_grad:
+            return torch.addmm(bias.detach(), left.detach(), right.detach(), out=out)
     if out is not None and bare and accumulate and dtype == a.dtype and left.dim() == 2:
         return out.addmm_(left, right)
     if dtype.itemsize > a.dtype.itemsize and not (a.is_cuda and left.dim() == 2):

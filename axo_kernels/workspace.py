@@ -46,10 +46,10 @@ class Workspace:
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the packed buffer of this turn."""
-        key = (self.turn, shape, dtype)
-        if key not in self._buffers:
-            self._buffers[key] = torch.empty(shape, dtype=dtype, device=device)
-        return self._buffers[key]
+        if (self.turn, shape, dtype) not in self._buffers:
+            for turn in (0, 1):  # both now: the second call may be inside a capture
+                self._buffers[turn, shape, dtype] = torch.empty(shape, dtype=dtype, device=device)
+        return self._buffers[self.turn, shape, dtype]
 
     def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
         """Return the schedule as the kernel reads it, and its width (a power of two)."""
@@ -115,9 +115,18 @@ class Workspaces:
         self._all: dict[Any, Workspace] = {}
 
     def get(self, name: str, schedule: Schedule, key: Any, device: torch.device) -> Workspace:
-        """Return the workspace of an operation at a shape, making it at the first call."""
+        """Return the workspace of an operation at a shape, making it at the first call.
+
+        Raises:
+            RuntimeError: The first call is being captured: what it sets once would be set again by every replay.
+        """
         found = self._all.get((name, schedule, key, device))
         if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{name}: the first call for {schedule.rows} rows in {schedule.chunks} chunks is being captured; "
+                    "run it once before the capture, which makes its flags and buffers"
+                )
             found = self._all[(name, schedule, key, device)] = Workspace(name, schedule, device)
         return found
 

@@ -26,8 +26,9 @@ from axo_kernels.gemm import matmul_reference
 from axo_kernels.layout import LAYOUTS, Product
 from axo_kernels.model_shapes import layers
 from axo_kernels.schedule import plan
+from axo_kernels.segments import launch_segments
 from axo_kernels.simulated import SimulatedCommunicator
-from axo_kernels.strategies import launch_segments, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.timing import relative_error
 
 from . import gemm, overlap

@@ -26,8 +26,9 @@ from axo_kernels.comm import gather_max
 from axo_kernels.gemm import vendor_matmul
 from axo_kernels.layout import Product, product_of
 from axo_kernels.schedule import plan
+from axo_kernels.segments import launch_segments
 from axo_kernels.simulated import SimulatedCommunicator
-from axo_kernels.strategies import launch_segments, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.timing import paired, relative_error
 
 from .table import Table, environment

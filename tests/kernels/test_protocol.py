@@ -106,7 +106,7 @@ def compute(shared, rounds, seed, bound=30.0):
     """The compute side."""
     from axo_kernels.comm import SoloCommunicator
     from axo_kernels.layout import Product
-    from axo_kernels.strategies import launch_segments
+    from axo_kernels.segments import launch_segments
     from axo_kernels.tiles import Config
 
     comm = SoloCommunicator(timeout=bound)
@@ -195,7 +195,7 @@ def check_poisoned_rows():
     from axo_kernels import SignalTimeout
     from axo_kernels.comm import SoloCommunicator
     from axo_kernels.layout import Product
-    from axo_kernels.strategies import launch_segments
+    from axo_kernels.segments import launch_segments
     from axo_kernels.tiles import Config
 
     shared = Shared(0)
@@ -229,7 +229,7 @@ def check_all_flags_set():
     """The same kernel with every flag set beforehand gives the same bits as with flags that arrive."""
     from axo_kernels.comm import SoloCommunicator
     from axo_kernels.layout import Product
-    from axo_kernels.strategies import launch_segments
+    from axo_kernels.segments import launch_segments
     from axo_kernels.tiles import Config
 
     shared = Shared(6)
