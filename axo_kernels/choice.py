@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from axo_kernels.layout import LAYOUTS, Product, relayout
-from axo_kernels.tiles import Config
+import torch
+
+from axo_kernels import device as devices
+from axo_kernels.gemm import describable
+from axo_kernels.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
+from axo_kernels.tiles import Config, candidates, fused_candidates
 
 STRATEGIES = ("serial", "split", "signal")
+FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
+# Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
+_FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
+# Tiles tried for a signalling product, each with every chunk count.
+_FUSED_TILES = 3
+# Which size of the product counts the gathered operand's rows.
+_ROWS = {"a": "m", "b": "n"}
 
 
 @dataclass(frozen=True)
@@ -88,3 +100,57 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
         if moved * copy_share < 0.5 * product.flops:
             found.append(Choice("vendor", layout))
     return found
+
+
+def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
+    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first."""
+    found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
+    if device.type == "cuda" and devices.runs_triton(device):
+        tiles = candidates(devices.target_of(device), product, _described(product))
+        found += [Choice("triton", product.layout, config) for config in tiles[:configs]]
+    return found
+
+
+def fused_choices(
+    operation: str,
+    product: Product,
+    device: torch.device,
+    gather: str,
+    size: int,
+    choose: Callable[[Product, torch.device], Choice],
+) -> list[Choice]:
+    """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
+    serial and in chunks; ``signal`` with a few tiles.
+
+    Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out).
+    """
+    whole = product
+    if operation == "all_gather_matmul":
+        rows = getattr(product, _ROWS[gather])
+        whole = replace(product, **{_ROWS[gather]: size * rows})
+    else:
+        rows = product.m // (size if operation == "matmul_reduce_scatter" else 1)
+    plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
+    found = [Choice("vendor", product.layout)]
+    if plain != found[0]:
+        found.append(plain)
+    if plain.layout != product.layout:  # would lay the whole operand out anew for each chunk
+        plain = found[0]
+    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
+    found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
+    if device.type == "cuda" and devices.runs_triton(device):
+        for config in fused_candidates(devices.target_of(device), whole, _described(whole))[:_FUSED_TILES]:
+            found += [Choice("triton", product.layout, config, "signal", chunks) for chunks in counts]
+    return found
+
+
+def fused_name(operation: str, gather: str, size: int, product: Product) -> str:
+    """What a fused operation is called in the cache."""
+    return f"{operation} {gather if operation == 'all_gather_matmul' else ''} size={size} {product.name}"
+
+
+def _described(product: Product) -> bool:
+    """Whether contiguous operands of these sizes could go through tensor descriptors."""
+    a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
+    left, right = as_row_major(a, b, product.layout)
+    return product.batch == 1 and describable(left, right, left.new_empty((product.m, product.n)), False)

@@ -2,6 +2,7 @@
 
     python -m axo_kernels.compile_matrix            kernel x layout x dtype x target at the default configurations
     python -m axo_kernels.compile_matrix --all      every configuration that the tuner may choose, as well
+    ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
 
 Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
 limit and within what tiles.py promised, asynchronous copies; for waiting kernels a spin loop that has survived and
@@ -15,6 +16,7 @@ What this cannot show: that a kernel is fast, or that the hardware does what the
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import re
@@ -33,10 +35,12 @@ import torch
 
 from axo_kernels.assembly import complaints
 from axo_kernels.layout import LAYOUTS, Product
-from axo_kernels.tiles import PURPOSES, TARGETS, Config, Target, candidates, default_config
+from axo_kernels.tiles import PURPOSES, TARGETS, Config, Target, candidates, default_config, fused_candidates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 KERNELS = ("matmul", "accumulate", "epilogue", "wait", "signal", "flags")
+# Cases handed out at a time; between batches the time is looked at.
+_BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
 _UNIT = {"NN": ("stride_ak", "stride_bn"), "NT": ("stride_ak", "stride_bk"), "TN": ("stride_am", "stride_bn")}
 
@@ -86,6 +90,8 @@ def cases(everything: bool = False, dtypes: Iterable[str] = tuple(DTYPES), targe
                     for config in candidates(target, product, target.descriptors):
                         for layout in LAYOUTS:
                             found[Case("matmul", layout, dtype, arch, config, precision)] = None
+                    for case in _fused(target, dtype, precision):
+                        found[case] = None
     return list(found)
 
 
@@ -103,6 +109,17 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
         yield Case("epilogue", "NT", dtype, target.arch, wide, precision)
     if dtype == "bf16":
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
+
+
+def _fused(target: Target, dtype: str, precision: str) -> Iterator[Case]:
+    """The tiles that the tuner may choose for kernels that wait or signal."""
+    exact = dtype == "fp32" and precision == "ieee"
+    for described in (True, False) if target.descriptors and not exact else (False,):
+        for layout in LAYOUTS:
+            for config in fused_candidates(target, Product(layout, 8192, 8192, 8192, DTYPES[dtype]), described):
+                yield Case("signal", layout, dtype, target.arch, config, precision)
+                if layout != "TN":
+                    yield Case("wait", layout, dtype, target.arch, config, precision)
 
 
 def compile_case(case: Case) -> Outcome:
@@ -223,39 +240,73 @@ def _fresh_cache() -> None:
     torch.set_num_threads(1)
 
 
-def compile_all(matrix: list[Case], workers: int = 2) -> Iterator[Outcome]:
-    """Compile in worker processes; yields outcomes in the order of the matrix."""
+def compile_all(matrix: list[Case], workers: int = 2, seconds: float = float("inf")) -> Iterator[Outcome]:
+    """Compile in worker processes; yields outcomes in the order of the matrix, and stops after ``seconds``."""
+    started = time.perf_counter()
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_fresh_cache) as pool:
-        yield from pool.map(compile_case, matrix, chunksize=4)
+        for first in range(0, len(matrix), _BATCH):
+            if time.perf_counter() - started > seconds:
+                return
+            yield from pool.map(compile_case, matrix[first : first + _BATCH], chunksize=2)
+
+
+def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> dict[str, dict[str, Any]]:
+    """What a run that was stopped has found with the same sources and the same Triton, by name."""
+    if path is None or not path.exists():
+        return {}
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines or any(lines[0].get(key) != value for key, value in identity.items()):
+        return {}
+    names = {case.name for case in matrix}
+    return {line["name"]: line for line in lines[1:] if line.get("name") in names}
+
+
+def _identity() -> dict[str, str]:
+    """Triton's version, and a digest of what is compiled."""
+    import triton
+
+    folder, digest = Path(__file__).parent, hashlib.sha256()
+    for name in ("gemm_kernels.py", "signal_kernels.py", "tiles.py", "assembly.py", "compile_matrix.py"):
+        digest.update((folder / name).read_bytes())
+    return {"triton": triton.__version__, "sources": digest.hexdigest()[:12]}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compile, print one line a failure and a summary, write JSON lines when asked to."""
+    """Compile, print one line a failure and a summary, write JSON lines when asked to.
+
+    Returns:
+        0; 1 when a check failed; 3 when time was up before the end.
+    """
     parser = argparse.ArgumentParser(prog="axo_kernels.compile_matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every configuration that the tuner may choose")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="JSON lines")
+    parser.add_argument(
+        "--out", type=Path, help="JSON lines; what stands there from a stopped run is not compiled again"
+    )
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(arguments)
-    import triton
-
-    matrix = cases(options.all)
-    started, bad, spilled, lines = time.perf_counter(), 0, 0, []
-    for outcome in compile_all(matrix, options.workers):
-        lines.append(json.dumps(asdict(outcome)))
-        bad += bool(outcome.wrong)
-        spilled += outcome.spilled > 0
+    matrix, identity = cases(options.all), _identity()
+    found = earlier(options.out, matrix, identity)
+    before = sum(line["seconds"] for line in found.values())
+    missing = [case for case in matrix if case.name not in found]
+    started = time.perf_counter()
+    for outcome in compile_all(missing, options.workers, options.seconds):
+        found[outcome.name] = asdict(outcome)
         if outcome.wrong:
-            print(f"{outcome.name}: {'; '.join(outcome.wrong)}")
-    seconds = time.perf_counter() - started
-    summary = {
-        "cases": len(matrix), "wrong": bad, "with_spills": spilled, "seconds": round(seconds, 1),
-        "triton": triton.__version__, "workers": options.workers,
+            print(f"{outcome.name}: {'; '.join(outcome.wrong)}", flush=True)
+    bad = sum(bool(line["wrong"]) for line in found.values())
+    summary = identity | {
+        "cases": len(matrix), "compiled": len(found), "wrong": bad,
+        "with_spills": sum(line["spilled"] > 0 for line in found.values()),
+        "seconds": round(time.perf_counter() - started, 1), "compiler_seconds_before": round(before, 1),
+        "workers": options.workers, "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
     print(json.dumps(summary))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text("\n".join([json.dumps(summary), *lines]) + "\n", encoding="utf-8")
-    return 1 if bad else 0
+        lines = [summary, *(found[case.name] for case in matrix if case.name in found)]
+        options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return 1 if bad else 0 if len(found) == len(matrix) else 3
 
 
 if __name__ == "__main__":

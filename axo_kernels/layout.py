@@ -151,3 +151,11 @@ def fused_rows(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Ten
     if layout == "TN" or b.dim() != 2 or a.dim() == 2:
         return a, lead
     return a.reshape(-1, a.shape[-1]), lead
+
+
+def stored_shapes(product: Product) -> list[tuple[int, ...]]:
+    """Shapes of a and b as they are stored."""
+    lead = (product.batch,) if product.batch > 1 else ()
+    a = (product.k, product.m) if product.layout == "TN" else (product.m, product.k)
+    b = (product.n, product.k) if product.layout == "NT" else (product.k, product.n)
+    return [lead + a, lead + b]

@@ -218,6 +218,23 @@ _SHAPES = {
 _DEPTHS = {"nvidia": ((64, 4), (64, 3), (32, 4)), "amd": ((32, 2), (64, 2))}
 
 
+def fused_candidates(target: Target, product: Product, descriptors: bool) -> list[Config]:
+    """Configurations that the tuner may choose for a kernel that waits or signals, best guesses first.
+
+    Few, since each is timed with every chunk count; tiles under 128x64 would make too many visits to the counters.
+    """
+    if target.arch == "cpu":
+        return []
+    default = default_config(target, product.dtype, descriptors, "fused")
+    found = {default: estimate(default, product, target)}
+    if product.dtype != torch.float32:
+        for block_m, block_n, warps in ((256, 128, 8), (128, 128, 8 if target.nvidia else 4), (128, 64, 4)):
+            config = replace(default, block_m=block_m, block_n=block_n, warps=warps)
+            if config.fits(target, product.dtype):
+                found[config] = estimate(config, product, target)
+    return sorted(found, key=lambda config: -found[config])
+
+
 def estimate(config: Config, product: Product, target: Target) -> float:
     """Guess the share of the peak that a configuration reaches, between 0 and 1; only its order matters.
 

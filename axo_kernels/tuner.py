@@ -24,23 +24,17 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.cache import Cache
-from axo_kernels.choice import Choice, from_json, vendor_choices
+from axo_kernels.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices
 from axo_kernels.comm import FusedCommunicator, gather_max
-from axo_kernels.gemm import describable, matmul, vendor_matmul
-from axo_kernels.layout import Product, as_row_major, laid_out, product_of, relayout
-from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.tiles import candidates
+from axo_kernels.layout import Product, product_of, stored_shapes
+from axo_kernels.runners import SHORTEST, Run, run_fused, runner
 from axo_kernels.timing import paired, relative_error
 
-Run = Callable[..., torch.Tensor]
 MODES = ("off", "cached", "first-step")
-FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
 # A candidate must beat torch's own by this much: what paired medians of one machine may differ by chance.
 _MARGIN = 0.03
 # Twice the rounding of one result: candidates add in different orders.
 _LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-# Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
-_FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
 
 
 @dataclass(frozen=True)
@@ -127,7 +121,7 @@ class Tuner:
             choice = self.choose(product, a.device)
         run = runner(choice, layout)
         if choice.backend == "vendor" and choice.layout == layout:
-            return _SHORTEST[layout, b.dim() == 2], run
+            return SHORTEST[layout, b.dim() == 2], run
         return run, run
 
     def choose(self, product: Product, device: torch.device) -> Choice:
@@ -136,14 +130,27 @@ class Tuner:
             f"matmul {product.name}",
             product,
             device,
-            lambda: self._candidates(product, device),
+            lambda: plain_choices(product, device, self.configs),
             lambda choice, operands: runner(choice, product.layout)(*operands),
         )
 
-    def choose_fused(self, operation: str, product: Product, device: torch.device, gather: str = "b") -> Choice:
-        """Return strategy and chunk count of a fused operation on ``comm``; the same on every rank.
+    def choose_fused(
+        self,
+        operation: str,
+        product: Product,
+        device: torch.device,
+        gather: str = "b",
+        *,
+        on: FusedCommunicator | None = None,
+    ) -> Choice:
+        """Return strategy, chunk count and way of multiplying of a fused operation; the same on every rank.
 
-        ``product`` is what this rank multiplies: with its shard for a gather.
+        Args:
+            operation: One of ``FUSED``.
+            product: What this rank multiplies: with its shard for a gather.
+            device: Where.
+            gather: Which operand is gathered, for ``"all_gather_matmul"``.
+            on: The communicator that it runs on; ``comm`` by default. ``comm`` decides: it holds ``on``'s ranks.
 
         Raises:
             ValueError: The tuner has no communicator, or the operation is unknown.
@@ -152,11 +159,17 @@ class Tuner:
             raise ValueError(f"tuner: operation={operation!r}; use one of {', '.join(FUSED)}")
         if self.comm is None:
             raise ValueError(f"tuner: {operation} runs on a communicator; give Tuner(comm=...)")
-        if self.mode == "off" or self.comm.size == 1:
+        on = on or self.comm
+        if self.mode == "off" or on.size == 1:
             return Choice("vendor", product.layout)
-        name = f"{operation} {gather if operation == 'all_gather_matmul' else ''} size={self.comm.size} {product.name}"
-        run = partial(self._run_fused, operation, gather)
-        return self._decide(name, product, device, lambda: self._fused_candidates(product, device), run)
+        run = partial(run_fused, operation, gather, on, product.layout)
+        return self._decide(
+            fused_name(operation, gather, on.size, product),
+            product,
+            device,
+            lambda: fused_choices(operation, product, device, gather, on.size, self.choose),
+            run,
+        )
 
     def layer(
         self, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
@@ -219,7 +232,7 @@ class Tuner:
         generator = torch.Generator(device).manual_seed(20)
         operands = [
             torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(product.dtype)
-            for shape in _stored_shapes(product)
+            for shape in stored_shapes(product)
         ]
         with torch.no_grad():
             reference = run(choices[0], operands)
@@ -272,85 +285,3 @@ class Tuner:
     def _tell(self, done: int, total: int, name: str) -> None:
         if self._progress is not None:
             self._progress(done, total, name)
-
-    # The candidates, and how each runs.
-    def _candidates(self, product: Product, device: torch.device) -> list[Choice]:
-        found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
-        if device.type == "cuda" and devices.runs_triton(device):
-            a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in _stored_shapes(product))
-            left, right = as_row_major(a, b, product.layout)
-            described = product.batch == 1 and describable(left, right, left.new_empty((product.m, product.n)), False)
-            for config in candidates(devices.target_of(device), product, described)[: self.configs]:
-                found.append(Choice("triton", product.layout, config))
-        return found
-
-    def _fused_candidates(self, product: Product, device: torch.device) -> list[Choice]:
-        """Serial first; chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out)."""
-        found = [Choice("vendor", product.layout)]
-        rows = product.m // (128 if device.type == "cuda" else 8)
-        strategies = ("split", "signal") if device.type == "cuda" and devices.runs_triton(device) else ("split",)
-        for strategy in strategies:
-            for chunks in (2, 4, 8):
-                if chunks <= rows:
-                    found.append(Choice("vendor", product.layout, None, strategy, chunks))
-        return found
-
-    def _run_fused(self, operation: str, gather: str, choice: Choice, operands: list[torch.Tensor]) -> torch.Tensor:
-        assert self.comm is not None
-        a, b = operands
-        if operation == "matmul_all_reduce":
-            out, finish = start_all_reduce(a, b, self.comm, choice.layout, choice.strategy, choice.chunks)
-            finish()
-            return out
-        if operation == "matmul_reduce_scatter":
-            return run_reduce_scatter(a, b, self.comm, choice.layout, choice.strategy, choice.chunks)
-        return run_all_gather(a, b, self.comm, choice.layout, gather, choice.strategy, choice.chunks, keep=False)[0]
-
-
-def _stored_shapes(product: Product) -> list[tuple[int, ...]]:
-    lead = (product.batch,) if product.batch > 1 else ()
-    a = (product.k, product.m) if product.layout == "TN" else (product.m, product.k)
-    b = (product.n, product.k) if product.layout == "NT" else (product.k, product.n)
-    return [lead + a, lead + b]
-
-
-def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
-    """Return a function of the stored operands that computes their product in the chosen way."""
-    copy_a, copy_b = relayout(stored, choice.layout)
-    compute = partial(_triton, choice) if choice.backend == "triton" else partial(vendor_matmul, layout=choice.layout)
-    if not (copy_a or copy_b):
-        return compute
-
-    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
-        if a.dim() > 2 and b.dim() == 2:  # leading dims are rows, which only a 2-D operand can be laid out by
-            if out is not None or rest.get("gate") is not None:
-                return vendor_matmul(a, b, stored, out, **rest)
-            flat = run(a.reshape(-1, a.shape[-1]), b, **rest)
-            return flat.view(*a.shape[:-1], flat.shape[-1])
-        return compute(laid_out(a) if copy_a else a, laid_out(b) if copy_b else b, out=out, **rest)
-
-    return run
-
-
-# Straight to torch, for what is called thousands of times a step: layout, b has two dims.
-_SHORTEST: dict[tuple[str, bool], Run] = {
-    ("NN", True): torch.matmul,
-    ("NN", False): torch.matmul,
-    ("NT", True): torch.nn.functional.linear,
-    ("NT", False): lambda a, b: torch.matmul(a, b.mT),
-    ("TN", True): lambda a, b: torch.matmul(a.mT, b),
-    ("TN", False): lambda a, b: torch.matmul(a.mT, b),
-}
-
-
-def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The Triton kernel, with the measured tile where this call has the alignment and epilogue it was measured with."""
-    config = choice.config
-    if rest.get("accumulate") or rest.get("gate") is not None:
-        config = None
-    elif config is not None and config.descriptors:
-        left, right = as_row_major(a, b, choice.layout)
-        out = rest.get("out")
-        if not describable(left, right, left if out is None else out, False):
-            config = None
-    return matmul(a, b, choice.layout, backend="triton", config=config, **rest)

@@ -11,12 +11,13 @@ from functools import partial
 import pytest
 import torch
 
+import axo_kernels.runners as runners_module
 import axo_kernels.tuner as tuner_module
 from axo_kernels import Tuner
 from axo_kernels.cache import Cache
 from axo_kernels.choice import Choice, from_json, vendor_choices
 from axo_kernels.gemm import matmul_reference
-from axo_kernels.layout import LAYOUTS, Product
+from axo_kernels.layout import LAYOUTS, Product, stored_shapes
 from axo_kernels.tiles import Config
 from axo_kernels.timing import Timing, paired, relative_error
 from axo_kernels.tuner import runner
@@ -98,7 +99,7 @@ def test_a_wrong_candidate_is_never_timed(cache, monkeypatch):
         return [Timing(1.0 / (index + 1), 1.0 / (index + 1), 0.5) for index, _ in enumerate(calls)]
 
     monkeypatch.setattr(tuner_module, "paired", fastest_last)
-    monkeypatch.setattr(tuner_module, "laid_out", lambda tensor: tensor.mT.contiguous() * 1.01)
+    monkeypatch.setattr(runners_module, "laid_out", lambda tensor: tensor.mT.contiguous() * 1.01)
     tuner = Tuner("first-step", cache=cache)
     assert tuner.choose(Product("NT", 512, 256, 128, torch.float32), CPU).layout == "NT"
     assert timed == [1, 1]
@@ -314,7 +315,7 @@ def test_the_choice_is_never_slower_than_torch(cache, monkeypatch, dtype):
     for layer in layers("gpt-5b", rows=2048, shrink=8):
         for product in layer.products(dtype).values():
             choice = tuner.choose(product, CPU)
-            a, b = (torch.randn(shape).to(dtype) for shape in tuner_module._stored_shapes(product))
+            a, b = (torch.randn(shape).to(dtype) for shape in stored_shapes(product))
             run = runner(choice, product.layout)
             default = partial(runner(Choice("vendor", product.layout), product.layout), a, b)
             timings = paired([default, partial(run, a, b)], CPU, rounds=15)
