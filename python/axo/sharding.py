@@ -75,15 +75,16 @@ def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: The last dim is not the layer's whole input size.
     """
-    has_features = layer.in_features_whole is not None
-    if has_features and (tensor.dim() == 0 or tensor.shape[-1] != layer.in_features_whole):
+    dim, has_features = layer.feature_dim, layer.in_features_whole is not None
+    if has_features and (tensor.dim() < -dim or tensor.shape[dim] != layer.in_features_whole):
+        where = "a last dim" if dim == -1 else f"a dim {dim}"
         raise ValueError(
-            f"{layer.label()}: shard_input wants a last dim of {layer.in_features_whole}, got {tuple(tensor.shape)}"
+            f"{layer.label()}: shard_input wants {where} of {layer.in_features_whole}, got {tuple(tensor.shape)}"
         )
     splits: list[tuple[str, ...]] = [()] * tensor.dim()
     if has_features and layer.in_axis is not None:
-        splits[-1] = (layer.in_axis,)
-    if tensor.dim() > int(has_features):
+        splits[dim] = (layer.in_axis,)
+    if tensor.dim() > (-dim if has_features else 0):
         splits[0] = ("data", "z")
     return shard(tensor, Placement(tuple(tensor.shape), tuple(splits), comms=layer.comms))
 
@@ -93,11 +94,12 @@ def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
-    if layer.out_axis is not None and tensor.shape[-1] != layer.out_features_whole:
+    dim = layer.feature_dim
+    if layer.out_axis is not None and tensor.shape[dim] != layer.out_features_whole:
         tensor = gather_features(
-            tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks, layer.out_copies
+            tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks, layer.out_copies, dim
         )
-    return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > 1 else tensor
+    return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > -dim else tensor
 
 
 def gather_features(
@@ -107,14 +109,44 @@ def gather_features(
     features: int,
     blocks: tuple[int, ...] | None = None,
     copies: tuple[int, ...] | None = None,
+    dim: int = -1,
 ) -> torch.Tensor:
-    """Gather the last dim over ``axis``: (..., features/G) -> (..., features); backward takes this rank's features.
+    """Gather ``dim`` over ``axis``: (..., features/G) -> (..., features); backward takes this rank's features.
 
     Of features that several ranks hold (``copies``) the first of them gets the gradient, the others zero.
     """
     if comms.grid.size(axis) == 1:
         return tensor
-    return _GatherFeatures.apply(tensor, comms, axis, Placement((features,), ((axis,),), blocks, comms, copies))
+    where = Placement((features,), ((axis,),), blocks, comms, copies)
+    return _GatherFeatures.apply(tensor.movedim(dim, -1), comms, axis, where).movedim(-1, dim)
+
+
+def cut_features(tensor: torch.Tensor, comms: Any, axis: str, features: int, *, dim: int = -1) -> torch.Tensor:
+    """Take this rank's part of ``dim``: (..., features) -> (..., features/G); backward gathers over ``axis``.
+
+    All ranks along the axis hold the same tensor, and get the same gradient.
+
+    Raises:
+        ValueError: ``dim`` is not of size ``features``.
+    """
+    if tensor.shape[dim] != features:
+        raise ValueError(f"cut_features: dim {dim} of shape {tuple(tensor.shape)} is not of size {features}")
+    if comms.grid.size(axis) == 1:
+        return tensor
+    return _CutFeatures.apply(tensor.movedim(dim, -1), comms, axis).movedim(-1, dim)
+
+
+class _CutFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.features = comms, axis, tensor.shape[-1]
+        ((low, high),) = Placement((tensor.shape[-1],), ((axis,),), comms=comms).ranges(0)
+        return tensor[..., low:high].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            return gather_features(grad_output, ctx.comms, ctx.axis, ctx.features), None, None
 
 
 class _GatherFeatures(torch.autograd.Function):

@@ -34,6 +34,7 @@ REDUCE_OUTPUT = "reduce output"  # nothing hides it: the next layer waits
 REDUCE_INPUT_GRAD = "reduce input gradient"  # OAR hides it behind the weight-gradient product
 SCATTER_WEIGHT_GRAD = "scatter weight gradient"  # ORS hides it behind the layers before
 REDUCE_WEIGHT_GRAD = "reduce weight gradient"  # data axis, after the scatter
+RELAYOUT = "re-layout"  # between whole activations and a layer's; nothing hides it
 STATISTICS = "statistics"  # per-token sums of norms and of the loss
 
 
@@ -147,6 +148,82 @@ def linear(
         shared = min(rows, max(0, first + rows - (my_out - my_copied)))
         calls += [Call(BACKWARD, "all_reduce", out_axis, shared * my_in, itemsize, REDUCE_WEIGHT_GRAD)] * (shared > 0)
         calls += [Call(BACKWARD, "all_reduce", out_axis, my_copied, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
+    return issued(calls, grid)
+
+
+def conv2d(
+    grid: Grid,
+    batch: int,
+    in_channels: int,
+    out_channels: int,
+    kernel_area: int,
+    in_pixels: int,
+    out_pixels: int,
+    bias: bool = True,
+    *,
+    in_pixels_whole: int | None = None,
+    groups: int = 1,
+    transposed: bool = False,
+    itemsize: int = 4,
+    bias_itemsize: int = 4,
+    gathers: int = 1,
+    input_grad: bool = True,
+    scatter_input: bool = False,
+    gather_output: bool = False,
+    coords: Coords = FIRST,
+) -> list[Call]:
+    """Count the collectives of one convolution: a linear layer whose output and input have different rows.
+
+    Args:
+        batch: Samples of one data-parallel group; rows are ``batch * pixels``.
+        kernel_area: Height times width of the kernel; k is in_channels times that.
+        in_pixels, out_pixels: Height times width of what the kernel is moved over, and of the output.
+        in_pixels_whole: Of the layer's input before padding, where that happens outside the kernel.
+        scatter_input, gather_output: Activations are whole outside the layer (``relayout``).
+
+    All else as for :func:`linear`.
+    """
+    out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
+    samples = part(batch, grid.z, coords.z)
+    my_out = part(out_channels, grid.size(out_axis), getattr(coords, out_axis))
+    my_in = part(in_channels, grid.size(in_axis), getattr(coords, in_axis))
+    shard = chunk(my_out, grid.z) * my_in // groups * kernel_area
+    calls = [Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT)]
+    if gathers == 2:
+        calls.append(Call(BACKWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT))
+    calls.append(Call(FORWARD, "all_reduce", in_axis, samples * out_pixels * my_out, itemsize, REDUCE_OUTPUT))
+    if input_grad:
+        calls.append(Call(BACKWARD, "all_reduce", out_axis, samples * in_pixels * my_in, itemsize, REDUCE_INPUT_GRAD))
+    calls += weight_grad(shard, grid, itemsize)
+    if bias:
+        calls += replicated_grad(my_out, bias_itemsize)
+    before = samples * (in_pixels if in_pixels_whole is None else in_pixels_whole)
+    calls += relayout(
+        grid,
+        before * in_channels if scatter_input and input_grad else 0,
+        samples * out_pixels * out_channels if gather_output else 0,
+        transposed=transposed,
+        itemsize=itemsize,
+    )
+    return issued(calls, grid)
+
+
+def relayout(
+    grid: Grid, in_elements: int, out_elements: int, *, transposed: bool = False, itemsize: int = 4
+) -> list[Call]:
+    """Count what a layer sends because activations are whole outside it, features cut on entry and gathered on exit.
+
+    Args:
+        in_elements: Whole elements (rows of this rank times all features) of an input that is cut here, whose gradient
+            is gathered over the in axis; 0: it comes cut.
+        out_elements: The same of an output that is gathered over the out axis; 0: it stays cut.
+    """
+    out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
+    calls = []
+    if in_elements:
+        calls.append(Call(BACKWARD, "all_gather", in_axis, in_elements // grid.size(in_axis), itemsize, RELAYOUT))
+    if out_elements:
+        calls.append(Call(FORWARD, "all_gather", out_axis, out_elements // grid.size(out_axis), itemsize, RELAYOUT))
     return issued(calls, grid)
 
 

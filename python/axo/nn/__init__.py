@@ -4,6 +4,7 @@ What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.p
 """
 
 from axo.nn.clip import clip_grad_norm_
+from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
 from axo.nn.init import init_weights
@@ -12,6 +13,7 @@ from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
 
 __all__ = [
+    "Conv2d",
     "CrossEntropyLoss",
     "Dropout",
     "Embedding",

@@ -28,12 +28,14 @@ class ParallelLayer(nn.Module):
     Attributes:
         comms: The communicators of the grid.
         placements: Parameter name -> :class:`axo.Placement`.
+        feature_dim: Which dim of activations holds the features: the last, or the channels of a convolution.
         in_axis, out_axis: The axes that split the features of input and output; None: not split.
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
         out_copies: For each of them, how many neighbours along the out axis hold the same part; None: one each.
         in_features_whole, out_features_whole: Features over all ranks; None where the input has none (token ids).
     """
 
+    feature_dim = -1
     in_axis: str | None = None
     out_axis: str | None = None
     out_blocks: tuple[int, ...] | None = None

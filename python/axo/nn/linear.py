@@ -25,7 +25,7 @@ from torch import nn
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
 from axo.placement import Placement, check_copies, check_divides
-from axo.sharding import gather_features
+from axo.sharding import cut_features, gather_features
 
 
 class Linear(ParallelLayer, nn.Linear):
@@ -45,6 +45,7 @@ class Linear(ParallelLayer, nn.Linear):
         out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
             values that several ranks' queries attend to. Their gradient is summed over those ranks.
         uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
+        scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
         gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
         name: How error messages call the layer.
 
@@ -67,6 +68,7 @@ class Linear(ParallelLayer, nn.Linear):
         out_blocks: tuple[int, ...] | None = None,
         out_copies: tuple[int, ...] | None = None,
         uneven_out: bool = False,
+        scatter_input: bool = False,
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
@@ -85,7 +87,7 @@ class Linear(ParallelLayer, nn.Linear):
         self.in_features = self.in_features_whole = in_features
         self.out_features = self.out_features_whole = out_features
         self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
-        self.out_copies = out_copies
+        self.out_copies, self.scatter_input = out_copies, scatter_input
         self.in_axis, self.out_axis = in_axis, out_axis
         self.matmul = DistributedMatmul(
             comms,
@@ -111,6 +113,8 @@ class Linear(ParallelLayer, nn.Linear):
         Raises:
             ValueError: The input's last dim is not this rank's part of in_features.
         """
+        if self.scatter_input and self.in_axis is not None and input.dim():
+            input = cut_features(input, self.comms, self.in_axis, self.in_features)
         if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.weight.shape[1]}, this rank's"
