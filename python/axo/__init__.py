@@ -50,7 +50,7 @@ _PUBLIC = {
     "init_weights": "axo.nn.init",
     "parallelize": "axo.parallelize",
 }
-_MODULES = ("grid", "nn", "perf", "matmul", "placement", "models", "data", "trainer", "config", "errors")
+_MODULES = ("grid", "nn", "perf", "matmul", "placement", "models", "data", "trainer", "config", "errors", "checkpoint")
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -55,6 +55,8 @@ class Communicators:
         self._device_mesh: Any = None
         self._checkpoint_mesh: Any = None
         self._neighbours: dict[tuple[str, int], Communicator] = {}
+        self._checkpoint_group: Any = None
+        self._before_close: list[Callable[[], object]] = []
         self._owns_process_group = owns_process_group
 
     def __repr__(self) -> str:
@@ -130,11 +132,25 @@ class Communicators:
             self._checkpoint_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "y", "x", "z"))
         return self._checkpoint_mesh
 
+    def before_close(self, callback: Callable[[], object]) -> None:
+        """Have ``close`` call this first: for what still communicates on another thread."""
+        self._before_close.append(callback)
+
+    @property
+    def checkpoint_group(self) -> Any:
+        """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use."""
+        if self._checkpoint_group is None:
+            serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+            self._checkpoint_group = dist.new_group(backend=None if serves_cpu else "gloo")
+        return self._checkpoint_group
+
     def close(self) -> None:
         """Wait for this rank's pending operations and take leave of the peers. May be called again.
 
         Without it a communicator takes leave when it is no longer referenced, or when the program ends.
         """
+        while self._before_close:
+            self._before_close.pop()()
         for communicator in (*self._neighbours.values(), self.x, self.y, self.z, self.data, self.world):
             communicator.close()
         if self._owns_process_group and dist.is_initialized():

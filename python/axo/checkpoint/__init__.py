@@ -1,0 +1,26 @@
+"""Checkpoints of a training run: sharded, complete or absent, and readable on any other grid.
+
+    handle = axo.checkpoint.save("runs/a", model, optimizer, step=100, keep=3, async_=True)
+    ...
+    loaded = axo.checkpoint.load("runs/a", model, optimizer)    # the newest complete one; loaded.step, loaded.extra
+    axo.checkpoint.consolidate("runs/a", "model.pth")           # a plain state_dict; ("model.pth", "runs/b") is back
+
+A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint's (DCP) format:
+
+    model/NAME              every parameter and buffer, in its serial layout, as the chunks that ranks hold
+    optimizer/NAME/KEY      optimizer state of the parameter's shape, likewise; single numbers once
+    optimizer               options of each parameter group, and state that is no tensor
+    rng/RANK                torch, CUDA, Python and NumPy generators of a rank
+    axo                     step, grid, counters of ``axo.nn.Dropout``, names that share a tensor, the caller's extras
+
+It is written under a hidden name and renamed when all ranks have written and synced their files, so a folder without a
+leading dot is complete. Cut by subject: ``parts`` (a tensor as chunks, DCP's planners), ``state`` (model, optimizer
+and generators to entries and back), ``folder`` (names, newest, pruning), ``writer``, ``reader``, ``convert``.
+"""
+
+from axo.checkpoint.convert import consolidate
+from axo.checkpoint.folder import latest
+from axo.checkpoint.reader import Loaded, load
+from axo.checkpoint.writer import CheckpointError, Save, save
+
+__all__ = ["CheckpointError", "Loaded", "Save", "consolidate", "latest", "load", "save"]

@@ -1,0 +1,180 @@
+"""consolidate: a checkpoint to one plain file and back, tensor by tensor, on one process and without a model.
+
+To .pth: every whole tensor is put together in a mapped scratch file beside the result, which torch.save then streams,
+so host memory holds a tensor at a time (the disk holds the model twice meanwhile). To .safetensors: the header is known
+in advance, and tensors follow it one by one. Both results get their name when they are complete.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+from axo.checkpoint import folder as folders
+from axo.checkpoint import state
+from axo.checkpoint.parts import Parts
+from axo.checkpoint.reader import read_bytes, read_into, read_metadata, read_state_dict, shapes_of
+from axo.checkpoint.writer import head, write
+
+_SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+
+
+def consolidate(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], *, optimizer: bool = False, step: int = 0
+) -> Path:
+    """Write a checkpoint as one plain file, or a plain file as a checkpoint. One process calls it; no model is needed.
+
+    Args:
+        source: A checkpoint or a folder of them (the newest), or a plain state_dict (.pth, .safetensors).
+        out: From a checkpoint: the file, ``.pth`` (or any other name) as ``torch.save`` of the state_dict or
+            ``.safetensors``. From a file: the folder in which a checkpoint is made.
+        optimizer: To .pth only: write ``{"model", "optimizer", "step", "extra"}``, the optimizer as its plain
+            ``state_dict``.
+        step: From a file: names the checkpoint.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: The source is neither, or the result cannot hold what was asked.
+    """
+    source, out = Path(source), Path(out)
+    if source.is_file():
+        return _to_checkpoint(source, out, step)
+    path = folders.resolve(source)
+    if out.is_dir():
+        raise ValueError(f"consolidate: {out} is a folder; name a file, such as {out / 'model.pth'}")
+    metadata = read_metadata(path)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix != ".safetensors":
+        _to_pth(path, metadata, out, optimizer)
+    elif optimizer:
+        raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
+    else:
+        _to_safetensors(path, metadata, out)
+    return out
+
+
+def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
+    unfinished = out.with_name(f".{out.name}.part")
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+        kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
+        found = {kind: dict(_tensors(path, metadata, kind, Path(scratch) / kind)) for kind in kinds}
+        about = read_bytes(path, metadata, state.HEAD)
+        model = found[state.MODEL]
+        model |= {alias: model[name] for alias, name in about["aliases"].items()}
+        whole: Any = model
+        if optimizer:
+            if state.OPTIMIZER not in metadata.state_dict_metadata:
+                raise ValueError(f"consolidate: {path} holds no optimizer")
+            saved = read_bytes(path, metadata, state.OPTIMIZER)
+            plain = _plain_optimizer(found[state.OPTIMIZER], saved)
+            whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
+        torch.save(whole, unfinished)
+        os.replace(unfinished, out)
+
+
+def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:
+    """As ``Optimizer.state_dict`` gives it: parameters by number, in the order of the groups."""
+    values: dict[int, dict[str, Any]] = {}
+    groups, index = [], 0
+    for group in saved["groups"]:
+        for name in group["params"]:
+            found = dict(saved["values"].get(name, {}))
+            prefix = f"{name}/"
+            found |= {entry.removeprefix(prefix): value for entry, value in tensors.items() if entry.startswith(prefix)}
+            if found:
+                values[index] = found
+            index += 1
+        groups.append(group | {"params": list(range(index - len(group["params"]), index))})
+    return {"state": values, "param_groups": groups}
+
+
+def _tensors(path: Path, metadata: Metadata, kind: str, scratch: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a kind, whole, in a file that the system may drop from memory."""
+    scratch.mkdir()
+    reader = FileSystemReader(path)
+    for number, (name, shape) in enumerate(shapes_of(metadata, kind).items()):
+        entry = f"{kind}/{name}"
+        dtype = _dtype(metadata, entry)
+        count = math.prod(shape)
+        file = str(scratch / str(number))
+        whole = (
+            torch.from_file(file, True, count, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+        )
+        read_into(reader, metadata, {entry: Parts(whole)})
+        yield name, whole
+
+
+def _dtype(metadata: Metadata, entry: str) -> torch.dtype:
+    saved: Any = metadata.state_dict_metadata[entry]
+    return saved.properties.dtype
+
+
+def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
+    """Header: 8 bytes of its length, then JSON of dtype, shape and byte range of each tensor; then the data."""
+    aliases = read_bytes(path, metadata, state.HEAD)["aliases"]
+    shapes = shapes_of(metadata, state.MODEL)
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        dtype = _dtype(metadata, f"{state.MODEL}/{name}")
+        if dtype not in _SAFETENSORS:
+            raise ValueError(f"consolidate: {name} is {dtype}, which safetensors does not know; name the result .pth")
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        described[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    described["__metadata__"] |= {f"{alias} is": name for alias, name in aliases.items()}
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = out.with_name(f".{out.name}.part")
+    reader = FileSystemReader(path)
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for name, shape in shapes.items():
+                entry = f"{state.MODEL}/{name}"
+                whole = torch.empty(shape, dtype=_dtype(metadata, entry))
+                read_into(reader, metadata, {entry: Parts(whole)})
+                if whole.numel():
+                    file.write(whole.flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
+    if folder.is_file():
+        raise ValueError(f"consolidate: {folder} is a file; name the folder in which a checkpoint is to be made")
+    values = read_state_dict(source)
+    aliases: dict[str, str] = {}
+    first: dict[Any, str] = {}
+    entries: dict[str, Any] = {}
+    for name, value in values.items():
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"consolidate: {source} holds {name!r}, a {type(value).__name__}; only tensors are taken")
+        same = (value.data_ptr(), value.shape, value.stride()) if value.numel() else name
+        if same in first:
+            aliases[name] = first[same]
+        else:
+            first[same] = name
+            entries[f"{state.MODEL}/{name}"] = Parts(value)
+    entries[state.HEAD] = head(step, aliases=aliases)
+    final = folder.absolute() / folders.name_of(step)
+    folders.prepare(final)
+    write(final, entries, None, None)
+    return final

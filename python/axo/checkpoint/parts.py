@@ -1,0 +1,115 @@
+"""A tensor as the list of chunks of it that this rank holds, and the planners through which DCP writes and reads them.
+
+A chunk is a box of the whole tensor. A plain shard is one box; a fused weight whose row blocks are split one by one
+(q, k and v) is one box for each block, so that files hold the serial layout and never a rank's own concatenation. A
+part without elements has no box. Ranks that hold the same box plan it alike, and DCP lets one of them write it.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from itertools import product
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
+
+from axo.placement import Placement, Range
+
+
+class Parts:
+    """This rank's part of one tensor.
+
+    Args:
+        local: The part, or the whole tensor where nothing splits it.
+        placement: How the whole lies on the grid; None: this rank holds all of it.
+    """
+
+    def __init__(self, local: torch.Tensor, placement: Placement | None = None) -> None:
+        self.local = local.detach()
+        self.placement = placement
+        self.shape = torch.Size(local.shape if placement is None else placement.global_shape)
+        self.boxes: dict[torch.Size, tuple[torch.Size, tuple[slice, ...]]] = {}  # offset -> size, where in ``local``
+        ranges = (
+            [[(0, n)] for n in self.shape] if placement is None else list(map(placement.ranges, range(len(self.shape))))
+        )
+        for corner in product(*(_with_local(of_dim) for of_dim in ranges)):
+            size = torch.Size(stop - start for (start, stop), _ in corner)
+            if math.prod(size) or not math.prod(self.shape):
+                offset = torch.Size(start for (start, _), _ in corner)
+                self.boxes[offset] = size, tuple(where for _, where in corner)
+
+    def size(self) -> torch.Size:
+        """Shape of the whole tensor."""
+        return self.shape
+
+    def chunk(self, offset: torch.Size | None) -> torch.Tensor:
+        """The box that begins at ``offset``, as a view of the part."""
+        assert offset is not None
+        return self.local[self.boxes[offset][1]]
+
+    def staged(self) -> Parts:
+        """The same with a copy of the data in host memory."""
+        return Parts(self.local.to("cpu", copy=True), self.placement)
+
+    # What DCP asks of a tensor-like value.
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offset),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offset, size), properties=properties, size=self.shape
+                ),
+            )
+            for offset, (size, _) in self.boxes.items()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offset, size) for offset, (size, _) in self.boxes.items()]
+
+
+class SavePlanner(DefaultSavePlanner):
+    """DCP's own planner over a flat dict whose tensors are :class:`Parts`; other values are written once, as bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        value = self.state_dict[index.fqn]
+        return value.chunk(index.offset) if isinstance(value, Parts) else value
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Reads into :class:`Parts`; bytes are unpickled by torch's restricted loader."""
+
+    def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.state_dict, self.metadata, self.is_coordinator = state, metadata, True
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        return self.state_dict[index.fqn].chunk(index.offset)
+
+
+def _with_local(ranges: list[Range]) -> list[tuple[Range, slice]]:
+    """Each global range with where it lies in the part; none at all counts as one empty range."""
+    found, position = [], 0
+    for start, stop in ranges or [(0, 0)]:
+        found.append(((start, stop), slice(position, position + stop - start)))
+        position += stop - start
+    return found

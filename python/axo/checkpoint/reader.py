@@ -1,0 +1,295 @@
+"""load: every rank reads the chunks that overlap its own part, from a checkpoint of any grid or from a plain file.
+
+First the checkpoint's metadata is compared with the model on every rank, so that a checkpoint of another model is one
+error everywhere and nothing has changed. Then DCP's reader copies into the parameters where they lie. No rank ever
+holds a whole tensor that is split; of a plain file (.pth, .safetensors) tensors are mapped, and each rank cuts its own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from axo.checkpoint import folder as folders
+from axo.checkpoint import state
+from axo.checkpoint.parts import LoadPlanner, Parts
+from axo.checkpoint.together import checkpoint_group, raise_together
+
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a checkpoint held beside tensors. ``path`` is the checkpoint that was read."""
+
+    path: Path
+    step: int = 0
+    extra: Any = None
+    grid: str | None = None
+    head: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    strict: bool = True,
+    rng: bool = True,
+    comms: Any = None,
+) -> Loaded:
+    """Read a checkpoint into a model on any grid, or on none. Every rank calls it with the same arguments.
+
+    Values are cast to the dtype of the parameter. Generators continue where the same rank's stopped; with more ranks
+    than the checkpoint had, rank r takes those of r modulo that number.
+
+    Args:
+        path: A checkpoint, a folder of them (then the newest complete one), or a plain state_dict in a .pth or
+            .safetensors file (then only the model).
+        model: Parallel or plain, its parameters allocated.
+        optimizer: Over the model's parameters; new or used.
+        strict: Refuse tensors that only one side has.
+        rng: Restore the generators and the counters of dropout.
+        comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
+
+    Raises:
+        ValueError: Not a checkpoint, incomplete, or of another model (names which tensors and shapes); on every rank.
+    """
+    comms = comms if comms is not None else state.communicators(model)
+    group = checkpoint_group(comms)
+    problem, work = "", None
+    try:
+        work = _open(Path(path), model, optimizer, strict)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    raise_together(group, problem)
+    assert work is not None
+    loaded = Loaded(work.path)
+    try:
+        loaded = work.read(0 if comms is None else comms.rank, rng)
+    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = f"checkpoint: {work.path} cannot be read: {error}"
+    raise_together(group, problem)
+    return loaded
+
+
+class _File:
+    """A plain state_dict, to be read into the model."""
+
+    def __init__(self, path: Path, model: nn.Module, strict: bool) -> None:
+        self.path, self.model, self.strict = path, model, strict
+        self.values = read_state_dict(path)
+        shapes = {name: tuple(value.shape) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        wanted = {
+            name: tuple(placement.global_shape if (placement := state.placement_of(value)) else value.shape)
+            for name, value in model.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor)
+        }
+        compare(path, "the model", shapes, wanted, strict)
+
+    def read(self, rank: int, rng: bool) -> Loaded:
+        own = self.model.state_dict(keep_vars=True)
+        with torch.no_grad():
+            for name, value in self.values.items():
+                target = own.get(name)
+                if isinstance(target, torch.Tensor) and isinstance(value, torch.Tensor):
+                    placement = state.placement_of(target)
+                    target.copy_(value if placement is None else placement.take(value))
+        return Loaded(self.path)
+
+
+class _Folder:
+    """A checkpoint, to be read into model and optimizer."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool) -> None:
+        self.path, self.model, self.optimizer = path, model, optimizer
+        self.reader = FileSystemReader(path)
+        self.metadata = read_metadata(path)
+        self.head = read_bytes(path, self.metadata, state.HEAD)
+        self.entries, aliases = state.model_entries(model)
+        saved = shapes_of(self.metadata, state.MODEL)
+        saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
+        wanted = _shapes(self.entries, state.MODEL)
+        wanted |= {alias: wanted[name] for alias, name in aliases.items()}
+        compare(path, "the model", saved, wanted, strict)
+        self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
+        if optimizer is not None:
+            self._add_optimizer(optimizer)
+
+    def _known(self, entry: str) -> bool:
+        name = entry.removeprefix(f"{state.MODEL}/")
+        return entry in self.metadata.state_dict_metadata or name in self.head["aliases"]
+
+    def _add_optimizer(self, optimizer: Optimizer) -> None:
+        if state.OPTIMIZER not in self.metadata.state_dict_metadata:
+            raise ValueError(f"checkpoint: {self.path} holds no optimizer; load without one")
+        groups = read_bytes(self.path, self.metadata, state.OPTIMIZER)["groups"]
+        saved = {name for group in groups for name in group["params"]}
+        wanted = {name for group in state.parameter_names(self.model, optimizer) for name in group}
+        compare(self.path, "the optimizer", dict.fromkeys(saved, ()), dict.fromkeys(wanted, ()), True)
+        self.entries |= state.optimizer_targets(self.model, optimizer, self.metadata)
+
+    def read(self, rank: int, rng: bool) -> Loaded:
+        wanted: dict[str, Any] = {}
+        for entry, value in self.entries.items():
+            source = self._source(entry)
+            if source in wanted:  # one tensor there, two here
+                read_into(self.reader, self.metadata, {source: value})
+            wanted.setdefault(source, value)
+        own = f"{state.RNG}/{rank % self.head['ranks']}"
+        if rng and own in self.metadata.state_dict_metadata:
+            wanted[own] = None
+        read_into(self.reader, self.metadata, wanted)
+        if self.optimizer is not None:
+            state.set_optimizer(self.model, self.optimizer, wanted)
+        state.set_extra_state(self.model, wanted)
+        if wanted.get(own) is not None:
+            state.set_rng_state(wanted[own])
+            state.set_dropout_state(self.model, self.head["dropout"])
+        return Loaded(self.path, self.head["step"], self.head["extra"], self.head["grid"], self.head)
+
+    def _source(self, entry: str) -> str:
+        """Under which name the checkpoint holds an entry: two names may have shared one tensor when it was saved."""
+        if entry in self.metadata.state_dict_metadata:
+            return entry
+        return f"{state.MODEL}/{self.head['aliases'][entry.removeprefix(f'{state.MODEL}/')]}"
+
+
+def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool) -> _File | _Folder:
+    meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if meta:
+        raise ValueError(
+            f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
+        )
+    if path.is_file():
+        if optimizer is not None:
+            raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
+        return _File(path, model, strict)
+    return _Folder(folders.resolve(path), model, optimizer, strict)
+
+
+def read_metadata(path: Path) -> Metadata:
+    """DCP's metadata of a checkpoint that Axo wrote, with every file that it names in place.
+
+    Raises:
+        ValueError: It cannot be read, is another program's, or a rank's file is missing or too short.
+    """
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        storage = dict(metadata.storage_data or {})
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error})") from None
+    if state.HEAD not in metadata.state_dict_metadata:
+        raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
+    ends: dict[str, int] = {}
+    for info in storage.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if not file.is_file():
+            rank = name.strip("_").split("_")[0]
+            raise ValueError(f"checkpoint: {path} is incomplete: {name}, the file of rank {rank}, is missing")
+        if file.stat().st_size < end:
+            raise ValueError(f"checkpoint: {path} is damaged: {name} has {file.stat().st_size} bytes, not {end}")
+    return metadata
+
+
+def read_bytes(path: Path, metadata: Metadata, entry: str) -> Any:
+    """One entry that is no tensor."""
+    info = metadata.storage_data[MetadataIndex(entry)]
+    with open(path / info.relative_path, "rb") as file:
+        file.seek(info.offset)
+        return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
+
+
+def read_into(reader: FileSystemReader, metadata: Metadata, entries: dict[str, Any]) -> None:
+    """Fill :class:`Parts` in place and replace other values."""
+    planner = LoadPlanner(entries, metadata)
+    reader.set_up_storage_reader(metadata, True)
+    with torch.no_grad():
+        reader.read_data(planner.create_local_plan(), planner).wait()
+
+
+def shapes_of(metadata: Metadata, kind: str) -> dict[str, tuple[int, ...]]:
+    """Name -> whole shape of the tensors of one kind."""
+    return {
+        entry.removeprefix(f"{kind}/"): tuple(saved.size)
+        for entry, saved in metadata.state_dict_metadata.items()
+        if entry.startswith(f"{kind}/") and isinstance(saved, TensorStorageMetadata)
+    }
+
+
+def _shapes(entries: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
+    return {
+        entry.removeprefix(f"{kind}/"): tuple(value.size())
+        for entry, value in entries.items()
+        if isinstance(value, Parts)
+    }
+
+
+def compare(
+    path: Path, owner: str, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], strict: bool
+) -> None:
+    """Compare the tensors of a checkpoint with those of a model.
+
+    Raises:
+        ValueError: They differ; says how many and names the first few of each kind.
+    """
+    problems = []
+    if strict:
+        missing = [f"{name} {_shape(wanted[name])}" for name in wanted if name not in saved]
+        extra = [f"{name} {_shape(saved[name])}" for name in saved if name not in wanted]
+        problems += _listed(missing, f"it lacks %d tensors of {owner}")
+        problems += _listed(extra, f"it has %d that {owner} lacks")
+    other = [
+        f"{name} is {_shape(saved[name])} there and {_shape(shape)} here"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
+    ]
+    problems += _listed(other, "%d differ in shape")
+    if problems:
+        raise ValueError(f"checkpoint: {path} is of another model: " + "; ".join(problems))
+
+
+def _shape(shape: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]" if shape else ""
+
+
+def _listed(items: list[str], what: str) -> list[str]:
+    if not items:
+        return []
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return [what % len(items) + f" ({', '.join(item.strip() for item in items[:_SHOWN])}{more})"]
+
+
+def read_state_dict(path: Path) -> dict[str, Any]:
+    """A plain state_dict, its tensors mapped from the file where the format allows it.
+
+    Raises:
+        ValueError: The file is no state_dict.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return dict(load_file(path))
+        values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
+    except Exception as error:  # pickle, zip, safetensors: each with classes of its own
+        raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({str(error).splitlines()[0]})") from None
+    if isinstance(values, Mapping) and isinstance(values.get("model"), Mapping):
+        values = values["model"]  # what litgpt and consolidate(optimizer=True) write
+    if not isinstance(values, Mapping) or not any(isinstance(value, torch.Tensor) for value in values.values()):
+        raise ValueError(f"checkpoint: {path} holds no state_dict (name -> tensor)")
+    return dict(values)

@@ -1,0 +1,241 @@
+"""Model, optimizer and random generators as the entries of a checkpoint, and back.
+
+Collecting touches no data: tensors are referenced, as :class:`Parts` in the serial layout. The state of an optimizer is
+found parameter by parameter under the model's names, so neither the order of groups nor the grid matters. A state
+tensor lies like its parameter when it has the parameter's shape; it may carry a ``placement`` of its own (state that is
+sharded further); a tensor of one number is the same on all ranks.
+
+Not here: files; state whose shape is another and whose parameter is split (Adafactor's rows and columns): refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.optim import Optimizer
+
+from axo.checkpoint.parts import Parts
+from axo.nn.dropout import Dropout
+from axo.placement import Placement
+
+MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
+
+
+def communicators(model: nn.Module) -> Any:
+    """What the model's parallel layers communicate over; None for a model without any.
+
+    Raises:
+        ValueError: They are of two grids.
+    """
+    found = [placement.comms for _, placement in _placed(model) if placement.comms is not None]
+    if any(comms is not found[0] for comms in found):
+        raise ValueError("checkpoint: the model's layers lie on different grids; save each grid's part by itself")
+    return found[0] if found else None
+
+
+def _placed(model: nn.Module) -> Iterator[tuple[str, Placement]]:
+    for name, parameter in model.named_parameters():
+        placement = placement_of(parameter)
+        if placement is not None:
+            yield name, placement
+
+
+def placement_of(tensor: torch.Tensor) -> Placement | None:
+    """How a tensor lies on its grid; None: whole on every rank."""
+    placement = getattr(tensor, "placement", None)
+    return placement if isinstance(placement, Placement) else None
+
+
+def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
+    """The entries of a model's ``state_dict``, and names that stand for a tensor already listed under another."""
+    entries: dict[str, Any] = {}
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            entries[f"{MODEL}/{name}"] = value
+        elif id(value) in first:
+            aliases[name] = first[id(value)]
+        else:
+            first[id(value)] = name
+            entries[f"{MODEL}/{name}"] = Parts(value, placement_of(value))
+    return entries, aliases
+
+
+def set_extra_state(model: nn.Module, loaded: dict[str, Any]) -> None:
+    """Hand what is no tensor (``get_extra_state`` of modules) back."""
+    for entry, value in loaded.items():
+        if entry.startswith(f"{MODEL}/") and not isinstance(value, Parts):
+            module = entry.removeprefix(f"{MODEL}/").rpartition("_extra_state")[0].rstrip(".")
+            model.get_submodule(module).set_extra_state(value)
+
+
+def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """The model's names of the parameters of each group.
+
+    Raises:
+        ValueError: The optimizer holds a parameter that is not the model's.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
+        if missing:
+            raise ValueError(
+                f"checkpoint: group {number} of {type(optimizer).__name__} holds parameters that are not the model's"
+                f" (shapes {missing[:3]}); make the optimizer after axo.parallelize, from model.parameters()"
+            )
+        found.append([names[id(parameter)] for parameter in group["params"]])
+    return found
+
+
+def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The entries of an optimizer's state.
+
+    Raises:
+        ValueError: A state tensor has neither its parameter's shape nor one element, and the parameter is split.
+    """
+    names = parameter_names(model, optimizer)
+    entries: dict[str, Any] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for group, of_group in zip(optimizer.param_groups, names, strict=True):
+        for parameter, name in zip(group["params"], of_group, strict=True):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    entries[f"{OPTIMIZER}/{name}/{key}"] = _state_parts(optimizer, name, key, value, parameter)
+                elif _is_plain(value):
+                    values.setdefault(name, {})[key] = value
+                else:
+                    raise ValueError(
+                        f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} as a"
+                        f" {type(value).__name__}, which is neither a tensor nor a plain value"
+                    )
+    options = [
+        {key: value for key, value in group.items() if key != "params"} | {"params": of_group}
+        for group, of_group in zip(optimizer.param_groups, names, strict=True)
+    ]
+    entries[OPTIMIZER] = {"groups": options, "values": values}
+    return entries
+
+
+def _state_parts(optimizer: Optimizer, name: str, key: str, value: torch.Tensor, parameter: torch.Tensor) -> Parts:
+    own = placement_of(value)
+    if own is not None:
+        return Parts(value, own)
+    placement = placement_of(parameter)
+    if value.shape == parameter.shape:
+        return Parts(value, placement)
+    split = placement is not None and tuple(value.shape) != () and tuple(parameter.shape) != placement.global_shape
+    if split:
+        raise ValueError(
+            f"checkpoint: {type(optimizer).__name__} keeps {key!r} of {name!r} in shape {tuple(value.shape)}, and the"
+            f" parameter has shape {tuple(parameter.shape)} on this rank; of a split parameter only state of its shape"
+            " or a single number can be saved"
+        )
+    return Parts(value)
+
+
+def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
+    """Room on this rank for the optimizer state that a checkpoint holds, as entries to read into."""
+    entries: dict[str, Any] = {OPTIMIZER: None}
+    for group, of_group in zip(optimizer.param_groups, parameter_names(model, optimizer), strict=True):
+        for parameter, name in zip(group["params"], of_group, strict=True):
+            prefix = f"{OPTIMIZER}/{name}/"
+            for entry, saved in metadata.state_dict_metadata.items():
+                if not entry.startswith(prefix) or not isinstance(saved, TensorStorageMetadata):
+                    continue
+                have = optimizer.state.get(parameter, {}).get(entry.removeprefix(prefix))
+                placement = placement_of(parameter)
+                if isinstance(have, torch.Tensor) and placement_of(have) is not None:
+                    placement = placement_of(have)
+                if placement is not None and tuple(saved.size) != placement.global_shape:
+                    placement = None
+                shape = saved.size if placement is None else placement.local_shape()
+                # Single numbers stay in host memory, where torch's optimizers keep their step.
+                device = parameter.device if saved.size else torch.device("cpu")
+                entries[entry] = Parts(torch.zeros(shape, dtype=saved.properties.dtype, device=device), placement)
+    return entries
+
+
+def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    """Give the optimizer the state that was read, and each group the options of the group that had its parameters.
+
+    Raises:
+        ValueError: A group's parameters were in several groups.
+    """
+    saved = loaded[OPTIMIZER]
+    group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
+    state: dict[int, dict[str, Any]] = {}
+    groups, index = [], 0
+    for number, of_group in enumerate(parameter_names(model, optimizer)):
+        sources = {group_of.get(name) for name in of_group}
+        if len(sources) > 1 or None in sources:
+            raise ValueError(
+                f"checkpoint: the parameters of the optimizer's group {number} were in groups"
+                f" {sorted(map(str, sources))} when the checkpoint was saved; build the same groups"
+            )
+        options = dict(saved["groups"][next(iter(sources))]) if sources else dict(optimizer.param_groups[number])
+        options["params"] = list(range(index, index + len(of_group)))
+        groups.append(options)
+        for name in of_group:
+            prefix = f"{OPTIMIZER}/{name}/"
+            values = dict(saved["values"].get(name, {}))
+            for entry, parts in loaded.items():
+                if entry.startswith(prefix):
+                    values[entry.removeprefix(prefix)] = parts.local
+            if values:
+                state[index] = values
+            index += 1
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def rng_state() -> dict[str, Any]:
+    """The state of this process's generators, as plain values and tensors."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 (the global generator)
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_rng_state(state: dict[str, Any]) -> None:
+    """The inverse of :func:`rng_state`."""
+    torch.set_rng_state(state["torch"])
+    version, inner, gauss_next = state["python"]
+    random.setstate((version, tuple(inner), gauss_next))
+    kind, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, gauss))  # noqa: NPY002
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def dropout_state(model: nn.Module) -> dict[str, list[int | None]]:
+    """Base and count of calls of each Axo dropout; the same on every rank and for every grid."""
+    return {
+        name: [module._base, module._next_call] for name, module in model.named_modules() if isinstance(module, Dropout)
+    }
+
+
+def set_dropout_state(model: nn.Module, state: dict[str, list[int | None]]) -> None:
+    """The inverse of :func:`dropout_state`; a dropout that the checkpoint does not know keeps its own."""
+    for name, module in model.named_modules():
+        if isinstance(module, Dropout) and name in state:
+            base, count = state[name]
+            module._base, module._next_call = base, int(count or 0)
+            module._calls.clear()

@@ -1,0 +1,246 @@
+"""save: every rank writes its chunks into a hidden folder, and the folder gets its name when all have.
+
+On the calling thread: wait for the save before this one, collect the entries, agree that all ranks can take part, and
+(``async_``) copy them to host memory. Then, on the same thread or another: DCP's plan, write and metadata over a
+process group of its own, so that training may communicate meanwhile; rank 0 renames and prunes; all ranks hear how it
+ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import os
+import sys
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.optim import Optimizer
+
+from axo.checkpoint import folder as folders
+from axo.checkpoint import state
+from axo.checkpoint.parts import Parts, SavePlanner
+from axo.checkpoint.together import checkpoint_group, raise_together, share
+
+FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A save failed on some rank; the same on every rank. Earlier checkpoints are as they were."""
+
+
+class Save:
+    """A checkpoint on its way to disk.
+
+    Attributes:
+        path: Where it will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    def wait(self) -> Path:
+        """Block until it is complete, and return where.
+
+        Raises:
+            CheckpointError: It failed; on every rank, and once.
+        """
+        self.finish()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.path
+
+    def finish(self) -> None:
+        """Block until it has ended; an error is kept for ``wait``."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+
+class _Pending:
+    """The save under way in this process: one at a time, whatever is saved, so that host memory holds one copy."""
+
+    def __init__(self) -> None:
+        self.save: Save | None = None
+
+    def wait(self) -> None:
+        save, self.save = self.save, None
+        if save is not None:
+            save.wait()
+
+    def at_exit(self) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            print(f"axo: {error}", file=sys.stderr)
+
+
+_pending = _Pending()
+atexit.register(_pending.at_exit)  # before communicators close: registered later than theirs
+
+
+def save(
+    folder: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    async_: bool = False,
+    comms: Any = None,
+) -> Save:
+    """Write a checkpoint ``folder/step-NNNNNNNN``. Every rank calls it with the same arguments.
+
+    Args:
+        folder: A file system that all ranks see.
+        model: Parallel or plain.
+        optimizer: Over the model's parameters.
+        step: Names the checkpoint; ``load`` gives it back. An older one of the same step is replaced.
+        extra: Plain values and tensors, the same on all ranks (data position, a scaler's or scheduler's state).
+        keep: Remove the oldest of more than this many, once this one is complete; None: none.
+        async_: Copy to host memory, return, and write while training goes on. The next save waits for it.
+        comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
+
+    Returns:
+        A handle; ``wait()`` blocks until the checkpoint is complete. Without ``async_`` it is complete already.
+
+    Raises:
+        ValueError: The arguments are wrong, or a state cannot be saved; on every rank.
+        CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
+    """
+    _pending.wait()
+    comms = comms if comms is not None else state.communicators(model)
+    group = checkpoint_group(comms)
+    entries: dict[str, Any] = {}
+    final, problem = Path(folder).absolute() / folders.name_of(max(step, 0)), ""
+    try:
+        _check_arguments(step, extra, keep, final.parent)
+        entries = _entries(model, optimizer, step, extra, comms)
+        if _rank(group) == 0:
+            folders.prepare(final)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    raise_together(group, problem)
+    handle = Save(final)
+    if not async_:
+        write(final, entries, keep, group)
+        return handle
+    entries = {name: value.staged() if isinstance(value, Parts) else value for name, value in entries.items()}
+
+    def work() -> None:
+        try:
+            write(final, entries, keep, group)
+        except BaseException as error:
+            handle._error = error
+
+    handle._thread = threading.Thread(target=work, name=f"axo {final.name}")
+    _pending.save = handle
+    if comms is not None:
+        comms.before_close(handle.finish)
+    handle._thread.start()
+    return handle
+
+
+def _check_arguments(step: int, extra: Any, keep: int | None, folder: Path) -> None:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"checkpoint: {folder} is a file; give a folder")
+    buffer = io.BytesIO()
+    try:
+        torch.save(extra, buffer)
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    except Exception as error:  # pickle's own, and torch's for classes that it does not load
+        raise ValueError(
+            f"checkpoint: extra holds what cannot be read back safely ({str(error).splitlines()[0]}); use numbers,"
+            " strings, lists, dicts and tensors, such as a state_dict"
+        ) from None
+
+
+def _entries(
+    model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any] | None, comms: Any
+) -> dict[str, Any]:
+    rank = 0 if comms is None else comms.rank
+    entries, aliases = state.model_entries(model)
+    if optimizer is not None:
+        entries |= state.optimizer_entries(model, optimizer)
+    entries[f"{state.RNG}/{rank}"] = state.rng_state()
+    grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.grid.world_size)
+    dropout = state.dropout_state(model)
+    entries[state.HEAD] = head(step, grid=grid, ranks=ranks, aliases=aliases, dropout=dropout, extra=extra)
+    return entries
+
+
+def head(
+    step: int,
+    *,
+    grid: str = "1x1x1x1",
+    ranks: int = 1,
+    aliases: dict[str, str] | None = None,
+    dropout: dict[str, Any] | None = None,
+    extra: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The entry that says what the others are."""
+    return {
+        "format": FORMAT,
+        "step": step,
+        "grid": grid,
+        "ranks": ranks,
+        "torch": str(torch.__version__),
+        "aliases": aliases or {},
+        "dropout": dropout or {},
+        "extra": extra,
+    }
+
+
+def write(final: Path, entries: dict[str, Any], keep: int | None, group: Any) -> None:
+    """Everything that may run on another thread. Every rank of the group runs it."""
+    part = folders.part_of(final)
+    problem = ""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(
+                entries,
+                storage_writer=dcp.FileSystemWriter(part),
+                planner=SavePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+        if _rank(group) == 0:
+            folders.commit(final)
+            if keep is not None:
+                folders.prune(final.parent, keep, final)
+    except CheckpointException as error:  # DCP's: the same on all ranks
+        problem = _first_failure(error)
+    except (OSError, RuntimeError) as error:
+        problem = f"rank {_rank(group)}: {error}"
+    problems = share(group, problem)
+    if any(problems):
+        raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
+
+
+def _first_failure(error: CheckpointException) -> str:
+    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return f"rank {rank}: {cause or type(cause).__name__}"
+
+
+def _rank(group: Any) -> int:
+    return 0 if group is None else dist.get_rank(group)

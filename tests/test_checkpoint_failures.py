@@ -1,0 +1,106 @@
+"""What goes wrong while a checkpoint is saved or loaded: a full disk, a lost rank, SIGKILL at any moment."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import axo
+from axo.checkpoint import CheckpointError, consolidate, latest, load, save
+from axo.checkpoint.folder import complete, name_of
+from tests.launcher import rank_outcomes, run_ranks
+
+
+def fill_the_disk(folder: str, limit: int, async_: bool) -> tuple[str, float]:
+    import resource
+
+    comms = axo.connect("2x1x1x1")
+    model = nn.Sequential(axo.nn.Linear(256, 256, comms=comms))
+    with torch.no_grad():
+        model[0].weight.fill_(1.0)
+    save(folder, model, step=1)
+    if comms.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    with torch.no_grad():
+        model[0].weight.fill_(2.0)
+    message = "nothing"
+    try:
+        save(folder, model, step=2, async_=async_)
+        if async_:
+            save(folder, model, step=3)  # waits for the one before, and tells of it
+    except CheckpointError as error:
+        message = str(error)
+    loaded = load(folder, model)
+    assert loaded.step == 1
+    return message, float(model[0].weight.mean())
+
+
+@pytest.mark.parametrize("async_", [False, True])
+def test_a_full_disk_is_told_and_leaves_the_one_before(tmp_path: Path, async_: bool) -> None:
+    """One rank may write no more than 10,000 bytes a file; the folder in /tmp itself is not full."""
+    first, second = run_ranks(fill_the_disk, 2, str(tmp_path), 10_000, async_)
+    assert first == second and first[1] == 1.0
+    assert "step-00000002 was not written: rank 1: " in first[0]
+    assert [path.name for path in complete(tmp_path)] == [name_of(1)]
+
+
+def die_before_load(folder: str) -> None:
+    comms = axo.connect("2x1x1x1")
+    model = nn.Sequential(axo.nn.Linear(8, 8, comms=comms))
+    save(folder, model)
+    if comms.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    load(folder, model)
+
+
+def test_a_rank_that_is_missing_at_load_is_named(tmp_path: Path) -> None:
+    first, _ = rank_outcomes(die_before_load, 2, str(tmp_path))
+    assert first.error == "PeerLost" and "rank 1" in first.message, first.describe()
+
+
+def save_for_ever(folder: str) -> None:
+    comms = axo.connect("2x1x1x1")
+    model = nn.Sequential(axo.nn.Linear(512, 512, comms=comms), axo.nn.Linear(512, 512, comms=comms, transposed=True))
+    if loaded := latest(folder):
+        load(loaded, model)
+    for step in range(load(folder, model).step + 1 if loaded else 1, 1 << 30):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(step)
+        save(folder, model, step=step, keep=2, async_=step % 2 == 0)
+
+
+def kill_and_load(folder: Path, rounds: int, seed: int) -> list[int]:
+    """Start two ranks that save for ever, kill both at a random moment, and load; the step that was there each time."""
+    draw, steps = random.Random(seed), []
+    first = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    for parameter in first.parameters():
+        nn.init.zeros_(parameter)
+    save(folder, first)
+    for _ in range(rounds):
+        outcomes = rank_outcomes(save_for_ever, 2, str(folder), timeout=0.6 + draw.random())
+        assert all(outcome.timed_out for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+        whole = torch.load(consolidate(folder, folder / "m.pth"), weights_only=True)
+        steps.append(load(folder, first).step)
+        assert all(tensor.eq(steps[-1]).all() for tensor in whole.values()), steps[-1]
+    return steps
+
+
+def test_a_complete_checkpoint_loads_after_sigkill(tmp_path: Path) -> None:
+    """However far the ranks came, what is there is one step's, whole; fifty kills are in the soak."""
+    kill_and_load(tmp_path, 1, 1)
+
+
+@pytest.mark.soak
+def test_a_complete_checkpoint_loads_after_each_of_fifty_kills(tmp_path: Path) -> None:
+    steps = kill_and_load(tmp_path, 50, 2)
+    parts = len(list(tmp_path.glob(".step-*")))
+    print(f"50 kills while saving: every newest checkpoint loaded, steps {steps[0]} to {steps[-1]}, {parts} left over")
+    assert steps == sorted(steps)
