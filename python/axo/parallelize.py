@@ -30,6 +30,7 @@ def parallelize(
     grad_reduce: str = "mean",
     gather_cache: str = "all",
     gather_logits: bool = False,
+    sequence_parallel: bool = False,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -44,6 +45,8 @@ def parallelize(
         gather_cache: ``"all"`` keeps weights gathered over z from forward to backward, ``"none"`` gathers them again.
         gather_logits: Return whole logits on every rank; else the vocabulary stays split over x, for
             ``axo.nn.CrossEntropyLoss``. All ranks along x must then compute the same loss from them.
+        sequence_parallel: Split the tokens of the residual stream over x: norms keep 1/Gx of their activations, for the
+            same bytes. Sequence lengths must divide over x. Each rank still takes and returns whole sequences.
 
     Raises:
         ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
@@ -59,7 +62,7 @@ def parallelize(
         if isinstance(module, ParallelLayer):
             raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
     check_same_model(model, comms)
-    replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache)
+    replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache, sequence_parallel=sequence_parallel)
     from axo.plans import litgpt
 
     return litgpt.apply(model, replacer, gather_logits=gather_logits)

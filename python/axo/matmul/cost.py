@@ -106,6 +106,7 @@ def linear(
     input_grad: bool = True,
     copied_features: int = 0,
     copies: int = 1,
+    sequence_parallel: bool = False,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of one fully connected layer (a convolution: in_features = channels x kernel area).
@@ -124,6 +125,8 @@ def linear(
         input_grad: False for a first layer whose input needs no gradient.
         copied_features: How many of the n, the last, are cut into fewer parts than the out axis has ranks (heads of
             keys and values), each part held by ``copies`` neighbours, who add up its gradient.
+        sequence_parallel: Tokens are split over x between layers: a normal layer leaves dI a partial sum, for
+            :func:`gather_sequence`, and a transposed one reduce-scatters its output.
         coords: The rank that counts; the first holds the largest shards.
     """
     out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
@@ -136,9 +139,14 @@ def linear(
     calls = [Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT)]
     if gathers == 2:
         calls.append(Call(RECOMPUTE if recompute else BACKWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT))
+    scatters = sequence_parallel and transposed and grid.x > 1
     for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
-        calls.append(Call(phase, "all_reduce", in_axis, my_rows * my_out, itemsize, REDUCE_OUTPUT))
-    if input_grad:
+        op = "reduce_scatter" if scatters else "all_reduce"
+        calls.append(Call(phase, op, in_axis, my_rows * my_out, itemsize, REDUCE_OUTPUT))
+    if scatters:
+        calls.append(Call(BACKWARD, "all_gather", "x", my_rows * my_out // grid.x, itemsize, REDUCE_OUTPUT))
+        calls += [Call(BACKWARD, "all_reduce", "x", my_out, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
+    if input_grad and not (sequence_parallel and not transposed):
         calls.append(Call(BACKWARD, "all_reduce", out_axis, my_rows * my_in, itemsize, REDUCE_INPUT_GRAD))
     calls += weight_grad(shard, grid, itemsize)
     if bias:
@@ -227,8 +235,25 @@ def relayout(
     return issued(calls, grid)
 
 
+def gather_sequence(
+    grid: Grid, rows: int, features: int, *, itemsize: int = 4, recompute: bool = False, coords: Coords = FIRST
+) -> list[Call]:
+    """Count what gathers tokens that are split over x, features over y; backward adds up their gradient."""
+    whole = part(rows, grid.z, coords.z) * part(features, grid.y, coords.y)
+    phases = (FORWARD, RECOMPUTE) if recompute else (FORWARD,)
+    calls = [Call(phase, "all_gather", "x", whole // grid.x, itemsize, REDUCE_INPUT_GRAD) for phase in phases]
+    return issued([*calls, Call(BACKWARD, "reduce_scatter", "x", whole, itemsize, REDUCE_INPUT_GRAD)], grid)
+
+
 def embedding(
-    grid: Grid, rows: int, num_embeddings: int, embedding_dim: int, *, itemsize: int = 4, coords: Coords = FIRST
+    grid: Grid,
+    rows: int,
+    num_embeddings: int,
+    embedding_dim: int,
+    *,
+    itemsize: int = 4,
+    sequence_parallel: bool = False,
+    coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of an embedding ``[V, h]``: V over x, h over y, the block sharded by rows over z.
 
@@ -237,11 +262,14 @@ def embedding(
     """
     my_dim = part(embedding_dim, grid.y, coords.y)
     shard = chunk(part(num_embeddings, grid.x, coords.x), grid.z) * my_dim
+    output, op = part(rows, grid.z, coords.z) * my_dim, "reduce_scatter" if sequence_parallel else "all_reduce"
     calls = [
         Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT),
-        Call(FORWARD, "all_reduce", "x", part(rows, grid.z, coords.z) * my_dim, itemsize, REDUCE_OUTPUT),
+        Call(FORWARD, op, "x", output, itemsize, REDUCE_OUTPUT),
         *weight_grad(shard, grid, itemsize),
     ]
+    if sequence_parallel:
+        calls.append(Call(BACKWARD, "all_gather", "x", output // grid.x, itemsize, REDUCE_OUTPUT))
     return issued(calls, grid)
 
 
@@ -252,13 +280,14 @@ def norm(
     *,
     kind: str = "layernorm",
     recompute: bool = False,
+    sequence_parallel: bool = False,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of LayerNorm or RMSNorm over a hidden dimension that is split over y.
 
     Per token, in fp32: LayerNorm all-reduces the sum, then the squares around the mean, and two sums together backward;
     RMSNorm one number each way. The weight (and LayerNorm's bias), h / Gy values, is replicated over x and z: its
-    gradient is reduced over z and data.
+    gradient is reduced over z and data. With ``sequence_parallel`` tokens are split over x, and it is summed there too.
 
     Raises:
         ValueError: ``kind`` is neither "layernorm" nor "rmsnorm".
@@ -266,14 +295,16 @@ def norm(
     if kind not in ("layernorm", "rmsnorm"):
         raise ValueError(f"norm: kind={kind!r} is not known; use 'layernorm' or 'rmsnorm'")
     sums = 2 if kind == "layernorm" else 1
-    my_rows = part(rows, grid.z, coords.z)
+    my_rows = part(rows, grid.z, coords.z) // (grid.x if sequence_parallel else 1)
     calls = [
         Call(phase, "all_reduce", "y", my_rows, 4, STATISTICS, calls=sums)
         for phase in ((FORWARD, RECOMPUTE) if recompute else (FORWARD,))
     ]
     calls.append(Call(BACKWARD, "all_reduce", "y", sums * my_rows, 4, STATISTICS))
     for _ in range(sums):
-        calls += replicated_grad(part(features, grid.y, coords.y), 4)
+        mine = part(features, grid.y, coords.y)
+        calls += [Call(BACKWARD, "all_reduce", "x", mine, 4, REDUCE_WEIGHT_GRAD)] * sequence_parallel
+        calls += replicated_grad(mine, 4)
     return issued(calls, grid)
 
 

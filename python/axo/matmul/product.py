@@ -39,8 +39,8 @@ class DistributedMatmul:
     Args:
         comms: The communicators of the grid.
         placement: Where the weight lies.
-        in_axis: The axis that splits in_features.
-        out_axis: The axis that splits out_features.
+        in_axis: The axis that splits in_features, over which the output is summed; None: it stays a partial sum.
+        out_axis: The axis that splits out_features, over which dI is summed; None: it stays a partial sum.
         grad_reduce: ``"mean"`` or ``"sum"`` over the data ranks.
         gather_cache: ``"all"`` keeps the gathered weight for backward, ``"none"`` gathers it again.
 
@@ -53,8 +53,8 @@ class DistributedMatmul:
         comms: Any,
         placement: Placement,
         *,
-        in_axis: str,
-        out_axis: str,
+        in_axis: str | None,
+        out_axis: str | None,
         grad_reduce: str = "mean",
         gather_cache: str = "all",
     ) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.sequence import scatter_sequence
 from axo.placement import Placement, check_divides
 
 
@@ -34,6 +35,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         device, dtype: As in torch; the default device is that of ``comms``.
         comms: What ``axo.connect`` returned.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        sequence_parallel: Return this rank's part of the tokens over x, (..., s/Gx, h/Gy) (``axo.nn.sequence``).
         name: How error messages call the layer.
 
     Raises:
@@ -57,6 +59,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         *,
         comms: Any,
         grad_reduce: str = "mean",
+        sequence_parallel: bool = False,
         name: str | None = None,
     ) -> None:
         placement = Placement((num_embeddings, embedding_dim), (("x", "z"), ("y",)), comms=comms)
@@ -73,6 +76,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         self.max_norm, self.norm_type = None, norm_type
         self.scale_grad_by_freq = self.sparse = False
         self.exchange = Exchange(comms, placement, grad_reduce)
+        self.scatters_tokens = sequence_parallel and comms.grid.x > 1
         self.vocabulary = (placement.without("z").ranges(0) or [(num_embeddings, num_embeddings)])[0]
         self._add_parameters(default_device(device, comms), dtype)
         self.reset_parameters()
@@ -91,7 +95,9 @@ class Embedding(ParallelLayer, nn.Embedding):
         self._check_range(input)
         if self.comms.grid.world_size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
-        return _Lookup.apply(input, self.weight, self.vocabulary, self.padding_idx, self.exchange)
+        sum_over = None if self.scatters_tokens else "x"
+        output = _Lookup.apply(input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over)
+        return scatter_sequence(output, self.comms, owner=self.label()) if self.scatters_tokens else output
 
     def _check_range(self, ids: torch.Tensor) -> None:
         if ids.numel() == 0:
@@ -120,6 +126,7 @@ class _Lookup(torch.autograd.Function):
         vocabulary: tuple[int, int],
         padding_idx: int | None,
         exchange: Exchange,
+        sum_over: str | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids, weight)
         ctx.vocabulary, ctx.padding_idx, ctx.exchange = vocabulary, padding_idx, exchange
@@ -133,7 +140,7 @@ class _Lookup(torch.autograd.Function):
             elsewhere = (ids < low) | (ids >= high)
             output = F.embedding((ids - low).masked_fill_(elsewhere, 0), block)
             output.masked_fill_(elsewhere.unsqueeze(-1), 0)
-        return exchange.reduce(output, "x")
+        return exchange.reduce(output, sum_over)
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -149,4 +156,4 @@ class _Lookup(torch.autograd.Function):
         local = (ids - low).masked_fill_(skipped, rows)
         buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
         pending = exchange.start_weight_gradient(buffer)
-        return None, exchange.finish_weight_gradient(pending, weight.dtype), None, None, None
+        return None, exchange.finish_weight_gradient(pending, weight.dtype), None, None, None, None

@@ -24,6 +24,7 @@ from torch import nn
 
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
 from axo.sharding import cut_features, gather_features
 
@@ -47,6 +48,9 @@ class Linear(ParallelLayer, nn.Linear):
         uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
         scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
         gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
+        sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
+            normal layer takes gathered tokens and leaves their gradient a partial sum, for ``gather_sequence``; a
+            transposed layer returns its part of the tokens.
         name: How error messages call the layer.
 
     Raises:
@@ -70,6 +74,7 @@ class Linear(ParallelLayer, nn.Linear):
         uneven_out: bool = False,
         scatter_input: bool = False,
         gather_output: bool = False,
+        sequence_parallel: bool = False,
         name: str | None = None,
     ) -> None:
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
@@ -89,11 +94,12 @@ class Linear(ParallelLayer, nn.Linear):
         self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
         self.out_copies, self.scatter_input = out_copies, scatter_input
         self.in_axis, self.out_axis = in_axis, out_axis
+        self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
         self.matmul = DistributedMatmul(
             comms,
             placements["weight"],
-            in_axis=in_axis,
-            out_axis=out_axis,
+            in_axis=None if sequence_parallel and transposed else in_axis,
+            out_axis=None if sequence_parallel and not transposed else out_axis,
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
@@ -121,6 +127,9 @@ class Linear(ParallelLayer, nn.Linear):
                 f" part of in_features={self.in_features} over {self.in_axis}="
                 f"{self.comms.grid.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
             )
+        if self.scatters_tokens:
+            output = scatter_sequence(self.matmul(input, self.weight, None), self.comms, owner=self.label())
+            return output if self.bias is None else add_bias(output, self.bias, self.matmul.exchange)
         output = self.matmul(input, self.weight, self.bias)
         if self.gather_output and self.out_axis is not None:
             output = gather_features(

@@ -16,6 +16,9 @@ x, so its gradient is summed there; OLMo 2's norm over all heads is split over x
 A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
 serves both, and its gradient is the sum of both uses.
 
+With sequence parallelism the tokens of the residual stream are split over x (``axo.nn.sequence``): they are gathered
+before attention, before the MLP and after ln_f. The length of a batch must divide over x: no generation token by token.
+
 Not here, refused by name: query groups that neither divide over x nor divide it, mixtures of experts, latent attention,
 LoRA, adapters, quantised layers.
 """
@@ -29,6 +32,7 @@ import torch
 from torch import nn
 
 from axo.nn import RMSNorm
+from axo.nn.sequence import GatherTokens
 from axo.placement import check_divides
 from axo.plans.heads import kv_copies
 from axo.plans.replace import Replacer, check_exact
@@ -61,8 +65,11 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
     for index, block in enumerate(gpt.transformer.h):
         _replace_block(block, f"transformer.h.{index}", replacer)
-    _replace_norm(gpt.transformer, "ln_f", "transformer.ln_f", replacer)
+    split_tokens: dict[str, Any] = {"sum_grad_over": ("x",)} if replacer.sequence_parallel else {}
+    _replace_norm(gpt.transformer, "ln_f", "transformer.ln_f", replacer, **split_tokens)
     replacer.linear(gpt, "lm_head", "lm_head", uneven_out=True, gather_output=gather_logits)
+    if replacer.sequence_parallel:
+        gpt.transformer.ln_f.register_forward_hook(GatherTokens(replacer.comms))
     if tied:
         gpt.lm_head.weight = gpt.transformer.wte.weight
     _move_buffers(gpt, replacer.comms.device)
@@ -111,9 +118,14 @@ def check(model: nn.Module, comms: Any) -> None:
 
 def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
     attn, mlp, config = block.attn, block.mlp, block.config
+    split_tokens: dict[str, Any] = {}
+    if replacer.sequence_parallel:
+        split_tokens = {"sum_grad_over": ("x",)}
+        for part in (attn, mlp):
+            part.register_forward_pre_hook(GatherTokens(replacer.comms))
     for norm in ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm"):
         if not isinstance(getattr(block, norm), nn.Identity | None):
-            _replace_norm(block, norm, f"{name}.{norm}", replacer)
+            _replace_norm(block, norm, f"{name}.{norm}", replacer, **split_tokens)
     sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
     parts = replacer.comms.grid.x
     copies = kv_copies(name, "n_query_groups", config.n_query_groups, parts)

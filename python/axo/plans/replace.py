@@ -23,12 +23,21 @@ class Replacer:
         comms: The communicators of the grid.
         grad_reduce: Given to every layer.
         gather_cache: Given to every linear layer.
+        sequence_parallel: Given to every linear layer and embedding; norms of split tokens sum gradients over x.
     """
 
-    def __init__(self, comms: Any, *, grad_reduce: str = "mean", gather_cache: str = "all") -> None:
+    def __init__(
+        self,
+        comms: Any,
+        *,
+        grad_reduce: str = "mean",
+        gather_cache: str = "all",
+        sequence_parallel: bool = False,
+    ) -> None:
         self.comms = comms
         self.grad_reduce = grad_reduce
         self.gather_cache = gather_cache
+        self.sequence_parallel = sequence_parallel and comms.grid.x > 1
 
     def linear(self, parent: nn.Module, child: str, name: str, *, transposed: bool = False, **options: Any) -> None:
         """Replace ``parent.child``, an ``nn.Linear``; ``options`` are keyword arguments of :class:`axo.nn.Linear`."""
@@ -43,6 +52,7 @@ class Replacer:
             transposed=transposed,
             grad_reduce=self.grad_reduce,
             gather_cache=self.gather_cache,
+            sequence_parallel=self.sequence_parallel,
             name=name,
             **options,
         )
@@ -63,6 +73,7 @@ class Replacer:
             old.weight.dtype,
             comms=self.comms,
             grad_reduce=self.grad_reduce,
+            sequence_parallel=self.sequence_parallel,
             name=name,
         )
         self.put(parent, child, new)

@@ -1,0 +1,123 @@
+"""Sequence parallelism: between a transposed and a normal layer, tokens are split over the axis that replicated them.
+
+Without it a transposed layer all-reduces its output over x, and a normal layer the gradient of its input; what lies
+between (residual sums, norms, dropout) is computed by all x ranks alike. With it
+
+    scatter_sequence   [b, s, h] partial sums -> [b, s/Gx, h] sums     reduce-scatter; backward all-gather
+    gather_sequence    [b, s/Gx, h] -> [b, s, h]                       all-gather; backward reduce-scatter
+
+take the place of the two all-reduces: the same bytes on a ring, and what lies between keeps 1/Gx of the activations and
+does 1/Gx of the work. Weights used there (norms, the transposed layer's bias) see a part of the tokens on each x rank,
+so their gradients are summed over x too; dropout masks differ over x, ``Dropout(split=("x", "y", "z", "data"))``.
+
+Source: "Reducing Activation Recomputation in Large Transformer Models" (arXiv:2205.05198), section 4.2.2. Not here:
+sequences that do not divide over x (refused), and so generation token by token; attention over a split sequence.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from axo.matmul.exchange import Exchange
+from axo.matmul.local import compute_dtype
+from axo.matmul.product import refuse_create_graph
+from axo.placement import check_divides
+
+
+def gather_sequence(tensor: torch.Tensor, comms: Any, axis: str = "x") -> torch.Tensor:
+    """Gather tokens over ``axis``, in the dtype of autocast: (..., s/G, h) -> (..., s, h); backward reduce-scatters."""
+    if comms.grid.size(axis) == 1:
+        return tensor
+    return _Gather.apply(tensor.to(compute_dtype(tensor)), comms, axis)
+
+
+def scatter_sequence(tensor: torch.Tensor, comms: Any, axis: str = "x", *, owner: str = "Linear") -> torch.Tensor:
+    """Add up partial sums and keep this rank's tokens: (..., s, h) -> (..., s/G, h); backward all-gathers.
+
+    Raises:
+        ValueError: The tokens do not divide over ``axis``.
+    """
+    if comms.grid.size(axis) == 1:
+        return tensor
+    if tensor.dim() < 2:
+        raise ValueError(f"{owner}: sequence parallelism wants (..., tokens, features), got {tuple(tensor.shape)}")
+    check_divides(owner, "sequence length", tensor.shape[-2], axis, comms.grid.size(axis))
+    return _Scatter.apply(tensor, comms, axis)
+
+
+class GatherTokens:
+    """A forward hook, before a module or after it, that gathers the tokens of its first argument or of its output."""
+
+    def __init__(self, comms: Any) -> None:
+        self.comms = comms
+
+    def __call__(self, module: Any, args: tuple[Any, ...], *output: torch.Tensor) -> Any:
+        if output:
+            return gather_sequence(output[0], self.comms)
+        return (gather_sequence(args[0], self.comms), *args[1:])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GatherTokens:
+        return self
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+        ctx.comms, ctx.axis = comms, axis
+        return _all_gather(tensor, comms, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("gather_sequence")
+        return _reduce_scatter(grad, ctx.comms, ctx.axis), None, None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+        ctx.comms, ctx.axis = comms, axis
+        return _reduce_scatter(tensor, comms, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("scatter_sequence")
+        return _all_gather(grad, ctx.comms, ctx.axis), None, None
+
+
+def _all_gather(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+    parts, tokens, features = comms.grid.size(axis), tensor.shape[-2], tensor.shape[-1]
+    batch = tensor.shape[:-2].numel()
+    gathered = comms.axis(axis).all_gather(tensor.reshape(batch, tokens, features).contiguous())
+    whole = gathered.view(parts, batch, tokens, features).transpose(0, 1)
+    return whole.reshape(*tensor.shape[:-2], parts * tokens, features)
+
+
+def _reduce_scatter(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+    parts, tokens, features = comms.grid.size(axis), tensor.shape[-2] // comms.grid.size(axis), tensor.shape[-1]
+    batch = tensor.shape[:-2].numel()
+    by_rank = tensor.reshape(batch, parts, tokens, features).transpose(0, 1).reshape(parts * batch, tokens, features)
+    mine = comms.axis(axis).reduce_scatter(by_rank.contiguous())
+    return mine.view(*tensor.shape[:-2], tokens, features)
+
+
+def add_bias(output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str = "x") -> torch.Tensor:
+    """Add a bias to tokens that are split over ``axis``: its gradient is summed over that axis too."""
+    return _AddBias.apply(output, bias, exchange, axis)
+
+
+class _AddBias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str) -> torch.Tensor:
+        ctx.exchange, ctx.axis, ctx.bias_dtype = exchange, axis, bias.dtype
+        return output + bias.to(output.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("Linear")
+        grad_bias = None
+        if ctx.needs_input_grad[1]:
+            mine = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
+            grad_bias = ctx.exchange.start_gradient(mine, (ctx.axis,)).wait()
+        return grad, grad_bias, None, None
