@@ -45,7 +45,8 @@ soak: $(V)/.built
 	AXO_SOAK=10 AXO_TEST_SECONDS=3600 $(MAKE) --no-print-directory -s -C csrc/tests test FILTER=soak
 	$(PYTEST) -m soak -ra -s $(ARGS)
 
-# Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,061 cases).
+# Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,201 cases).
+# Half an hour or more on two cores; ARGS="--seconds 500" stops early, and the same command again goes on from there.
 compile-matrix: $(V)/.built
 	$(V)/bin/python -m axo_kernels.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 

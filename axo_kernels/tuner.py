@@ -26,7 +26,7 @@ from axo_kernels import device as devices
 from axo_kernels.cache import Cache
 from axo_kernels.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices
 from axo_kernels.comm import FusedCommunicator, gather_max
-from axo_kernels.layout import Product, product_of, stored_shapes
+from axo_kernels.layout import Product, laid_out, product_of, stored_shapes
 from axo_kernels.runners import SHORTEST, Run, run_fused, runner
 from axo_kernels.timing import paired, relative_error
 
@@ -40,14 +40,14 @@ _LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 @dataclass(frozen=True)
 class LayerChoice:
     """The three products of a layer, with the weight stored ``[out, in]`` or transposed, whichever is faster
-    together."""
+    together; ``seconds`` of the three as chosen, ``baseline`` with the weight stored ``[out, in]``, as torch does."""
 
     transposed: bool
     forward: Choice
     grad_input: Choice
     grad_weight: Choice
     seconds: float
-    other_seconds: float
+    baseline: float
 
 
 class Tuner:
@@ -174,18 +174,40 @@ class Tuner:
     def layer(
         self, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
     ) -> LayerChoice:
-        """Choose how to store a weight: by the sum of the layer's three products."""
+        """Choose how to store a weight: by the layer's three products together, timed in turns for both storages."""
         m, n, k = rows, out_features, in_features
-        shapes = (
-            (("NT", m, n, k), ("NN", m, k, n), ("TN", n, k, m)),  # stored [out, in]
-            (("NN", m, n, k), ("NT", m, k, n), ("TN", k, n, m)),  # stored [in, out]
+        shapes = {
+            "NT": (("NT", m, n, k), ("NN", m, k, n), ("TN", n, k, m)),  # stored [out, in]
+            "NN": (("NN", m, n, k), ("NT", m, k, n), ("TN", k, n, m)),  # stored [in, out]
+        }
+        chosen = {
+            layout: [self.choose(Product(*shape, dtype), device) for shape in triple]
+            for layout, triple in shapes.items()
+        }
+        made: dict[str, torch.Tensor] = {}
+
+        def step(choice: Choice, operands: list[torch.Tensor]) -> torch.Tensor:
+            """Forward, gradient of the input, gradient of the weight."""
+            rows, weight = operands
+            if not made:
+                made.update(NT=weight, NN=laid_out(weight), grad=torch.randn(m, n, device=device).to(dtype))
+            weight, grad = made[choice.layout], made["grad"]
+            forward, grad_input, grad_weight = (
+                runner(each, shape[0]) for each, shape in zip(chosen[choice.layout], shapes[choice.layout], strict=True)
+            )
+            grad_input(grad, weight)
+            grad_weight(*((grad, rows) if choice.layout == "NT" else (rows, grad)))
+            return forward(rows, weight)
+
+        found = self._decide(
+            f"layer {m}x{n}x{k} {str(dtype).removeprefix('torch.')}",
+            Product(*shapes["NT"][0], dtype),
+            device,
+            lambda: [Choice("vendor", layout) for layout in shapes],
+            step,
         )
-        chosen = [[self.choose(Product(*shape, dtype), device) for shape in triple] for triple in shapes]
-        straight, transposed = (sum(choice.seconds for choice in triple) for triple in chosen)
-        flip = transposed < (1 - _MARGIN) * straight
-        triple = chosen[flip]
-        mine, other = (transposed, straight) if flip else (straight, transposed)
-        return LayerChoice(flip, triple[0], triple[1], triple[2], mine, other)
+        forward, grad_input, grad_weight = chosen[found.layout]
+        return LayerChoice(found.layout == "NN", forward, grad_input, grad_weight, found.seconds, found.baseline)
 
     # The decision.
     def _cache(self, device: torch.device) -> Cache:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from axo import cli
 from axo.perf.flops import narayanan
@@ -327,3 +328,44 @@ def test_bench_lists_and_refuses(tmp_path: Path) -> None:
     assert code == 0 and lines[0] == "usage: axo bench NAME [ARGUMENTS]"
     code, lines = run_axo("bench", "nothing-like-it")
     assert code == 2 and lines[0].startswith("axo bench: error: bench: 'nothing-like-it' is not one of")
+
+
+def test_tune_prints_a_table_and_writes_the_cache(tmp_path: Path) -> None:
+    out = tmp_path / "rows.json"
+    small = ["tune", "--model", "gpt-5b", "--grid", "2x2x2x1", "--shrink", "64", "--rows", "128", "--dtype", "float32"]
+    code, lines = run_axo(str(tmp_path), *small, "--json", str(out), main=call_in)
+    assert code == 0 and lines[0].split()[:3] == ["layer", "product", "torch"], lines
+    assert sum("forward" in line or "grad_" in line for line in lines) == 12
+    written = json.loads(out.read_text())
+    assert len(written["products"]) == 16 and written["grid"] == "2x2x2x1"
+    assert f"{written['measured']} products measured" in lines[-2] and str(tmp_path) in lines[-2]
+    assert Path(written["cache"]).parent == tmp_path and json.loads(Path(written["cache"]).read_text())["entries"]
+    code, lines = run_axo(str(tmp_path), *small, main=call_in)
+    assert code == 0 and lines[-1].startswith("0 products measured"), lines
+
+
+def call_in(cache: str, *arguments: str) -> int:
+    """Ranks are forked from the zygote, whose environment is older than the test."""
+    os.environ["AXO_TUNE_CACHE"] = cache
+    torch.set_num_threads(1)
+    return call_main(*arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments, complaint",
+    [
+        (["--model", "gpt-7b"], "model 'gpt-7b' is not one of gpt-5b"),
+        (["--model", "gpt-5b", "--grid", "3x1x1x1"], "in_features=4096 does not divide over 3"),
+        (["--model", "gpt-5b", "--grid", "2x2"], "grid"),
+        (["--model", "gpt-5b", "--device", "cuda"], "0 GPUs are visible; use --device cpu"),
+        (["--model", "gpt-5b", "--device", "abacus"], "use cpu, cuda or cuda:N"),
+        (["--model", "gpt-5b", "--dtype", "int8"], "dtype 'int8' is not one of bfloat16, float16, float32"),
+        (["--model", "gpt-640b", "--rows", "100000000"], "GB are free on cpu; use a larger --grid"),
+        (["--model", "gpt-5b", "--rows", "0"], "--rows 0 is not at least 1"),
+        (["--model", "gpt-5b", "--json", "no/such/folder/x"], "folder 'no/such/folder' does not exist"),
+    ],
+)
+def test_tune_refuses_in_one_line(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(cli.app, ["tune", *arguments])
+    assert result.exit_code == 2 and result.output.count("\n") == 1, result.output
+    assert result.output.startswith("axo tune: error: ") and complaint in result.output

@@ -36,7 +36,7 @@ LEVELS = [
     {"nn"},
     {"data_parallel", "checkpoint", "plans"},
     {"parallelize"},
-    {"models", "data", "report"},
+    {"models", "data", "report", "tune"},
     {"trainer"},
     {"integrations"},
     {"cli"},

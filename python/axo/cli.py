@@ -318,6 +318,7 @@ def _mount(module: str) -> None:
 
 
 _mount("axo.perf.cli")
+_mount("axo.tune")
 
 
 def main() -> None:
