@@ -193,6 +193,11 @@ class FusedCommunicator:
             kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1)
 
     @property
+    def reserved_units(self) -> int:
+        """Multiprocessors that a product which waits or signals leaves to the communication library."""
+        return 4
+
+    @property
     def spins(self) -> int:
         """Reads of a flag before a kernel gives up: about a microsecond each (50 in the interpreter)."""
         return min(2**31 - 1, int(self.timeout * (2e4 if devices.interpreted() else 1e6)))
@@ -265,11 +270,16 @@ class ProcessGroupCommunicator(FusedCommunicator):
 
 
 class AxoCommunicator(FusedCommunicator):
-    """An axo.Communicator, known only by its methods."""
+    """An axo.Communicator, known only by its methods. ``op``: of its reduce-scatters, ``"sum"`` or ``"avg"``."""
 
-    def __init__(self, communicator: Any, timeout: float = 60.0) -> None:
+    def __init__(self, communicator: Any, timeout: float = 60.0, op: str = "sum") -> None:
         super().__init__(communicator.rank, communicator.size, timeout)
         self.communicator = communicator
+        self.op = op
+
+    @property
+    def _decisions(self) -> torch.device:
+        return torch.device(getattr(self.communicator, "device", "cpu"))
 
     def _all_reduce(self, tensor: torch.Tensor) -> Any:
         return self.communicator.all_reduce(tensor, async_op=True)
@@ -278,10 +288,12 @@ class AxoCommunicator(FusedCommunicator):
         return self.communicator.all_gather(tensor, out, async_op=True)
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Any:
-        return self.communicator.reduce_scatter(tensor, out, async_op=True)
+        return self.communicator.reduce_scatter(tensor, out, self.op, async_op=True)
 
     def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
-        self.communicator.broadcast(data, root)
+        carried = data.to(self._decisions)
+        self.communicator.broadcast(carried, root)
+        data.copy_(carried)
 
 
 class SoloCommunicator(FusedCommunicator):
@@ -331,6 +343,10 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
             f"adapt: {type(communicator).__name__} has no {', '.join(missing)}; give an axo.Communicator or a "
             f"torch.distributed.ProcessGroup"
         )
+    if hasattr(communicator, "wait_flag"):
+        from axo_kernels.device_comm import DeviceAxoCommunicator
+
+        return DeviceAxoCommunicator(communicator, timeout)
     return AxoCommunicator(communicator, timeout)
 
 

@@ -19,9 +19,6 @@ from axo_kernels.schedule import NO_FLAG, Schedule, Segment, tile_table
 from axo_kernels.tiles import Config, default_config, shrink
 from axo_kernels.workspace import Workspace
 
-# Multiprocessors that a signalling product leaves to the communication library.
-RESERVED_UNITS = 4
-
 
 def produce(
     a: torch.Tensor,
@@ -107,7 +104,7 @@ def launch_segments(
     other_size = product.m if along_n else product.n
     tiles = tile_table(schedule, block, -(-other_size // across))
     table, width = workspace.table(tiles)
-    reserved = RESERVED_UNITS if target.units > 4 * RESERVED_UNITS else 0
+    reserved = comm.reserved_units if target.units > 4 * comm.reserved_units else 0
     programs = max(1, min(tiles.total, target.units - reserved))
     a_transposed, b_transposed = product.layout == "TN", product.layout == "NT"
     first, second = left, right

@@ -101,6 +101,8 @@ class Config:
             scratch = min(tile * 4, 8192 * self.warps) if wide_epilogue else 0
             return max(1, self.stages - 1) * operands + scratch + 1024
         epilogue = tile // self.parts * (out_itemsize or itemsize) * (2 if wide_epilogue else 1)
+        if self.descriptors and self.block_m < 128 and int(target.arch[3:]) >= 100:
+            epilogue += epilogue // 2 + 256  # tcgen05 lays 64 rows out over 128 lanes
         # fp32 operands of the matrix units (TF32) cannot be transposed on the way there: a second copy
         return self.stages * operands * (2 if itemsize == 4 else 1) + epilogue + 1024
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from axo_kernels.host_stream import SignalTimeout
-from axo_kernels.schedule import NO_FLAG, Schedule, TileTable, reached
+from axo_kernels.schedule import NO_FLAG, Schedule, TileTable, next_epoch, reached
 
 _NEVER = 2**31 - 1
 _TABLE_ROWS = 6
@@ -36,12 +36,16 @@ class Workspace:
         self.epoch = torch.full((1,), first_epoch, dtype=torch.int32, device=device)
         self.status = torch.zeros(4, dtype=torch.int32, device=device)
         self.turn = 0
+        self.count: int | None = first_epoch  # the epoch while the host knows it: replayed graphs advance it too
         self._buffers: dict[Any, torch.Tensor] = {}
         self._tables: dict[Any, torch.Tensor] = {}
 
     def advance(self) -> None:
         """Begin the next operation: a new epoch, the other slot. Wraps around after 2**31 - 1."""
         self.epoch.add_(1)
+        if self.count is not None:
+            captured = self.epoch.is_cuda and torch.cuda.is_current_stream_capturing()
+            self.count = None if captured else next_epoch(self.count)
         self.turn ^= 1
 
     def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -1,0 +1,134 @@
+"""The adapter of a GPU communicator: what it issues, and in which order; against a recorder, since no GPU is here."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from axo_kernels import adapt
+from axo_kernels import device_comm as module
+from axo_kernels.schedule import plan
+from axo_kernels.workspace import Workspace
+
+
+class Recorder:
+    """Has the methods of axo's device communicator; writes down what is called, and how."""
+
+    rank, size, reserved_ctas, stream = 0, 2, 6, 12345
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.log = []
+        self.after_caller = True
+
+    def follow(self):
+        self.log.append("follow")
+
+    @contextmanager
+    def signalled(self):
+        self.after_caller = False
+        yield
+        self.after_caller = True
+
+    def wait_flag(self, flag, value):
+        self.log.append(("wait", flag.storage_offset(), value))
+
+    def write_flag(self, flag, value):
+        self.log.append(("write", flag.storage_offset(), value))
+
+    def _collective(self, name, *arguments, async_op):
+        assert async_op
+        self.log.append((name, self.after_caller, *arguments))
+        return Work(self.log, name)
+
+    def all_reduce(self, tensor, async_op=False):
+        return self._collective("all_reduce", async_op=async_op)
+
+    def all_gather(self, tensor, out, async_op=False):
+        return self._collective("all_gather", async_op=async_op)
+
+    def reduce_scatter(self, tensor, out, op="sum", async_op=False):
+        return self._collective("reduce_scatter", op, async_op=async_op)
+
+    def broadcast(self, tensor, root):
+        raise AssertionError("not asked for")
+
+
+class Work:
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def wait(self):
+        self.log.append(f"wait for {self.name}")
+
+
+class Stream:
+    def __init__(self, log):
+        self.log = log
+
+    def wait_stream(self, other):
+        self.log.append(f"compute waits for stream {other}")
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(module.torch.cuda, "current_stream", lambda device: Stream(recorder.log))
+    monkeypatch.setattr(module.torch.cuda, "ExternalStream", lambda handle, device: handle)
+    return recorder
+
+
+def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
+    comm = adapt(recorder)
+    assert isinstance(comm, module.DeviceAxoCommunicator) and comm.reserved_units == 6
+    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"), first_epoch=2**31 - 1)
+    workspace.advance()
+    assert workspace.count == int(workspace.epoch) == -(2**31), "the host's epoch wraps as the device's does"
+    tensor = torch.zeros(4)
+    comm.all_reduce(tensor)  # outside: follows the compute stream
+    comm.fork(torch.device("cuda", 0))
+    for chunk in (0, 1):
+        comm.wait_flag(workspace, chunk)
+        comm.all_reduce(tensor)
+    comm.join()
+    expected = [("all_reduce", True), "follow"]
+    for chunk in (0, 1):
+        expected += [("wait", chunk, -(2**31)), ("all_reduce", False)]
+    expected += ["wait for all_reduce"] * 2 + ["compute waits for stream 12345"]
+    assert recorder.log == expected
+
+
+def test_flags_are_written_after_the_collective_and_means_stay_means(recorder):
+    comm = module.DeviceAxoCommunicator(recorder, op="avg")
+    workspace = Workspace("op", plan("all_gather", 4, 1, 0, 2), torch.device("cpu"))
+    workspace.advance()
+    comm.fork(torch.device("cuda", 0))
+    comm.all_gather(torch.zeros(8), torch.zeros(4))
+    comm.write_flag(workspace, 0)
+    comm.reduce_scatter(torch.zeros(4), torch.zeros(8))
+    comm.join()
+    assert recorder.log[1:4] == [("all_gather", False), ("write", 0, 1), ("reduce_scatter", False, "avg")]
+
+
+def test_after_a_capture_the_epoch_is_read_on_the_device(recorder, monkeypatch):
+    """A replayed graph advances the epoch behind the host's back: the driver must not be given the host's."""
+    launched = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *arguments, **options: launched.append(arguments[1])
+
+    class Kernels:
+        wait_flag_kernel = write_flag_kernel = Kernel()
+
+    monkeypatch.setattr(module.devices, "signal_kernels", lambda: Kernels)
+    monkeypatch.setattr(module.torch.cuda, "stream", lambda stream: contextmanager(lambda: iter([None]))())
+    comm = adapt(recorder)
+    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
+    workspace.count = None  # what advance() does in a capture
+    workspace.advance()
+    assert workspace.count is None
+    comm.fork(torch.device("cuda", 0))
+    comm.wait_flag(workspace, 0)
+    comm.write_flag(workspace, 1)
+    assert launched == [workspace.epoch] * 2 and recorder.log == ["follow"]
