@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import shutil
@@ -14,6 +15,7 @@ import torch
 from litgpt.config import Config
 from litgpt.model import GPT
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
 
 import axo
 from axo.checkpoint import consolidate, latest, load, save
@@ -22,7 +24,7 @@ from tests import gpt
 from tests.launcher import run_ranks
 from tests.nn.support import mean_over_data_ranks, my_rows
 
-# Eight query groups, so that x=8 splits q, k and v; a bias, so that a fused vector is there too; 101 logits over x.
+# A bias, so that a fused vector is there too; 101 logits over x.
 MODEL = gpt.LLAMA | {"n_layer": 1, "n_query_groups": 8, "bias": True}
 
 
@@ -328,3 +330,25 @@ def test_bad_input_is_one_error_on_every_rank(saved: tuple, tmp_path: Path) -> N
     ):
         assert expected in message
     assert "transformer.wte.weight is [101, 64] there and [101, 32] here" in first[0]
+
+
+def save_shared(folder: str) -> dict[str, torch.Tensor]:
+    comms = axo.connect("2x1x2x1")
+    model: Any = GPT(Config(**MODEL | {"n_query_groups": 1}))
+    model.lm_head.weight = model.transformer.wte.weight
+    axo.parallelize(model, comms)
+    save(folder, model)
+    return {name: axo.unshard(parameter.detach(), parameter.placement) for name, parameter in model.named_parameters()}
+
+
+def test_shared_heads_and_tied_weights_are_written_once(tmp_path: Path) -> None:
+    """One key-value head on two ranks of x; the head's weight is the embedding's."""
+    state = run_ranks(save_shared, 4, str(tmp_path))[0]
+    whole = torch.load(consolidate(tmp_path, tmp_path / "m.pth"), weights_only=True)
+    assert whole["lm_head.weight"] is whole["transformer.wte.weight"] or torch.equal(
+        whole["lm_head.weight"], whole["transformer.wte.weight"]
+    )
+    equal({name: whole[name] for name in state}, state)
+    saved = FileSystemReader(tmp_path / name_of(0)).read_metadata().state_dict_metadata
+    boxes = [chunk.sizes for entry in saved.values() for chunk in getattr(entry, "chunks", ())]
+    assert sum(map(math.prod, boxes)) == sum(tensor.numel() for tensor in state.values())

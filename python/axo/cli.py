@@ -97,6 +97,20 @@ def train(
         str, typer.Option(metavar="DIR", help="Where the log and the plot go.", rich_help_panel="Output")
     ] = "runs/train",
     log_every: Annotated[int, typer.Option(help="Steps between lines of the log.", rich_help_panel="Output")] = 1,
+    save_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints, in DIR/checkpoints; 0: none.", rich_help_panel="Output")
+    ] = 0,
+    keep: Annotated[int, typer.Option(help="Checkpoints that stay.", rich_help_panel="Output")] = 2,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[auto|DIR]", help="Go on from the newest checkpoint of --out, or DIR.", rich_help_panel="Output"
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Write a chrome trace of a step, and a PNG.", rich_help_panel="Output"),
+    ] = None,
     peak_tflops: Annotated[
         float | None, typer.Option(help="Dense peak of a rank's device, for MFU.", rich_help_panel="Output")
     ] = None,
@@ -146,6 +160,10 @@ def train(
             out=out,
             log_every=log_every,
             peak_tflops=peak_tflops,
+            save_every=save_every,
+            keep=keep,
+            resume=resume,
+            trace=trace,
             compare_serial=compare_serial,
         )
         outcome = run(config)
@@ -159,6 +177,11 @@ def _tell(outcome: Any, expect_drop: float | None) -> bool:
 
     seconds = f"{outcome.seconds:.0f} s" + (f", serial {outcome.serial_seconds:.0f} s" if outcome.serial else "")
     _say(f"log {outcome.log} · loss curve {outcome.plot} · training {seconds}")
+    if outcome.checkpoint is not None:
+        _say(f"checkpoint {outcome.checkpoint}")
+    if outcome.stopped:
+        _say(f"stopped by SIGTERM after {len(outcome.losses)} steps; go on with --resume auto")
+        return True
     line = (
         f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "
         f"{len(outcome.losses)} steps, {outcome.drop:.3f} nats under "
@@ -171,6 +194,19 @@ def _tell(outcome: Any, expect_drop: float | None) -> bool:
     if outcome.parity is not None:
         _say(str(outcome.parity))
     return fell and (outcome.parity is None or outcome.parity.ok)
+
+
+@app.command()
+def consolidate(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint, a folder of them, or a plain file.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A .pth or .safetensors file; from a file: a folder.")],
+    optimizer: Annotated[bool, typer.Option("--optimizer", help="The optimizer's state_dict too (.pth).")] = False,
+) -> None:
+    """Write a sharded checkpoint as one plain state_dict, or a plain one as a checkpoint."""
+    with _one_message("consolidate"):
+        from axo import checkpoint
+
+        _say(f"wrote {checkpoint.consolidate(source, out, optimizer=optimizer)}")
 
 
 @app.command()
@@ -323,7 +359,15 @@ _mount("axo.tune")
 
 def main() -> None:
     """Entry point of the command."""
-    app()
+    app(args=_with_auto(sys.argv[1:]))
+
+
+def _with_auto(arguments: list[str]) -> list[str]:
+    """Let ``--resume`` alone mean ``--resume auto``: an option with an optional value, which typer does not have."""
+    found = []
+    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+        found += [argument, "auto"] if argument == "--resume" and after.startswith("-") else [argument]
+    return found
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ after its imports, so eight of them cost little; that is safe only because this 
 operation and each rank sets its thread count before anything else. With a GPU they are spawned.
 
 Each rank that fails writes a report; of several the cause is shown, not its consequences: first an error of the rank's
-own, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks.
+own, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks; with
+``launch_local(..., terminate=True)`` SIGTERM is passed on to them, and they end in their own time (``Termination``).
 Under torchrun nothing is launched: the process is a rank already.
 """
 
@@ -70,8 +71,40 @@ def set_threads(threads: int, local_ranks: int) -> None:
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
 
 
-def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: bool = True) -> Any:
+class Termination:
+    """A context of a rank in which the first SIGTERM is only noted; a second one ends the process.
+
+    Attributes:
+        asked: Whether it has come.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __enter__(self) -> Termination:
+        signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def launch_local(
+    function: Callable[..., Any], ranks: int, *args: Any, fork: bool = True, terminate: bool = False
+) -> Any:
     """Run ``function(*args)`` on ``ranks`` new local ranks; return what rank 0 returned.
+
+    Args:
+        function: Runs on each rank.
+        ranks: How many.
+        args: For the function.
+        fork: Fork the ranks; else spawn them.
+        terminate: Pass SIGTERM on to the ranks and wait for them, as they end with :class:`Termination`; call it on
+            the main thread then.
 
     Raises:
         RankFailed: A rank raised or died; all others have been ended.
@@ -96,8 +129,10 @@ def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: boo
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
             shutdown_timeout=_GRACE_SECONDS,
+            signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if terminate else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
+        before = signal.signal(signal.SIGTERM, lambda *_: _pass_on(Path(reports))) if terminate else None
         try:
             return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
@@ -105,12 +140,25 @@ def launch_local(function: Callable[..., Any], ranks: int, *args: Any, fork: boo
             raise _cause(_read_reports(Path(reports)), failures) from None
         except SignalException as error:
             raise KeyboardInterrupt(str(error)) from None
+        finally:
+            if terminate:
+                signal.signal(signal.SIGTERM, before)
+
+
+def _pass_on(reports: Path) -> None:
+    """Send SIGTERM to the ranks that live. Each has left its process id in ``reports``."""
+    for file in reports.glob("*.pid"):
+        try:
+            os.kill(int(file.stem), signal.SIGTERM)
+        except ProcessLookupError:
+            pass
 
 
 def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     # The default action ends a rank even while it is blocked outside of Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    Path(reports, f"{os.getpid()}.pid").touch()
     try:
         return function(*args)
     except Exception as error:

@@ -21,6 +21,7 @@ and generators to entries and back), ``folder`` (names, newest, pruning), ``writ
 from axo.checkpoint.convert import consolidate
 from axo.checkpoint.folder import latest
 from axo.checkpoint.reader import Loaded, load
+from axo.checkpoint.together import share_path
 from axo.checkpoint.writer import CheckpointError, Save, save
 
-__all__ = ["CheckpointError", "Loaded", "Save", "consolidate", "latest", "load", "save"]
+__all__ = ["CheckpointError", "Loaded", "Save", "consolidate", "latest", "load", "save", "share_path"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,6 +30,11 @@ def share(group: Any, value: Any) -> list[Any]:
     values = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def share_path(comms: Any, path: Path | None) -> Path | None:
+    """Rank 0's path, on every rank."""
+    return share(checkpoint_group(comms), path)[0]
 
 
 def raise_together(group: Any, problem: str) -> None:

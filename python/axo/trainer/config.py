@@ -47,6 +47,10 @@ class TrainConfig:
         out: Folder for the log and the plot.
         log_every: Steps between two lines of the log.
         peak_tflops: Dense peak of one rank's device; None: looked up by the GPU's name, unknown on a CPU.
+        save_every: Save a checkpoint each so many steps, after the last one and on SIGTERM; 0: never.
+        keep: How many checkpoints stay.
+        resume: Go on from a checkpoint: ``auto`` (the newest of ``out``; from the start if it has none) or a folder.
+        trace: Write a chrome trace of one step to this file, and its picture beside it.
         compare_serial: Train the same model on one rank without Axo and compare the losses.
     """
 
@@ -76,6 +80,10 @@ class TrainConfig:
     out: str = "runs/train"
     log_every: int = 1
     peak_tflops: float | None = None
+    save_every: int = 0
+    keep: int = 2
+    resume: str | None = None
+    trace: str | None = None
     compare_serial: bool = False
 
     def as_dict(self) -> dict[str, Any]:
@@ -96,6 +104,8 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"train: device={config.device!r} has no transport in this version; use device='cpu'")
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"train: out={config.out} is a file; give a folder")
+    if config.trace is not None and Path(config.trace).is_dir():
+        raise ValueError(f"train: trace={config.trace} is a folder; name a file, such as {config.trace}/trace.json")
     model = models.resolve(config.model, config.model_overrides)
     models.check_sequence(model, config.seq_len)
     rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0))
@@ -135,6 +145,8 @@ def _check_numbers(config: TrainConfig) -> None:
         "seed": (0, 2**63 - 1),
         "threads": (0, 4096),
         "log_every": (1, float("inf")),
+        "save_every": (0, float("inf")),
+        "keep": (1, float("inf")),
         "lr": (0, float("inf")),
         "min_lr": (0, config.lr),
         "beta1": (0, 1 - 1e-9),

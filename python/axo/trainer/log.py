@@ -36,13 +36,16 @@ class TrainLog:
         shape: Sizes of its model.
         tokens: Tokens of its text.
         transport: What moves the bytes.
+        start: The first step; above 0 the lines of the steps before it are kept, and another header follows them.
     """
 
-    def __init__(self, config: TrainConfig, shape: models.Shape, tokens: int, transport: str) -> None:
+    def __init__(self, config: TrainConfig, shape: models.Shape, tokens: int, transport: str, start: int = 0) -> None:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
+        kept = _lines_before(self.path, start)
         self._file = open(self.path, "w", encoding="utf-8")
+        self._file.writelines(kept)
         self._ranks = config.grid.world_size
         self._flops = _Flops.of(config, shape)
         device = device_name(config.device)
@@ -59,6 +62,7 @@ class TrainLog:
                 "transport": transport,
                 "device": device,
                 "peak_tflops_a_rank": self._peak,
+                "start": start,
             }
         )
 
@@ -91,6 +95,21 @@ class TrainLog:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _lines_before(path: Path, start: int) -> list[str]:
+    """The lines of an older log that stay when a run goes on from ``start``: headers, and the steps before."""
+    if start == 0 or not path.is_file():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the run was killed while it wrote
+            continue
+        if entry["kind"] == "header" or (entry["kind"] == "step" and entry["step"] < start):
+            kept.append(line)
+    return kept
 
 
 class _Flops:

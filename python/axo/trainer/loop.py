@@ -16,7 +16,7 @@ left to the lines of the log. Not here: files, pictures, terminals (``log``, ``p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,8 @@ _AXES = (*AXES, "world")
 
 @dataclass(frozen=True)
 class Step:
-    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks."""
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks;
+    ``stop`` is whether any rank was asked to end."""
 
     index: int
     loss: float
@@ -49,6 +50,7 @@ class Step:
     seconds: float
     tokens: int
     blocked: dict[str, float]
+    stop: bool = False
 
 
 class Trainer:
@@ -68,10 +70,11 @@ class Trainer:
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
         self.optimizer = build_optimizer(self.model, config)
+        self.asked_to_stop: Callable[[], bool] = lambda: False
 
-    def run(self) -> Iterator[Step]:
-        """Train; yield each step as it ends."""
-        for index in range(self.config.steps):
+    def run(self, start: int = 0) -> Iterator[Step]:
+        """Train from step ``start``; yield each step as it ends."""
+        for index in range(start, self.config.steps):
             yield self.step(index)
 
     def step(self, index: int) -> Step:
@@ -90,7 +93,8 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         total = self._share(
-            [float(loss)] + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
+            [float(loss), float(self.asked_to_stop())]
+            + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
         )
         world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
         step = Step(
@@ -100,7 +104,8 @@ class Trainer:
             grad_norm=float(norm),
             seconds=time.perf_counter() - started,
             tokens=config.batch_size * config.seq_len,
-            blocked={axis: seconds / world for axis, seconds in zip(_AXES, total[1:], strict=True)},
+            blocked={axis: seconds / world for axis, seconds in zip(_AXES, total[2:], strict=True)},
+            stop=total[1] > 0,
         )
         if not torch.isfinite(torch.tensor(step.loss)):
             raise FloatingPointError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from axo.trainer.config import TrainConfig, check, open_batches, open_corpus
 from axo.trainer.log import LOG_NAME, TrainLog
 from axo.trainer.loop import Trainer
 from axo.trainer.progress import Display
+from axo.trainer.resume import Checkpoints, saves
 from axo.trainer.serial import train_serial
 
 _MESSAGE_BYTES = 2048
@@ -31,7 +33,10 @@ TAIL = 10  # steps whose mean loss is a run's result
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one."""
+    """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one.
+
+    ``checkpoint`` is the last one saved; ``stopped`` says that SIGTERM ended the run before its last step.
+    """
 
     losses: list[float]
     seconds: float
@@ -41,6 +46,8 @@ class Outcome:
     serial: list[float] | None = None
     serial_seconds: float = 0.0
     parity: parity.Parity | None = None
+    checkpoint: Path | None = None
+    stopped: bool = False
 
     @property
     def tail_loss(self) -> float:
@@ -65,7 +72,9 @@ def run(config: TrainConfig) -> Outcome | None:
         return train_rank(config)
     check(config)
     open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
-    return launch_local(train_rank, config.grid.world_size, config, fork=config.device == "cpu")
+    return launch_local(
+        train_rank, config.grid.world_size, config, fork=config.device == "cpu", terminate=saves(config)
+    )
 
 
 def train_rank(config: TrainConfig) -> Outcome | None:
@@ -87,10 +96,10 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     with axo.connect(config.grid, device=config.device) as comms:
         agree(comms, problem)
         assert batches is not None
-        losses, seconds = _train(config, comms, batches)
+        training = _train(config, comms, batches)
     if rank.rank != 0:
         return None
-    return _finish(config, batches, losses, seconds)
+    return _finish(config, batches, training)
 
 
 def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
@@ -118,32 +127,47 @@ def agree(comms: axo.Communicators, problem: str) -> None:
         raise ValueError(message if len(wrong) == len(messages) else f"rank {first}: {message}")
 
 
-def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> tuple[list[float], float]:
+@dataclass(frozen=True)
+class _Training:
+    losses: list[float]
+    seconds: float
+    checkpoint: Path | None
+    stopped: bool
+
+
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> _Training:
     trainer = Trainer(config, comms, batches)
-    losses: list[float] = []
-    started = time.perf_counter()
-    if comms.rank != 0:
-        losses.extend(step.loss for step in trainer.run())
-        return losses, time.perf_counter() - started
-    shape = models.shape_of(models.resolve(config.model, config.model_overrides))
-    log = TrainLog(config, shape, batches.tokens, comms.world.transport)
-    with Display(Console(), f"axo {config.grid}", config.steps) as display:
-        for step in trainer.run():
+    checkpoints = Checkpoints(config, trainer)
+    start, losses = checkpoints.resume()
+    log, display = None, None
+    if comms.rank == 0:
+        shape = models.shape_of(models.resolve(config.model, config.model_overrides))
+        log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
+        display = Display(Console(), f"axo {config.grid}", config.steps)
+    started, stopped = time.perf_counter(), False
+    with display or nullcontext(), checkpoints:
+        for step in trainer.run(start):
             losses.append(step.loss)
-            if len(losses) % config.log_every == 0 or len(losses) == config.steps:
+            if log and display and (len(losses) % config.log_every == 0 or len(losses) == config.steps):
                 display.show(len(losses), log.step(step))
+            stopped = step.stop and len(losses) < config.steps
+            checkpoints.after(step, losses)
+            if stopped:
+                break
     seconds = time.perf_counter() - started
-    log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
-    log.close()
-    return losses, seconds
+    if log is not None:
+        log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
+        log.close()
+    return _Training(losses, seconds, checkpoints.last, stopped)
 
 
-def _finish(config: TrainConfig, batches: data.Batches, losses: list[float], seconds: float) -> Outcome:
+def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> Outcome:
+    losses, seconds = training.losses, training.seconds
     out, vocabulary = Path(config.out), batches.vocab_size
     serial: list[float] | None = None
     verdict: parity.Parity | None = None
     started = time.perf_counter()
-    if config.compare_serial:
+    if config.compare_serial and not training.stopped:
         serial = []
         with Display(Console(), "serial", config.steps) as display:
             for loss in train_serial(config, batches):
@@ -169,6 +193,8 @@ def _finish(config: TrainConfig, batches: data.Batches, losses: list[float], sec
         serial=serial,
         serial_seconds=serial_seconds,
         parity=verdict,
+        checkpoint=training.checkpoint,
+        stopped=training.stopped,
     )
 
 
