@@ -86,7 +86,7 @@ def test_sigterm_saves_and_ends_cleanly(text: str, tmp_path: Path) -> None:
     arguments = ["train", "--data", text, "--grid", "2x1x1x1", "--steps", "5", "--batch-size", "4", "--seq-len", "32"]
     arguments += ["--save-every", "100", "--out", str(tmp_path / "out"), "--precision", "32-true"]
     arguments += ["--model-override", "n_layer=1"]
-    first = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    first = subprocess.run([sys.executable, "-c", COMMAND, *arguments], capture_output=True, text=True, timeout=240)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "stopped by SIGTERM after 3 steps; go on with --resume auto" in first.stdout
     assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-00000003"
