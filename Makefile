@@ -52,6 +52,7 @@ compile-matrix: $(V)/.built
 
 gpu: $(V)/.built
 	$(PYTEST) -m gpu -ra $(ARGS)
+	$(V)/bin/axo bench kernels
 
 bench: $(V)/.built
 	$(V)/bin/axo bench collectives $(ARGS)

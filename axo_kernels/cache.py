@@ -40,6 +40,12 @@ class Cache:
             self._entries = self._read()
         return self._entries.get(key)
 
+    def all(self) -> dict[str, dict[str, Any]]:
+        """Every entry."""
+        if self._entries is None:
+            self._entries = self._read()
+        return dict(self._entries)
+
     def put(self, entries: dict[str, dict[str, Any]]) -> None:
         """Add entries and write the file; a folder that cannot be written is only a cache that forgets."""
         merged = self._read() | (self._entries or {}) | entries

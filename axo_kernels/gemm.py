@@ -253,7 +253,8 @@ def launch(
     programs = min(tiles, target.units)
     options = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "NUM_PROGRAMS": programs, "HAS_BIAS": bias is not None, "ACTIVATION": activation or "",
+        # the step of the loop over tiles; not `programs`, since each value of it is compiled
+        "NUM_PROGRAMS": target.units, "HAS_BIAS": bias is not None, "ACTIVATION": activation or "",
         "ACCUMULATE": accumulate,
         "PRECISION": precision(left), "INTERPRETED": devices.interpreted(), "FLATTEN": True,
         "num_warps": config.warps, "num_stages": config.stages,

@@ -105,7 +105,8 @@ def launch_segments(
     tiles = tile_table(schedule, block, -(-other_size // across))
     table, width = workspace.table(tiles)
     reserved = comm.reserved_units if target.units > 4 * comm.reserved_units else 0
-    programs = max(1, min(tiles.total, target.units - reserved))
+    units = target.units - reserved
+    programs = max(1, min(tiles.total, units))
     a_transposed, b_transposed = product.layout == "TN", product.layout == "NT"
     first, second = left, right
     if descriptors:
@@ -119,7 +120,7 @@ def launch_segments(
         left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
         table, workspace.flags, workspace.counters, workspace.epoch, workspace.status, tiles.total, comm.spins,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        NUM_PROGRAMS=programs, SEGMENTS=width, ALONG_N=along_n, WAIT=not schedule.signals, SIGNAL=schedule.signals,
+        NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not schedule.signals, SIGNAL=schedule.signals,
         DESCRIPTORS=descriptors, A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed,
         EVEN_K=product.k % config.block_k == 0, HAS_BIAS=bias is not None, PRECISION=precision(a),
         INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not schedule.signals,

@@ -81,6 +81,7 @@ class Tuner:
         self.budget = budget
         self.measured = 0  # products that this tuner has timed; a warm cache leaves it at 0
         self.calls = 0  # products that went through matmul()
+        self.seen: dict[str, list[tuple[Choice, float]]] = {}  # every right candidate and its time, by product
         self._progress = progress
         self._caches: dict[torch.device, Cache] = {}
         self._given = cache
@@ -210,7 +211,8 @@ class Tuner:
         return LayerChoice(found.layout == "NN", forward, grad_input, grad_weight, found.seconds, found.baseline)
 
     # The decision.
-    def _cache(self, device: torch.device) -> Cache:
+    def cache(self, device: torch.device) -> Cache:
+        """Where the choices for a device are kept."""
         if self._given is not None:
             return self._given
         if device not in self._caches:
@@ -228,7 +230,7 @@ class Tuner:
         known = self._choices.get(name)
         if known is not None:
             return known
-        entry = self._cache(device).get(name)
+        entry = self.cache(device).get(name)
         found = from_json(entry) if entry is not None else None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
@@ -237,7 +239,7 @@ class Tuner:
         if found is None and self.mode == "first-step":
             found = self._measure(name, product, device, list_candidates(), run)
             if self.comm is None or self.comm.rank == 0:
-                self._cache(device).put({name: found.to_json()})
+                self.cache(device).put({name: found.to_json()})
         chosen = self._choices[name] = found or Choice("vendor", product.layout)
         return chosen
 
@@ -265,6 +267,7 @@ class Tuner:
             calls = [partial(run, choice, operands) for choice in right]
             # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
             quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
+            self.seen[name] = list(zip(right, quick, strict=True))
             near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
             rounds = max(5, min(25, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
             timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)

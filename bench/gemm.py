@@ -3,6 +3,8 @@
     axo bench gemm --sizes 1024,2048,4096                    square products (the papers' empirical peak)
     axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
 
+``triton`` is the kernel alone, in the best of the tiles that the tuner tried; ``tuned`` what the tuner chose.
+
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ from axo_kernels.cache import Cache
 from axo_kernels.gemm import vendor_matmul
 from axo_kernels.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.model_shapes import layers, parse_grid
+from axo_kernels.tiles import Config
 from axo_kernels.timing import paired, relative_error
 from axo_kernels.tuner import runner
 
@@ -39,7 +43,16 @@ COLUMNS = {
     "chosen": "s",
 }
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
-PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "MI250X": 191.5e12, "MI300X": 1307e12, "B200": 2250e12}
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "B200": 2250e12,
+    "MI250X": 191.5e12,
+    "MI300X": 1307e12,
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     dtype = getattr(torch, options.dtype)
     products = list(_products(options, dtype))
     if not products:
-        options.sizes = "1024,2048,4096,8192,16384" if device.type == "cuda" else "256,512,1024"
+        options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
         products = list(_products(options, dtype))
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
@@ -89,7 +102,7 @@ def measure(
     products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
 ) -> None:
     """Measure each product into the table; says what it skips for want of memory or of time."""
-    memory = Cache("a bench keeps its own", devices.versions(), Path("/nonexistent"))
+    memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
     started = time.perf_counter()
     for index, product in enumerate(products):
@@ -111,12 +124,13 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         (product.k, product.m) if product.layout == "TN" else (product.m, product.k),
         (product.n, product.k) if product.layout == "NT" else (product.k, product.n),
     )
+    choice = tuner.choose(product, device)  # before the operands: it has its own for a while
     a, b = (torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in shapes)
-    choice = tuner.choose(product, device)
     tuned = runner(choice, product.layout)
     calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout), "tuned": lambda: tuned(a, b)}
     if devices.runs_triton(device) and device.type == "cuda":
-        calls["triton"] = lambda: matmul(a, b, product.layout, backend="triton")
+        config = _best_tile(tuner, product)
+        calls["triton"] = lambda: matmul(a, b, product.layout, backend="triton", config=config)
     other = _cupy(a, b, product)
     if other is not None:
         calls["cupy"] = other
@@ -142,6 +156,14 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )
+
+
+def _best_tile(tuner: Tuner, product: Product) -> Config | None:
+    """Of the tiles that the tuner looked at, the fastest; None: the default one."""
+    tiles = [
+        (seconds, choice.config) for choice, seconds in tuner.seen.get(f"matmul {product.name}", []) if choice.config
+    ]
+    return min(tiles, key=lambda found: found[0])[1] if tiles else None
 
 
 def _name(device: torch.device) -> str:

@@ -1,7 +1,8 @@
 """How much of the communication is hidden behind the product, for each fused operation and strategy.
 
     axo bench overlap --shapes 4096x4096x4096 --shares 0.2,0.4,0.8      communication simulated on one device
-    torchrun --nproc-per-node 4 -m axo_bench.overlap --shapes ...      real ranks (NCCL, or Gloo on CPUs)
+    torchrun --nproc-per-node 4 -m axo_bench.overlap --shapes ...      real ranks (NCCL, or Gloo on CPUs), also several
+                                                                       on one GPU with NCCL 2.30 and MPS
 
 Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
 (axo_kernels.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
@@ -64,9 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="append JSON lines here")
     options = parser.parse_args(arguments)
     real = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    device = torch.device(options.device, int(os.environ.get("LOCAL_RANK", "0")) if options.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = _place(options.device, real)
     comm = None
     if real:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -80,6 +79,31 @@ def main(arguments: list[str] | None = None) -> int:
     if real:
         torch.distributed.destroy_process_group()
     return int(any(not row["right"] for row in table.rows))
+
+
+def _place(kind: str, real: bool) -> torch.device:
+    """The device of this rank; more ranks than GPUs share them, where the library can.
+
+    Raises:
+        SystemExit: It cannot.
+    """
+    if kind != "cuda":
+        return torch.device(kind)
+    rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if real and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus:
+        version = torch.cuda.nccl.version() if torch.version.hip is None else (0,)
+        if version < (2, 30):
+            shown = ".".join(map(str, version))
+            raise SystemExit(
+                f"axo bench overlap: more ranks than the {gpus} GPUs here need NCCL 2.30 (this is {shown}) and MPS; "
+                f"start {gpus} ranks, or one without torchrun to simulate the others"
+            )
+        # The kernels of all ranks must be resident at once: few thread blocks, and NVIDIA's MPS running.
+        for name, value in (("MULTI_RANK_GPU_ENABLE", "1"), ("NVLS_ENABLE", "0"), ("MAX_CTAS", "2")):
+            os.environ.setdefault(f"NCCL_{name}", value)
+    device = torch.device("cuda", rank % gpus)
+    torch.cuda.set_device(device)
+    return device
 
 
 def measure(

@@ -78,8 +78,8 @@ def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
     assert comm.seconds(1e12) == 1.0
 
 
-def run_bench(name, *arguments):
-    command = [sys.executable, "-m", f"bench.{name}", "--device", "cpu", "--rounds", "3", *arguments]
+def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):
+    command = [sys.executable, "-m", f"bench.{name}", *common, *arguments]
     environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
     assert done.returncode == 0, done.stderr
@@ -110,3 +110,16 @@ def test_overlap_bench_reports_efficiency(tmp_path):
         if row["efficiency"] is not None:
             expected = 1 - (row["fused_ms"] - row["gemm_ms"]) / (row["serial_ms"] - row["gemm_ms"])
             assert row["efficiency"] == pytest.approx(expected)
+
+
+@pytest.mark.slow
+def test_the_gpu_script_walks_through_on_a_cpu(tmp_path):
+    """The same code as on a GPU, at toy sizes: every check right, every verdict a line."""
+    run_bench("kernels", "--dry", "--out", str(tmp_path), common=())
+    lines = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
+    verdicts = [line["note"] for line in lines if "verdict" in line]
+    assert "all results right: True" in verdicts and "Triton against the vendor: not measured" in verdicts
+    checks = [line for line in lines if "check" in line]
+    assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1, (
+        "dtypes x layouts x (sizes, epilogues), strategies, rounds"
+    )

@@ -19,11 +19,13 @@ each other's choices; they may run different numbers of steps. The measurement i
 On a grid of one rank torch's autograd runs the layer unless a product is to be computed differently. What is compiled
 by torch.compile, and dtypes that axo_kernels does not take, are torch's own too.
 
-Not here: communication of products (``axo.matmul.product``).
+Not here: communication of products (``axo.matmul.product``), but for fused ones (``axo.matmul.fused``).
 """
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -36,6 +38,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from axo.config import default_of
+from axo.matmul.fused import FusedProducts, Sum, published
 from axo.placement import Placement
 from axo_kernels.choice import Choice
 from axo_kernels.comm import FusedCommunicator, gather_max
@@ -59,16 +62,19 @@ class Products:
         calls: How often each of ``"forward"``, ``"grad_input"``, ``"grad_weight"`` ran here; ``"layer"`` counts the
             calls of a one-rank layer that torch's autograd ran whole.
         tuner: None when off.
+        fused: The products that run with their all-reduce.
     """
 
     def __init__(self, comms: Any) -> None:
-        self.mode = _agreed_mode(comms)
+        self.mode, entries = _agreed(comms)
         self.calls: Counter[str] = Counter()
         self.tuner: Tuner | None = None
         if self.mode != "off":
             ranks = _ModelRanks(comms)
             together = self.mode == "first-step" and ranks.size > 1
             self.tuner = Tuner(self.mode, comm=ranks if together else None, budget=_BUDGET_S)
+        deciding = self.tuner if self.tuner is not None and self.tuner.comm is not None else None
+        self.fused = FusedProducts(comms, deciding, entries)
         self._sites: dict[Any, Choice] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Products:
@@ -109,6 +115,7 @@ class LayerProducts:
         self.products = products_of(comms)
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
+        self._features = _largest_share(comms, placement)
         self._runs: dict[Any, Run] = {}
         self._whole: dict[Any, bool] = {}
 
@@ -129,6 +136,28 @@ class LayerProducts:
         self._calls["grad_weight"] += 1
         run = self._runs.get(("grad_weight", grad.shape, rows.shape, grad.dtype))
         return (run or self._find("grad_weight", grad, rows))(grad, rows, out)
+
+    def fused_forward(self, rows: torch.Tensor, block: torch.Tensor, axis: str | None) -> torch.Tensor | None:
+        """(m, k), (n, k) -> the (m, n) summed over ``axis``; None where the product and its sum are to run apart."""
+        found = self._start("forward", rows, block, axis)
+        return None if found is None else found.wait()
+
+    def start_fused_grad_input(self, grad: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
+        """(m, n), (n, k) -> the (m, k) on its way to the sum over ``axis``; None as above."""
+        return self._start("grad_input", grad, block, axis)
+
+    def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
+        fused = self.products.fused
+        if axis is None or not fused.possible or fused.on(axis).size == 1 or torch.compiler.is_compiling():
+            return None
+        n, k = self._features
+        sizes = (a.shape[0], n, k) if kind == "forward" else (a.shape[0], k, n)
+        product = Product(LAYOUT[kind], *sizes, a.dtype)
+        choice = fused.choice(("fused", kind, a.dtype, *self._site), axis, product, a.device)
+        if choice is None:
+            return None
+        self._calls[kind] += 1
+        return fused.start(choice, a, block, axis, LAYOUT[kind])
 
     def alone(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The layer on a grid of one rank, differentiable: (..., k), (n, k), (n,) -> (..., n)."""
@@ -174,6 +203,13 @@ class LayerProducts:
         _keep_short(self._runs)
         self._runs[kind, a.shape, b.shape, a.dtype] = run
         return run
+
+
+def _largest_share(comms: Any, placement: Placement) -> tuple[int, int]:
+    """The most rows and columns that a rank's block of the weight has: the same on all ranks."""
+    whole, grid = placement.without("z"), comms.grid
+    shapes = [whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)]
+    return max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
 
 
 def _keep_short(found: dict[Any, Any]) -> None:
@@ -246,20 +282,22 @@ class _ModelRanks(FusedCommunicator):
         data.copy_(carried)
 
 
-def _agreed_mode(comms: Any) -> str:
-    """Rank 0's mode. Only the store is used: it asks nobody to be here at the same time."""
+def _agreed(comms: Any) -> tuple[str, dict[str, Any]]:
+    """Rank 0's mode, and what it has on disk of fused products. The store alone is used: nobody has to come now."""
     mode = os.environ.get("AXO_TUNE") or default_of("AXO_TUNE")
-    if comms.grid.world_size > 1:
-        store = dist.PrefixStore("axo/tune", dist.distributed_c10d._get_default_store())
-        # How many grids have had layers in this process: equal on all ranks, since they build the same.
-        key = f"grid{store.add(f'grids/{comms.rank}', 1)}"
-        if comms.rank == 0:
-            store.set(key, mode)
-        store.wait([key], timedelta(seconds=_MEETING_S))
-        mode = store.get(key).decode()
     if mode != "off":
         Tuner(mode)  # refuses what is not a mode
-    return mode
+    if comms.grid.world_size == 1:
+        return mode, {}
+    store = dist.PrefixStore("axo/tune", dist.distributed_c10d._get_default_store())
+    # How many grids have had layers in this process: equal on all ranks, since they build the same.
+    key = f"grid{store.add(f'grids/{comms.rank}', 1)}"
+    if comms.rank == 0:
+        entries = published(Tuner(mode).cache(comms.device).all()) if mode == "cached" else {}
+        store.set(key, json.dumps([mode, entries]))
+    store.wait([key], timedelta(seconds=_MEETING_S))
+    mode, entries = json.loads(store.get(key))
+    return mode, entries
 
 
 def compute_dtype(input: torch.Tensor) -> torch.dtype:

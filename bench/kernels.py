@@ -1,6 +1,9 @@
 """Everything that needs a GPU, in one run of under eight minutes: numbers for the kernels that a CPU cannot give.
 
-    python3 -m bench.device --out results          (from the root of the repository; torch and triton are enough)
+    axo bench kernels --out results
+    python3 -m bench.kernels --out results         (from the root of the repository; torch and triton are enough)
+
+0. Compile: what the sections below will launch, in processes beside each other, into Triton's cache.
 
 1. Right: every kernel, layout and dtype against fp64 on sizes that are odd, small and large; every strategy against the
    serial one; 500 rounds of signalled operations back to back; a flag that is never set.
@@ -14,42 +17,62 @@ same code on a CPU at toy sizes; its times mean nothing.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
 from axo_kernels import SignalTimeout, matmul
 from axo_kernels import device as devices
-from axo_kernels.gemm import matmul_reference
-from axo_kernels.layout import LAYOUTS, Product
+from axo_kernels.gemm import describable, matmul_reference
+from axo_kernels.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.model_shapes import layers
 from axo_kernels.schedule import plan
 from axo_kernels.segments import launch_segments
 from axo_kernels.simulated import SimulatedCommunicator
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.tiles import Config, candidates
 from axo_kernels.timing import relative_error
 
 from . import gemm, overlap
 from .table import Table, environment
 
+CONFIGS = 6  # Triton configurations that the tuner tries for a product
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all sections; returns the number of failed verdicts."""
-    parser = argparse.ArgumentParser(prog="bench.device", description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/device"))
+    parser = argparse.ArgumentParser(prog="axo bench kernels", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
+    parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
+    parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
     options = parser.parse_args(arguments)
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --dry walks through on a CPU")
     device = torch.device("cpu") if options.dry else torch.device("cuda", torch.cuda.current_device())
+    if options.compile:
+        part, parts = (int(number) for number in options.compile.split("/"))
+        compile_part(device, part, parts)
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "device.jsonl"
+    path = options.out / "kernels.jsonl"
     path.unlink(missing_ok=True)
     started = time.perf_counter()
     verdicts: dict[str, bool | str] = {}
+    if not options.dry:
+        compile_ahead(options.jobs, 0.25 * options.seconds)
+        print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(environment(device)))
     table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | environment(device))
     numerics(device, table, options.dry)
@@ -60,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     speed = Table(gemm.COLUMNS, path, {"bench": "gemm"})
-    gemm.measure(_shapes(options.dry), device, speed, 7, 6, 0.55 * (options.seconds - spent))
+    gemm.measure(_shapes(options.dry), device, speed, 7, CONFIGS, 0.55 * (options.seconds - spent))
     verdicts |= _speed_verdicts(speed, device)
 
     spent = time.perf_counter() - started
@@ -79,12 +102,64 @@ def main(arguments: list[str] | None = None) -> int:
     return sum(verdict is False for verdict in verdicts.values())
 
 
-def numerics(device: torch.device, table: Table, dry: bool) -> None:
+def compile_ahead(jobs: int, seconds: float) -> None:
+    """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
+    command = [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", "--compile"]
+    workers = [
+        subprocess.Popen([*command, f"{part}/{jobs}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        for part in range(jobs)
+    ]
+    deadline = time.perf_counter() + seconds
+    for part, worker in enumerate(workers):
+        try:
+            _, said = worker.communicate(timeout=max(0.1, deadline - time.perf_counter()))
+            if worker.returncode:
+                print(f"compiling, part {part}: {said.decode(errors='replace').strip().splitlines()[-1:]}")
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            worker.communicate()
+
+
+def compile_part(device: torch.device, part: int, parts: int) -> None:
+    """Launch every ``parts``-th of what the sections launch, once."""
+    calls: list[Callable[[], object]] = []
+    table = _Silent()
+    pairs = [(dtype, layout) for dtype in LIMITS for layout in LAYOUTS]
+    calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
+    calls += [partial(strategies, device, table, False), partial(rounds, device, table, True)]
+    found: dict[tuple[str, Config], Product] = {}
+    for product in _shapes(False):
+        a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
+        left, right = as_row_major(a, b, product.layout)
+        described = describable(left, right, left.new_empty((product.m, product.n)), False)
+        for config in candidates(devices.target_of(device), product, described)[:CONFIGS]:
+            found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
+    for (layout, config), product in found.items():
+        a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
+        calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
+    for call in calls[part::parts]:
+        with contextlib.suppress(Exception):  # the section itself will say what is wrong
+            call()
+    torch.cuda.synchronize()
+
+
+class _Silent:
+    """Takes a table's rows and shows none."""
+
+    rows: ClassVar[list[dict[str, object]]] = []
+
+    def add(self, **row: object) -> None:
+        pass
+
+
+def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
     """Every layout and dtype, descriptor and pointer sizes, epilogues and accumulation, against fp64."""
     sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
     backend = None if dry else "triton"
     for dtype, limit in LIMITS.items():
         for layout in LAYOUTS:
+            if only is not None and (dtype, layout) not in only:
+                continue
             for m, n, k in sizes:
                 a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
                 b = torch.randn((n, k) if layout == "NT" else (k, n), device=device).to(dtype)
@@ -113,7 +188,7 @@ def numerics(device: torch.device, table: Table, dry: bool) -> None:
                 )
 
 
-def strategies(device: torch.device, table: Table, dry: bool) -> None:
+def strategies(device: torch.device, table: Any, dry: bool) -> None:
     """Split and signal against serial, all operations, chunk counts 1, 2, 4 and 7."""
     m, n, k = (56, 56, 24) if dry else (1792, 3584, 1024)
     comm = SimulatedCommunicator(4, 1e10, device)
@@ -132,7 +207,7 @@ def strategies(device: torch.device, table: Table, dry: bool) -> None:
     comm.check()
 
 
-def rounds(device: torch.device, table: Table, dry: bool) -> None:
+def rounds(device: torch.device, table: Any, dry: bool) -> None:
     """Signalled operations back to back without a synchronize between; whole numbers, so equality is exact."""
     comm = SimulatedCommunicator(2, 1e11, device)
     generator = torch.Generator(device).manual_seed(3)

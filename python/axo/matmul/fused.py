@@ -1,0 +1,112 @@
+"""Products of a layer that run chunk by chunk with their all-reduce, where the tuner measured that as faster.
+
+    forward      O = sum over the in axis  of I W^T     the chunks of O travel while the next are computed
+    grad_input   dI = sum over the out axis of dO W     the same, and the last ones behind the product dW
+
+The ranks of the axis must take the same decision at the same call, so it never hangs on what one rank has on disk:
+``cached`` uses what rank 0 has on disk, which all ranks read when the first layer is built; ``first-step`` measures
+together (``axo.matmul.local``). Sizes that name an entry are equal on the ranks of the axis: rows are not split over x
+and y, features that do not divide count as the largest share.
+
+A layer's own way, product and then all-reduce, is always a candidate and has no entry here when it wins; the engine's
+overlap (``axo.overlap``) then applies as ever. Not here: the reduce-scatter of dW, which the engine buckets over layers
+and hides behind the rest of the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from axo_kernels.choice import FUSED, Choice, from_json, fused_name
+from axo_kernels.comm import FusedCommunicator, adapt, gather_max
+from axo_kernels.layout import DTYPES, Product
+from axo_kernels.runners import fused_arguments
+from axo_kernels.strategies import start_all_reduce
+from axo_kernels.tuner import Tuner
+
+OPERATION = "matmul_all_reduce"
+
+
+class Sum:
+    """A sum over the ranks on its way; ``wait`` gives it."""
+
+    def __init__(self, out: torch.Tensor, finish: Callable[[], None]) -> None:
+        self._out = out
+        self._finish = finish
+
+    def wait(self) -> torch.Tensor:
+        """(m, n), complete."""
+        self._finish()
+        return self._out
+
+
+class FusedProducts:
+    """The fused products of one grid.
+
+    Args:
+        comms: The communicators of the grid.
+        tuner: Decides, when ``first-step`` measures; it holds the ranks of x, y and z.
+        entries: What rank 0 has on disk, by name.
+
+    Attributes:
+        calls: How many products ran fused.
+    """
+
+    def __init__(self, comms: Any, tuner: Tuner | None, entries: dict[str, Any]) -> None:
+        self._comms = comms
+        self._tuner = tuner
+        self._entries = entries
+        self._adapted: dict[str, FusedCommunicator] = {}
+        self._sites: dict[Any, Choice | None] = {}
+        self.calls = 0
+
+    @property
+    def possible(self) -> bool:
+        """Whether any product could be fused at all."""
+        return bool(self._entries) or self._tuner is not None
+
+    def on(self, axis: str) -> FusedCommunicator:
+        """The fused operations' view of an axis; ``on(axis).ran`` tells what ran."""
+        if axis not in self._adapted:
+            self._adapted[axis] = adapt(self._comms.axis(axis))
+        return self._adapted[axis]
+
+    def choice(self, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
+        """How to compute ``product`` summed over ``axis``; None: the product, then the all-reduce.
+
+        ``site`` is what all ranks call it by, ``product`` has the largest share of each size but the rows.
+        """
+        if product.dtype not in DTYPES or not product.flops:
+            return None
+        if self._tuner is None:
+            name = fused_name(OPERATION, "", self._comms.grid.size(axis), product)
+            if name not in self._sites:
+                self._sites[name] = _fused(from_json(self._entries[name]) if name in self._entries else None)
+            found = self._sites[name]
+        else:
+            if site not in self._sites:
+                assert self._tuner.comm is not None
+                m, n, k = (int(size) for size in gather_max(self._tuner.comm, [product.m, product.n, product.k]))
+                largest = replace(product, m=m, n=n, k=k)
+                self._sites[site] = _fused(self._tuner.choose_fused(OPERATION, largest, device, on=self.on(axis)))
+            found = self._sites[site]
+        return found if found is None or found.chunks <= product.m else None
+
+    def start(self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, layout: str) -> Sum:
+        """Begin the product and its sum over ``axis``."""
+        self.calls += 1
+        comm, how = self.on(axis), fused_arguments(choice, layout)
+        return Sum(*start_all_reduce(a, b, comm, layout, choice.strategy, choice.chunks, **how))
+
+
+def _fused(choice: Choice | None) -> Choice | None:
+    return None if choice is None or choice.strategy == "serial" else choice
+
+
+def published(entries: dict[str, Any]) -> dict[str, Any]:
+    """Of what a cache holds, that which all ranks must see alike."""
+    return {name: entry for name, entry in entries.items() if name.split(" ", 1)[0] in FUSED}
