@@ -150,6 +150,8 @@ class LayerProducts:
         fused = self.products.fused
         if axis is None or not fused.possible or fused.on(axis).size == 1 or torch.compiler.is_compiling():
             return None
+        if torch._C._len_torch_dispatch_stack():
+            return None  # a mode, such as selective checkpointing, wants to see the product by itself
         n, k = self._features
         sizes = (a.shape[0], n, k) if kind == "forward" else (a.shape[0], k, n)
         product = Product(LAYOUT[kind], *sizes, a.dtype)
