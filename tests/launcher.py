@@ -79,10 +79,18 @@ class Outcome:
 
 
 def run_ranks(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    preload: tuple[str, ...] = (),
 ) -> list[Any]:
-    """Call ``fn(*args)`` on every rank; return the results in rank order, or fail with the failing rank's traceback."""
-    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, env=env)
+    """Call ``fn(*args)`` on every rank; return the results in rank order, or fail with the failing rank's traceback.
+
+    ``preload`` names modules that take long to import and compute nothing when they are: the zygote imports them.
+    """
+    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, env=env, preload=preload)
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.seconds)
     if failed:
         first = failed[0]
@@ -93,13 +101,19 @@ def run_ranks(
 
 
 def rank_outcomes(
-    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    preload: tuple[str, ...] = (),
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; return how each rank ended, in rank order. Never raises for a rank."""
     global _zygote
     if _zygote is None or not _zygote.alive():
         _zygote = Zygote()
-    return _zygote.run(fn, world_size, args, timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1")), env or {})
+    limit = timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
+    return _zygote.run(fn, world_size, args, limit, env or {}, preload)
 
 
 class Zygote:
@@ -118,7 +132,9 @@ class Zygote:
         self._process.kill()
         self._process.wait()
 
-    def run(self, fn: Any, world_size: int, args: tuple, timeout: float, env: dict[str, str]) -> list[Outcome]:
+    def run(
+        self, fn: Any, world_size: int, args: tuple, timeout: float, env: dict[str, str], preload: tuple[str, ...] = ()
+    ) -> list[Outcome]:
         # One for each job: torch puts no prefix before the keys of a store that it finds running.
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
         job = {
@@ -126,6 +142,7 @@ class Zygote:
             "name": fn.__qualname__,
             "args": pickle.dumps(args),
             "timeout": timeout,
+            "preload": preload,
             "path": sys.path,
             "env": {
                 "WORLD_SIZE": str(world_size),
@@ -168,6 +185,8 @@ def zygote_main() -> None:
     except ImportError:
         pass  # an extra; the tests that need it say so
     while (request := _receive(requests)) is not None:
+        for name in request[1]["preload"]:
+            importlib.import_module(name)  # once, before the fork, instead of once a rank
         _send(answers, _run_job(*request))
 
 

@@ -49,6 +49,7 @@ _PUBLIC = {
     "clip_grad_norm_": "axo.nn.clip",
     "init_weights": "axo.nn.init",
     "parallelize": "axo.parallelize",
+    "plan_report": "axo.plans.report",
 }
 _MODULES = ("grid", "nn", "perf", "matmul", "placement", "models", "data", "trainer", "config", "errors", "checkpoint")
 

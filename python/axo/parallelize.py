@@ -1,7 +1,8 @@
 """Turn a serial model into a parallel one, in place, by a plan that says which layer stands where.
 
-Plans: ``"litgpt"`` (``axo.plans.litgpt``). All ranks call it with the same model; that is checked first, by one small
-collective, so that a difference is an error on every rank and not a hang.
+Plans: ``"litgpt"`` (``axo.plans.litgpt``); ``"auto"`` for any module, and a dict of patterns over it
+(``axo.plans.auto``). All ranks call it with the same model; that is checked first, by one small collective, so that a
+difference is an error on every rank and not a hang.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from axo.plans.replace import Replacer
 
 __all__ = ["init_weights", "parallelize"]
 
-PLANS = ("litgpt",)
+PLANS = ("litgpt", "auto")
 
 
 def parallelize(
     model: nn.Module,
     comms: Any,
-    plan: str = "litgpt",
+    plan: str | dict[str, str] = "litgpt",
     *,
     grad_reduce: str = "mean",
     gather_cache: str = "all",
@@ -40,19 +41,22 @@ def parallelize(
     Args:
         model: A serial model that the plan knows.
         comms: What ``axo.connect`` returned.
-        plan: ``"litgpt"`` for an unmodified ``litgpt.GPT``.
+        plan: ``"litgpt"`` for an unmodified ``litgpt.GPT``; ``"auto"`` for any module, Hugging Face's too; a dict of
+            patterns, such as ``{"*.q_proj": "normal", "lm_head": "replicate"}``, for "auto" with wishes.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
         gather_cache: ``"all"`` keeps weights gathered over z from forward to backward, ``"none"`` gathers them again.
-        gather_logits: Return whole logits on every rank; else the vocabulary stays split over x, for
+        gather_logits: Of plan "litgpt" ("auto" returns whole outputs).
+            Return whole logits on every rank; else the vocabulary stays split over x, for
             ``axo.nn.CrossEntropyLoss``. All ranks along x must then compute the same loss from them.
-        sequence_parallel: Split the tokens of the residual stream over x: norms keep 1/Gx of their activations, for the
+        sequence_parallel: Of plan "litgpt".
+            Split the tokens of the residual stream over x: norms keep 1/Gx of their activations, for the
             same bytes. Sequence lengths must divide over x. Each rank still takes and returns whole sequences.
 
     Raises:
         ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
     """
     for option, value, known in (
-        ("plan", plan, PLANS),
+        ("plan", plan if isinstance(plan, str) else "auto", PLANS),
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
         ("gather_cache", gather_cache, GATHER_CACHE),
     ):
@@ -63,6 +67,12 @@ def parallelize(
             raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
     check_same_model(model, comms)
     replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache, sequence_parallel=sequence_parallel)
+    if plan != "litgpt":
+        if sequence_parallel:
+            raise ValueError("parallelize: sequence_parallel=True is of plan 'litgpt'; plan 'auto' has no such option")
+        from axo.plans import auto
+
+        return auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
     from axo.plans import litgpt
 
     return litgpt.apply(model, replacer, gather_logits=gather_logits)

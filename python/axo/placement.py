@@ -83,6 +83,7 @@ class Placement:
         splits: For each dim the axes that split it, outer to inner. Dims left out are whole.
         blocks: Lengths of the row blocks of dim 0 that its outer axis splits one by one; None: one block.
         comms: The communicators that ``axo.shard`` and ``axo.unshard`` use; no part of equality.
+        block_dim: Which dim the blocks are of: 0, or 1 for a weight that is stored as [in, out].
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
 
     Raises:
@@ -94,6 +95,7 @@ class Placement:
     blocks: tuple[int, ...] | None = None
     comms: Any = field(default=None, compare=False, repr=False)
     copies: tuple[int, ...] | None = None
+    block_dim: int = 0
 
     def __post_init__(self) -> None:
         shape = tuple(int(size) for size in self.global_shape)
@@ -110,11 +112,18 @@ class Placement:
                 raise ValueError(f"Placement: axis {axis} splits twice in {splits}; an axis splits one dim once")
         if self.blocks is not None:
             object.__setattr__(self, "blocks", tuple(self.blocks))
-            if not shape or sum(self.blocks) != shape[0]:
-                raise ValueError(f"Placement: row blocks {self.blocks} do not add up to dim 0 of shape {shape}")
+            if not -1 < self.block_dim < len(shape) or sum(self.blocks) != shape[self.block_dim]:
+                raise ValueError(
+                    f"Placement: row blocks {self.blocks} do not add up to dim {self.block_dim} of shape {shape}"
+                )
         if self.copies is not None:
             object.__setattr__(self, "copies", tuple(self.copies))
-            if len(self.copies) != len(self.blocks or ()) or len({1, *self.copies}) > 2 or min(self.copies) < 1:
+            if (
+                len(self.copies) != len(self.blocks or ())
+                or len({1, *self.copies}) > 2
+                or min(self.copies) < 1
+                or self.block_dim
+            ):
                 raise ValueError(
                     f"Placement: copies={self.copies} must name one count for each of the row blocks {self.blocks}: 1,"
                     " or another that all copied blocks share"
@@ -130,7 +139,9 @@ class Placement:
     def without(self, *axes: str) -> Placement:
         """The same tensor with these axes not splitting it: ``without("z")`` is the block of a weight."""
         kept = tuple(tuple(axis for axis in dim if axis not in axes) for dim in self.splits)
-        if self.splits[:1] and self.splits[0][:1] and self.splits[0][0] in axes:  # nothing splits block by block then
+        if (
+            self.blocks is not None and self.splits[self.block_dim][:1] and self.splits[self.block_dim][0] in axes
+        ):  # nothing splits block by block then
             return replace(self, splits=kept, blocks=None, copies=None)
         return replace(self, splits=kept)
 
@@ -139,7 +150,7 @@ class Placement:
         grid, coords = self._where(grid, coords)
         size = self.global_shape[dim]
         axes = self.splits[dim]
-        if dim == 0 and self.blocks is not None and axes:
+        if dim == self.block_dim and self.blocks is not None and axes:
             ranges, start = [], 0
             for block, (low, high) in zip(self.blocks, self._block_parts(grid, coords), strict=True):
                 ranges.append((start + low, start + high))
@@ -153,12 +164,13 @@ class Placement:
 
     def _block_parts(self, grid: Grid, coords: Coords) -> list[Range]:
         """The part of each row block that the rank holds, counted from the block's start."""
-        ranks, mine = grid.size(self.splits[0][0]), getattr(coords, self.splits[0][0])
+        outer = self.splits[self.block_dim][0]
+        ranks, mine = grid.size(outer), getattr(coords, outer)
         blocks = self.blocks or ()
         parts = []
         for block, copies in zip(blocks, self.copies or (1,) * len(blocks), strict=True):
             if ranks % copies:
-                raise ValueError(f"{self}: {copies} copies do not divide over {self.splits[0][0]}={ranks}")
+                raise ValueError(f"{self}: {copies} copies do not divide over {outer}={ranks}")
             parts.append(chunk_bounds(block, ranks // copies, mine // copies))
         return parts
 

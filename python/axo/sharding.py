@@ -216,10 +216,11 @@ def to_dtensor(parameter: torch.Tensor) -> Any:
     if not isinstance(placement, Placement) or placement.comms is None:
         raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     comms = placement.comms
-    if placement.blocks is not None and any(comms.grid.size(axis) > 1 for axis in placement.splits[0][:1]):
+    outer = placement.splits[placement.block_dim][:1] if placement.blocks is not None else ()
+    if any(comms.grid.size(axis) > 1 for axis in outer):
         raise ValueError(
             f"to_dtensor: a fused parameter, whose row blocks {placement.blocks} are split one by one over"
-            f" {placement.splits[0][0]}={comms.grid.size(placement.splits[0][0])}, is not a DTensor; use axo.unshard"
+            f" {outer[0]}={comms.grid.size(outer[0])}, is not a DTensor; use axo.unshard"
         )
     mesh = comms.checkpoint_mesh
     dim_of = {axis: dim for dim, axes in enumerate(placement.splits) for axis in axes}

@@ -56,12 +56,12 @@ class Dropout(nn.Module):
         if not self.training or self.p == 0.0:
             return input
         keep = 1.0 - self.p
-        mask = torch.empty_like(input, requires_grad=False).bernoulli_(keep, generator=self._generator(input.device))
+        mask = torch.empty_like(input, requires_grad=False).bernoulli_(keep, generator=self.generator(input.device))
         if keep:
             mask.div_(keep)
         return input.mul_(mask) if self.inplace else input * mask
 
-    def _generator(self, device: torch.device) -> torch.Generator:
+    def generator(self, device: torch.device) -> torch.Generator:
         nonce = int(torch.randint(1 << 62, (), dtype=torch.int64, device="cpu"))
         if self._base is None:
             base = torch.tensor([nonce], dtype=torch.int64, device=self.comms.device)

@@ -22,6 +22,7 @@ from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import scatter_sequence
 from axo.placement import Placement, check_divides
+from axo.sharding import gather_features
 
 
 class Embedding(ParallelLayer, nn.Embedding):
@@ -36,6 +37,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         comms: What ``axo.connect`` returned.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
         sequence_parallel: Return this rank's part of the tokens over x, (..., s/Gx, h/Gy) (``axo.nn.sequence``).
+        gather_output: Return all of embedding_dim on every rank; backward takes this rank's slice of the gradient.
         name: How error messages call the layer.
 
     Raises:
@@ -60,6 +62,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         comms: Any,
         grad_reduce: str = "mean",
         sequence_parallel: bool = False,
+        gather_output: bool = False,
         name: str | None = None,
     ) -> None:
         placement = Placement((num_embeddings, embedding_dim), (("x", "z"), ("y",)), comms=comms)
@@ -76,6 +79,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         self.max_norm, self.norm_type = None, norm_type
         self.scale_grad_by_freq = self.sparse = False
         self.exchange = Exchange(comms, placement, grad_reduce)
+        self.gather_output = gather_output
         self.scatters_tokens = sequence_parallel and comms.grid.x > 1
         self.vocabulary = (placement.without("z").ranges(0) or [(num_embeddings, num_embeddings)])[0]
         self._add_parameters(default_device(device, comms), dtype)
@@ -97,7 +101,9 @@ class Embedding(ParallelLayer, nn.Embedding):
             return F.embedding(input, self.weight, self.padding_idx)
         sum_over = None if self.scatters_tokens else "x"
         output = _Lookup.apply(input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over)
-        return scatter_sequence(output, self.comms, owner=self.label()) if self.scatters_tokens else output
+        if self.scatters_tokens:
+            output = scatter_sequence(output, self.comms, owner=self.label())
+        return gather_features(output, self.comms, "y", self.embedding_dim) if self.gather_output else output
 
     def _check_range(self, ids: torch.Tensor) -> None:
         if ids.numel() == 0:

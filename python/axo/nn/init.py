@@ -23,7 +23,7 @@ def source_generator(comms: Any, device: torch.device) -> Iterator[None]:
     if comms.grid.world_size == 1:
         yield
         return
-    read, write = _generator_access(device)
+    read, write = generator_access(device)
     before = read()
     state = before.to(comms.device, copy=True)
     comms.world.broadcast(state, root=0)
@@ -35,7 +35,7 @@ def source_generator(comms: Any, device: torch.device) -> Iterator[None]:
             write(before)
 
 
-def _generator_access(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
+def generator_access(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
     if device.type in ("cpu", "meta"):
         return torch.get_rng_state, torch.set_rng_state
     module = getattr(torch, device.type)

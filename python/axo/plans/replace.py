@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn import Embedding, LayerNorm, Linear
+from axo.nn import Conv2d, Embedding, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
 
 
@@ -58,8 +58,8 @@ class Replacer:
         )
         self.put(parent, child, new)
 
-    def embedding(self, parent: nn.Module, child: str, name: str) -> None:
-        """Replace ``parent.child``, an ``nn.Embedding``."""
+    def embedding(self, parent: nn.Module, child: str, name: str, **options: Any) -> None:
+        """Replace ``parent.child``, an ``nn.Embedding``; ``options`` as for :class:`axo.nn.Embedding`."""
         old = _exactly(parent, child, nn.Embedding, name)
         new = Embedding(
             old.num_embeddings,
@@ -75,6 +75,30 @@ class Replacer:
             grad_reduce=self.grad_reduce,
             sequence_parallel=self.sequence_parallel,
             name=name,
+            **options,
+        )
+        self.put(parent, child, new)
+
+    def conv2d(self, parent: nn.Module, child: str, name: str, **options: Any) -> None:
+        """Replace ``parent.child``, an ``nn.Conv2d``; ``options`` as for :class:`axo.nn.Conv2d`."""
+        old = _exactly(parent, child, nn.Conv2d, name)
+        new = Conv2d(
+            old.in_channels,
+            old.out_channels,
+            old.kernel_size,
+            old.stride,
+            old.padding,
+            old.dilation,
+            old.groups,
+            old.bias is not None,
+            old.padding_mode,
+            "meta",
+            old.weight.dtype,
+            comms=self.comms,
+            grad_reduce=self.grad_reduce,
+            gather_cache=self.gather_cache,
+            name=name,
+            **options,
         )
         self.put(parent, child, new)
 

@@ -1,0 +1,52 @@
+"""Random numbers that agree on ranks which compute the same, for code that draws them from torch's default generator.
+
+A module that is not split (or is split over some axes only) is computed alike by ranks whose own seeds differ. Around
+its forward the default generator is set to a state made of (base, coordinates on the axes that do split it, number of
+the call), as ``axo.nn.Dropout`` makes its own, and put back afterwards. Only in training.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.nn.dropout import Dropout
+from axo.nn.init import generator_access
+
+
+class SharedRandomness:
+    """Forward hooks, before and after a module.
+
+    Args:
+        comms: What ``axo.connect`` returned.
+        split: The axes over which what the module computes is split.
+    """
+
+    def __init__(self, comms: Any, split: tuple[str, ...]) -> None:
+        self._stream = Dropout(0.5, comms=comms, split=split)
+        self._device = comms.device
+        self._states: list[torch.Tensor | None] = []
+
+    def attach(self, module: nn.Module) -> None:
+        """Set the generator around every forward of ``module``."""
+        module.register_forward_pre_hook(self.before)
+        module.register_forward_hook(self.after, always_call=True)
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        if not module.training:
+            self._states.append(None)
+            return
+        read, write = generator_access(self._device)
+        fresh = self._stream.generator(self._device)  # advances the default generator
+        self._states.append(read())
+        write(fresh.get_state())
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        state = self._states.pop() if self._states else None
+        if state is not None:
+            generator_access(self._device)[1](state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedRandomness:
+        return self

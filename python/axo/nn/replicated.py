@@ -1,0 +1,107 @@
+"""Modules that stay serial inside a parallel model: whole weights on every rank, complete gradients.
+
+Every rank along x and y computes the same with them; ranks along z and data see other rows, so gradients are reduced
+over z and data as those of parallel layers are, before they are added to ``.grad``. Values are rank 0's.
+
+A module keeps its class's code: it becomes an instance of a subclass made for it, which re-attaches the reduction to
+parameters that torch makes anew (``to_empty``, ``deepcopy``).
+
+Not here: overlap; each parameter is reduced by itself, when autograd has its gradient. Every rank must use the
+same parameters in each backward.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from axo.matmul.exchange import Exchange
+from axo.placement import Placement
+
+
+class Replicated:
+    """Mixed into the class of a module whose own parameters are whole on every rank."""
+
+    comms: Any
+    exchange: Exchange
+    placements: dict[str, Placement]
+
+    def _attach(self) -> None:
+        """Give each own parameter its placement and the reduction of its gradient."""
+        module: Any = self
+        for name, placement in self.placements.items():
+            parameter = getattr(module, name)
+            if getattr(parameter, "placement", None) is placement:
+                continue
+            parameter.placement = placement
+            wanted = parameter.requires_grad
+            parameter.requires_grad_(True).register_hook(_Reduce(self.exchange))
+            parameter.requires_grad_(wanted)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[misc]
+        self._attach()
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.comms)] = self.comms
+        memo[id(self.exchange)] = self.exchange
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        for parameter in new._parameters.values():  # type: ignore[attr-defined]
+            if parameter is not None:
+                parameter.__dict__.pop("placement", None)
+        new._attach()
+        return new
+
+
+class _Reduce:
+    """A gradient hook: the mean (or sum) over z and data."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self.exchange = exchange
+
+    def __call__(self, grad: torch.Tensor) -> torch.Tensor:
+        if self.exchange.size("z") * self.exchange.size("data") == 1:
+            return grad
+        return self.exchange.start_gradient(grad.clone()).wait()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Reduce:
+        return self
+
+
+def replicate(module: nn.Module, comms: Any, grad_reduce: str = "mean") -> nn.Module:
+    """Keep a module as it is, its own parameters replicated on all ranks with rank 0's values. Every rank must call it.
+
+    A parameter that another module has and that has a placement already (a tied one) is left alone.
+    """
+    own = dict(module.named_parameters(recurse=False))
+    if comms.grid.world_size > 1:
+        for tensor in (*own.values(), *module.buffers(recurse=False)):
+            if not tensor.is_meta:
+                _from_rank_0(tensor, comms)
+    placements = {
+        name: Placement(tuple(parameter.shape), comms=comms)
+        for name, parameter in own.items()
+        if getattr(parameter, "placement", None) is None
+    }
+    if not placements:
+        return module
+    serial = type(module)
+    module.__class__ = type(f"Replicated{serial.__name__}", (Replicated, serial), {"__module__": serial.__module__})
+    kept: Any = module
+    kept.comms, kept.placements = comms, placements
+    kept.exchange = Exchange(comms, Placement((1,), comms=comms), grad_reduce)
+    kept._attach()
+    return module
+
+
+@torch.no_grad()
+def _from_rank_0(tensor: torch.Tensor, comms: Any) -> None:
+    value = tensor.detach().to(comms.device, copy=True).contiguous()
+    if value.numel():
+        tensor.copy_(comms.world.broadcast(value, root=0))

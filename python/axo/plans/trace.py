@@ -1,0 +1,276 @@
+"""Which activations may stay split between layers: what torch.fx can prove about a model's forward.
+
+A *region* is a set of activations that are made by layers, changed by operations that treat every feature alike (or
+keep channels apart), and taken by layers, all of the same width. Nobody else sees them; so each rank may hold its part
+of the features, if all makers split their output and all takers their input over the same axis.
+
+Each module is traced with layers as leaves, in training and in evaluation mode, and so is what its children do; the
+largest modules that can be traced count. Where a module cannot be traced (control flow on values, optional arguments,
+whose absence takes another way), or an activation reaches an operation that is not listed here, nothing is proved and
+activations are whole. Tracing runs the module's Python code, with stand-ins for tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+FEATURES, CHANNELS = "features", "channels"  # the last dim, or the third from the end
+
+_ELEMENTWISE_MODULES = (
+    *(nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.CELU, nn.SELU, nn.LeakyReLU, nn.Softplus),
+    *(nn.Hardswish, nn.Hardtanh, nn.Hardsigmoid, nn.Mish, nn.LogSigmoid, nn.Softsign, nn.Identity, nn.Dropout),
+)
+_CHANNEL_MODULES = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d, nn.Upsample)
+_ELEMENTWISE = {
+    *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos),
+    *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg, torch.abs, torch.exp, torch.square, torch.sqrt),
+    *(
+        torch.relu,
+        torch.tanh,
+        torch.sigmoid,
+        torch.erf,
+        torch.clamp,
+        torch.maximum,
+        torch.minimum,
+        torch.sin,
+        torch.cos,
+    ),
+    *(F.relu, F.relu6, F.gelu, F.silu, F.tanh, F.sigmoid, F.elu, F.celu, F.selu, F.leaky_relu, F.softplus, F.mish),
+    *(F.hardswish, F.hardtanh, F.hardsigmoid, F.logsigmoid, F.softsign),
+}
+_ELEMENTWISE_METHODS = {
+    *("add", "sub", "mul", "div", "pow", "neg", "abs", "exp", "square", "sqrt", "relu", "tanh", "sigmoid", "erf"),
+    *("clamp", "contiguous", "clone", "float"),
+}
+_BY_CHANNEL = {F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What tracing needs to know of a layer: its features in and out, and which dim holds them."""
+
+    into: int | None
+    out: int
+    kind: str = FEATURES
+
+
+@dataclass
+class Region:
+    """Activations that may stay split: the layers that make and take them, their width, dropouts among them."""
+
+    makers: set[nn.Module] = field(default_factory=set)
+    takers: set[nn.Module] = field(default_factory=set)
+    dropouts: set[nn.Module] = field(default_factory=set)
+    width: int = 0
+
+
+def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], opaque: set[nn.Module]) -> list[Region]:
+    """Find the regions of ``model``.
+
+    Args:
+        model: Serial.
+        sizes: The layers that may be split.
+        opaque: Modules that are not looked into.
+    """
+    flow = _Flow(sizes)
+    with torch.random.fork_rng(devices=[]):
+        for root in _roots(model, set(sizes), set(opaque)):
+            for graph in root.graphs:
+                flow.read(graph, root.module)
+    return flow.regions()
+
+
+@dataclass
+class _Root:
+    module: nn.Module
+    graphs: list[fx.Graph]
+
+
+def _roots(module: nn.Module, layers: set[nn.Module], opaque: set[nn.Module]) -> list[_Root]:
+    """The largest traceable modules within ``module``; those that are not traceable join ``opaque``."""
+    if module in layers or module in opaque:
+        return []
+    below = [root for child in module.children() for root in _roots(child, layers, opaque)]
+    if module.__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
+        return below
+    graphs = [_trace(module, layers | opaque, training) for training in (True, False)]
+    found = [graph for graph in graphs if graph is not None]
+    if len(found) == 2:
+        return [_Root(module, found)]
+    opaque.add(module)
+    return below
+
+
+class _Tracer(fx.Tracer):
+    def __init__(self, leaves: set[nn.Module]) -> None:
+        super().__init__()
+        self.leaves = leaves
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return m in self.leaves or super().is_leaf_module(m, module_qualified_name)
+
+
+def _trace(module: nn.Module, leaves: set[nn.Module], training: bool) -> fx.Graph | None:
+    """The graph of ``module`` in one mode; None where tracing it would prove nothing."""
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    if hooks or "forward" in module.__dict__ or not _plain_signature(module):
+        return None
+    modes = {child: child.training for child in module.modules()}
+    try:
+        module.train(training)
+        return _Tracer(leaves).trace(module)
+    except Exception:  # whatever the model's own code raises when it meets a stand-in
+        return None
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+
+
+def _plain_signature(module: nn.Module) -> bool:
+    """Whether forward takes nothing that may be left out: a stand-in would always take the way of what is given."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    return all(p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty for p in parameters)
+
+
+class _Flow:
+    """Union-find over activations. Keys: (graph, node), and (layer, "in" or "out"), shared by all calls of a layer."""
+
+    def __init__(self, sizes: dict[nn.Module, Size]) -> None:
+        self.sizes = sizes
+        self.parent: dict[Any, Any] = {}
+        self.spoilt: set[Any] = set()
+        self.dropouts: list[tuple[Any, nn.Module]] = []
+        self.kinds: dict[Any, str | None] = {}
+        self.order: list[nn.Module] = []
+
+    def find(self, key: Any) -> Any:
+        self.parent.setdefault(key, key)
+        while self.parent[key] != key:
+            self.parent[key] = self.parent[self.parent[key]]
+            key = self.parent[key]
+        return key
+
+    def join(self, a: Any, b: Any) -> None:
+        a, b = self.find(a), self.find(b)
+        if a == b:
+            return
+        self.parent[a] = b
+        if a in self.spoilt:
+            self.spoilt.add(b)
+
+    def spoil(self, *keys: Any) -> None:
+        self.spoilt.update(self.find(key) for key in keys)
+
+    def read(self, graph: fx.Graph, root: nn.Module) -> None:
+        """Add what one graph says."""
+        modules = dict(root.named_modules())
+        for node in graph.nodes:
+            key, inputs = (id(graph), node), [(id(graph), other) for other in node.all_input_nodes]
+            module = modules.get(node.target) if node.op == "call_module" else None
+            if module in self.sizes:
+                self._layer(module, node, key, inputs)
+                continue
+            kind = self._kind_after(node, module, [self.kinds.get(other) for other in inputs])
+            self.kinds[key] = kind
+            if kind is None:
+                self.spoil(key, *inputs)
+                continue
+            for other in inputs:
+                self.join(key, other)
+            if isinstance(module, nn.Dropout):
+                self.dropouts.append((key, module))
+
+    def _layer(self, layer: Any, node: fx.Node, key: Any, inputs: list[Any]) -> None:
+        size = self.sizes[layer]
+        self.order.append(layer)
+        self.join(key, (layer, "out"))
+        self.kinds[key] = size.kind
+        plain = len(node.args) == 1 and len(inputs) == 1 and not node.kwargs
+        if layer._forward_hooks or layer._forward_pre_hooks or not plain:
+            self.spoil(key, (layer, "in"), *inputs)
+        elif size.into is not None:
+            self.join(inputs[0], (layer, "in"))
+            if self.kinds.get(inputs[0]) != size.kind:
+                self.spoil(inputs[0])
+
+    def _kind_after(self, node: fx.Node, module: nn.Module | None, kinds: list[str | None]) -> str | None:
+        """Which dim of the result holds the features, if they are still apart; None: nothing is known."""
+        if not kinds or None in kinds or len(set(kinds)) > 1:
+            return None
+        kind = kinds[0]
+        if node.op == "call_module":
+            if module is None or module._forward_hooks or module._forward_pre_hooks:
+                return None
+            if type(module) in _ELEMENTWISE_MODULES:
+                return kind
+            if kind == CHANNELS and isinstance(module, nn.Flatten):
+                return FEATURES if (module.start_dim, module.end_dim) == (1, -1) else None
+            return kind if kind == CHANNELS and type(module) in _CHANNEL_MODULES else None
+        if node.op == "call_function":
+            known: Callable[..., Any] | str = node.target
+            elementwise, by_channel, name = known in _ELEMENTWISE, known in _BY_CHANNEL, getattr(known, "__name__", "")
+        elif node.op == "call_method":
+            elementwise, by_channel, name = node.target in _ELEMENTWISE_METHODS, False, str(node.target)
+        else:
+            return None
+        if elementwise and _only_numbers(node):
+            return kind
+        if kind != CHANNELS:
+            return None
+        if by_channel:
+            return kind
+        return FEATURES if _flattens(node, name) else None
+
+    def regions(self) -> list[Region]:
+        """The regions whose sizes agree, in the order in which their layers run."""
+        found: dict[Any, Region] = {}
+        for layer in dict.fromkeys(self.order):
+            for side in ("in", "out"):
+                if self.sizes[layer].into is None and side == "in":
+                    continue
+                region = found.setdefault(self.find((layer, side)), Region())
+                (region.takers if side == "in" else region.makers).add(layer)
+        for key, dropout in self.dropouts:
+            home = self.find(key)
+            if home in found:
+                found[home].dropouts.add(dropout)
+        return [region for key, region in found.items() if key not in self.spoilt and self._agree(region)]
+
+    def _agree(self, region: Region) -> bool:
+        widths = {self.sizes[layer].out for layer in region.makers}
+        kinds = {self.sizes[layer].kind for layer in region.makers}
+        if len(widths) != 1 or len(kinds) != 1 or not region.takers:
+            return False
+        (region.width,), (kind,) = widths, kinds
+        for layer in region.takers:
+            size = self.sizes[layer]
+            flattened = kind == CHANNELS and size.kind == FEATURES  # channel by channel: parts stay parts
+            if (size.into or 0) % region.width or (size.into != region.width and not flattened):
+                return False
+        return True
+
+
+def _only_numbers(node: fx.Node) -> bool:
+    """Whether all arguments but activations are numbers, words or None."""
+    plain = (fx.Node, int, float, bool, str, type(None))
+    return all(isinstance(value, plain) for value in (*node.args, *node.kwargs.values()))
+
+
+def _flattens(node: fx.Node, name: str) -> bool:
+    """Whether channels become features: ``flatten(x, 1)``, or the mean over height and width."""
+    options = dict(zip(("input", "start_dim", "end_dim"), node.args, strict=False)) | dict(node.kwargs)
+    if name == "flatten":
+        return bool(options.get("start_dim") == 1 and options.get("end_dim", -1) == -1)
+    if name == "mean":
+        dims = options.get("start_dim", options.get("dim"))
+        pixels = isinstance(dims, tuple | list) and sorted(dims) in ([2, 3], [-2, -1])
+        return bool(pixels and len(node.args) <= 2 and not options.get("keepdim"))
+    return False
