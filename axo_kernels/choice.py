@@ -14,7 +14,8 @@ from axo_kernels.layout import LAYOUTS, Product, as_row_major, relayout, stored_
 from axo_kernels.tiles import Config, candidates, fused_candidates
 
 STRATEGIES = ("serial", "split", "signal")
-FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter")
+# The last is dI's: what has not travelled by the end of the product does so behind the product dW.
+FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_reduce_behind_dw")
 # Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
 _FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
 # Tiles tried for a signalling product, each with every chunk count.

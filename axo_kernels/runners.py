@@ -75,8 +75,10 @@ def run_fused(
     a, b = operands
     arguments = (a, b, comm, stored)
     how = fused_arguments(choice, stored)
-    if operation == "matmul_all_reduce":
+    if operation in ("matmul_all_reduce", "matmul_all_reduce_behind_dw"):
         out, finish = start_all_reduce(*arguments, choice.strategy, choice.chunks, **how)
+        if operation == "matmul_all_reduce_behind_dw":
+            vendor_matmul(a, torch.ones_like(out), "TN")
         finish()
         return out
     if operation == "matmul_reduce_scatter":

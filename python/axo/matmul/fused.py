@@ -8,9 +8,10 @@ The ranks of the axis must take the same decision at the same call, so it never 
 together (``axo.matmul.local``). Sizes that name an entry are equal on the ranks of the axis: rows are not split over x
 and y, features that do not divide count as the largest share.
 
-A layer's own way, product and then all-reduce, is always a candidate and has no entry here when it wins; the engine's
-overlap (``axo.overlap``) then applies as ever. Not here: the reduce-scatter of dW, which the engine buckets over layers
-and hides behind the rest of the backward pass.
+A layer's own way is always a candidate: product and then all-reduce for the forward pass, and for dI what the engine
+does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused.
+
+Not here: the reduce-scatter of dW, which the engine buckets over layers and hides behind the rest of the backward pass.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from axo_kernels.runners import fused_arguments
 from axo_kernels.strategies import start_all_reduce
 from axo_kernels.tuner import Tuner
 
-OPERATION = "matmul_all_reduce"
+OPERATION = {"forward": "matmul_all_reduce", "grad_input": "matmul_all_reduce_behind_dw"}
 
 
 class Sum:
@@ -75,15 +76,16 @@ class FusedProducts:
             self._adapted[axis] = adapt(self._comms.axis(axis))
         return self._adapted[axis]
 
-    def choice(self, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
-        """How to compute ``product`` summed over ``axis``; None: the product, then the all-reduce.
+    def choice(self, kind: str, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
+        """How to compute ``product`` summed over ``axis``; None: the layer's own way.
 
-        ``site`` is what all ranks call it by, ``product`` has the largest share of each size but the rows.
+        ``kind`` is ``"forward"`` or ``"grad_input"``, ``site`` what all ranks call the place by; ``product`` has the
+        largest share of each size but the rows.
         """
         if product.dtype not in DTYPES or not product.flops:
             return None
         if self._tuner is None:
-            name = fused_name(OPERATION, "", self._comms.grid.size(axis), product)
+            name = fused_name(OPERATION[kind], "", self._comms.grid.size(axis), product)
             if name not in self._sites:
                 self._sites[name] = _fused(from_json(self._entries[name]) if name in self._entries else None)
             found = self._sites[name]
@@ -92,7 +94,7 @@ class FusedProducts:
                 assert self._tuner.comm is not None
                 m, n, k = (int(size) for size in gather_max(self._tuner.comm, [product.m, product.n, product.k]))
                 largest = replace(product, m=m, n=n, k=k)
-                self._sites[site] = _fused(self._tuner.choose_fused(OPERATION, largest, device, on=self.on(axis)))
+                self._sites[site] = _fused(self._tuner.choose_fused(OPERATION[kind], largest, device, on=self.on(axis)))
             found = self._sites[site]
         return found if found is None or found.chunks <= product.m else None
 

@@ -155,7 +155,7 @@ class LayerProducts:
         n, k = self._features
         sizes = (a.shape[0], n, k) if kind == "forward" else (a.shape[0], k, n)
         product = Product(LAYOUT[kind], *sizes, a.dtype)
-        choice = fused.choice(("fused", kind, a.dtype, *self._site), axis, product, a.device)
+        choice = fused.choice(kind, ("fused", kind, a.dtype, *self._site), axis, product, a.device)
         if choice is None:
             return None
         self._calls[kind] += 1
