@@ -4,6 +4,9 @@
 // The GIL is released around every call that enters the core, since any of them may wait: for a peer, for a lock, or
 // for the progress thread. Errors. axo::Error and its kinds become axo.errors.*, for torch's own pybind functions too
 // (one set of internals).
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include <condition_variable>
 
 #include "bindings_calls.h"
@@ -135,10 +138,24 @@ void bind_shared_memory(py::module_& m) {
 }  // namespace
 }  // namespace axo
 
+namespace axo {
+namespace {
+
+// Lets Python's signal handlers run while its main thread waits in the core; what they raise ends the wait.
+void run_signal_handlers() {
+  if (::syscall(SYS_gettid) != ::getpid() || !Py_IsInitialized()) return;  // only the main thread handles signals
+  py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace
+}  // namespace axo
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled part of Axo; use axo.collectives and axo.runtime.";
   m.attr("torch_version") = AXO_TORCH_VERSION;
   py::register_exception_translator(&axo::translate);
+  axo::set_interrupt_check(&axo::run_signal_handlers);
   axo::bind_work(m);
   axo::bind_communicator(m);
   axo::bind_shared_memory(m);

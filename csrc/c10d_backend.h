@@ -30,6 +30,7 @@ class C10dStore final : public Store {
  public:
   explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
   void set(const std::string& key, const std::string& value) override;
+  bool has(const std::string& key) override;
   std::string get(const std::string& key, Milliseconds timeout) override;
   void remove(const std::string& key) override;
 

@@ -92,6 +92,14 @@ void C10dStore::set(const std::string& key, const std::string& value) {
   store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
 }
 
+bool C10dStore::has(const std::string& key) {
+  try {
+    return store_->check({key});
+  } catch (const c10::Error& e) {
+    throw Error("rendezvous: the store failed at key '" + key + "': " + e.what_without_backtrace());
+  }
+}
+
 std::string C10dStore::get(const std::string& key, Milliseconds timeout) {
   try {
     store_->wait({key}, timeout < Milliseconds::zero() ? store_->getTimeout() : timeout);

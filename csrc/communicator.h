@@ -5,15 +5,32 @@
 //   against collectives. Operations on different communicators are independent.
 //     right:  every rank: a.all_reduce(s); a.broadcast(t);
 //     wrong:  rank 0: a.all_reduce(s); a.broadcast(t);   rank 1: a.broadcast(t); a.all_reduce(s);   -> Mismatch on all
-// Threads. Calls on one communicator from several threads are safe, but then the program must order them itself.
+//     right:  rank 0: w = a.all_reduce(s); b.barrier(); w.wait();   rank 1: b.barrier(); a.all_reduce(s).wait();
+//     wrong:  the same with two blocking calls: each waits for the other's second -> told on stderr, then Timeout
+// Threads. Calls on one communicator from several threads are safe, but then the program must order them itself: the
+//   order in which two threads come to it must be the same on every rank.
+//     right:  one thread issues, any thread waits.
+//     wrong:  two threads of each rank issue on one communicator without a common order   -> Mismatch, or wrong pairs
 // In place. `in == out` is allowed where the two have the same size; all_gather also takes in == out + rank * count,
 //   reduce_scatter out == in + rank * count, gather / scatter the same at the root. Any other overlap is undefined.
+//     right:  all_reduce(t, t, n, ...);   all_gather(out + rank * n, out, n, ...);
+//     wrong:  all_reduce(t, t + 1, n, ...);   all_gather(out, out, n, ...) at a rank above 0
 // Units. `count` is in elements, of one rank's part where the operation has parts. count == 0 is valid and still an
-//   operation that all ranks must issue.
+//   operation that all ranks must issue. Timeouts are in milliseconds.
+//     right:  reduce_scatter(in, out, n, float32, ...) with size() * n floats in `in` and n in `out`
+//     wrong:  the same with count = size() * n (that reads past `in`), or with n * sizeof(float)
 // Blocking. With CallOptions::blocking the call returns when the operation is complete, with a completed Work.
-// Errors. A wrong argument throws Error before anything is sent. What goes wrong later (PeerLost, Timeout, Mismatch,
-//   Aborted) is thrown by the blocking call or by Work::wait, on every rank that took part, and leaves the communicator
-//   aborted: later calls throw Aborted with the first reason.
+// Errors. A wrong argument throws Error before anything is sent; the communicator stays usable. What goes wrong later
+//   (PeerLost, Timeout, Mismatch, Aborted) is thrown by the blocking call or by Work::wait, on every rank that took
+//   part, and leaves the communicator aborted: later calls throw Aborted with the first reason. Each text names the
+//   operation, its sequence number, the communicator, the rank, what happened at which rank, and how long this one
+//   waited. Other communicators are not affected, unless they need a rank that is lost too.
+//     right:  on PeerLost: drop this communicator, save or report, end the program or connect anew with those who live
+//     wrong:  on PeerLost: try the same communicator again -> Aborted
+// Lifetimes. Buffers must stay as they are until the operation is complete (work.h). A communicator that goes away
+//   while operations are pending lets them finish first, then leaves. After fork the child must not use its parent's.
+//     right:  comm->shutdown(); comm.reset();     right: comm.reset() alone
+//     wrong:  a rank returns from main while a peer still needs it -> that peer's PeerLost says "left" or "died"
 // Devices. A GPU communicator has a stream of its own, ordered after CallOptions::stream (the caller's, at the call).
 //   "Complete" is meant in the order of streams: a blocking call is launched on the caller's stream itself and returns
 //   without holding the host (barrier does hold it), and what the caller enqueues next sees the result.
@@ -86,9 +103,11 @@ class Communicator {
   // gets null.
   virtual std::shared_ptr<Communicator> split(int color, int key, const std::string& name) = 0;
 
-  // Ends every pending operation of this communicator on every rank with Aborted(reason). Idempotent, never blocks.
+  // Ends every pending operation of this communicator on every rank with Aborted(reason), from any thread, also while
+  // another one waits. Idempotent: the first reason stays. Never waits for a peer.
   virtual void abort(const std::string& reason) = 0;
-  // Waits for this rank's pending operations, says "left" to the peers and releases memory. Idempotent.
+  // Waits for this rank's pending operations, says "left" to the peers and releases memory. Idempotent; later calls
+  // throw Error ("is closed"). A peer that still needs this rank gets PeerLost ("left").
   virtual void shutdown() = 0;
 };
 

@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <climits>
 #include <cstring>
 #include <new>
@@ -26,6 +27,7 @@ namespace axo::host {
 namespace {
 
 std::atomic<Engine*> g_engine{nullptr};
+std::atomic<void (*)()> g_interrupt_check{nullptr};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -35,11 +37,13 @@ void pause_cpu() {
 #endif
 }
 
-void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
+// False when a signal handler of the program ran in this thread meanwhile.
+bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
   timespec t{};
   t.tv_sec = static_cast<time_t>(limit.count() / 1000000000);
   t.tv_nsec = static_cast<long>(limit.count() % 1000000000);
-  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &t, nullptr, 0);
+  return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &t, nullptr, 0) == 0 ||
+         errno != EINTR;
 }
 
 // The published data must be visible before the sleeper count is read, and the sleeper's count before it looks at the
@@ -61,6 +65,10 @@ int count_cores() {
 }
 
 }  // namespace
+
+void check_interrupt() {
+  if (const auto check = g_interrupt_check.load()) check();
+}
 
 Process::Process(int page, int heap) : mapping_(map_segment(page, kPageBytes)) {
   page_ = reinterpret_cast<ProcessPage*>(mapping_->base());
@@ -248,13 +256,21 @@ bool Engine::drive(const Client* except, bool check) {
 
 bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline) {
   constexpr int kSpins = 400;
+  constexpr auto kAskPeriod = std::chrono::milliseconds(250);
   if (done()) return true;
   waiters_.fetch_add(1);
   auto& page = *self_->page();
   const int spins = crowded() ? 0 : kSpins;
   int idle = 0;
-  Clock::time_point last_check{};
+  Clock::time_point last_check{}, last_ask{};
   bool finished = false, told = false;
+  const auto end = [&] {
+    if (told) {
+      tell_blocked(nullptr);
+      told_.store(nullptr);
+    }
+    if (waiters_.fetch_sub(1) == 1) watch();
+  };
   for (;;) {
     bool moved = own.progress(false);
     if ((finished = done())) break;
@@ -271,16 +287,33 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
     }
     auto now = Clock::now();
     if (now >= deadline) break;
+    bool signalled = false;
     page.sleepers.fetch_add(1);
     const std::uint32_t ticket = page.bell.load();
     moved = own.progress(false);
     moved |= drive(&own, false);
     if (!moved && !done()) {
-      futex_wait(page.bell, ticket, std::min<std::chrono::nanoseconds>(kTick, deadline - now));
+      signalled = !futex_wait(page.bell, ticket, std::min<std::chrono::nanoseconds>(kTick, deadline - now));
       now = Clock::now();
     }
     page.sleepers.fetch_sub(1);
-    if (last_check == Clock::time_point{}) last_check = now;
+    if (last_check == Clock::time_point{}) last_check = last_ask = now;
+    if (signalled || now - last_ask >= kAskPeriod) {
+      // It may wait for a lock of the program's: the progress thread takes over meanwhile.
+      if (waiters_.fetch_sub(1) == 1) watch();
+      std::exception_ptr interrupt;
+      try {
+        check_interrupt();
+      } catch (...) {
+        interrupt = std::current_exception();
+      }
+      waiters_.fetch_add(1);
+      if (interrupt) {
+        end();
+        std::rethrow_exception(interrupt);
+      }
+      last_ask = now;
+    }
     if (now - last_check >= kTick) {
       drive(nullptr, true);
       last_check = now;
@@ -289,11 +322,7 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
       if (told) tell_blocked(&own);
     }
   }
-  if (told) {
-    tell_blocked(nullptr);
-    told_.store(nullptr);
-  }
-  if (waiters_.fetch_sub(1) == 1) watch();
+  end();
   return finished;
 }
 
@@ -315,3 +344,9 @@ void Engine::drain_graveyard() {
 }
 
 }  // namespace axo::host
+
+namespace axo {
+
+void set_interrupt_check(void (*check)()) { host::g_interrupt_check.store(check); }
+
+}  // namespace axo

@@ -71,6 +71,9 @@ class Process {
   ProcessPage* page_;
 };
 
+// Calls what set_interrupt_check (work.h) was given, if anything.
+void check_interrupt();
+
 // Something with pending operations.
 class Client {
  public:

@@ -196,7 +196,13 @@ class HostCommunicator final : public Communicator {
     if (host::record_in_group(core_, work)) return work;
     core_->submit({work});
     if (options.blocking) {
-      work->wait();
+      try {
+        work->wait();
+      } catch (...) {
+        // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
+        if (!work->is_completed()) core_->abort(core_->describe(*work) + " was interrupted");
+        throw;
+      }
     } else {
       core_->engine().watch();
     }

@@ -185,19 +185,21 @@ void HostCore::look_at_peers() {
     }
   }
   if (!gone.empty()) {
+    // Who died without a word comes before who left, and perhaps ended since: that one left because of the other.
+    const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
+    std::stable_partition(gone.begin(), gone.end(), [&](int p) { return !left(p); });
     advance();
     if (failed_.load(std::memory_order_relaxed)) return;
     int lost = -1;
-    const auto judge = [&](const HostWorkPtr& work) {
-      for (int p : gone) {
+    for (int p : gone) {
+      const auto judge = [&](const HostWorkPtr& work) {
         if (lost < 0 && waits_for(*work, p)) lost = p;
-      }
-    };
-    if (rounds_.work()) judge(rounds_.work());
-    messages_.for_each(judge);
+      };
+      if (rounds_.work()) judge(rounds_.work());
+      messages_.for_each(judge);
+    }
     if (lost >= 0) {
-      const bool dead = m_.processes[static_cast<std::size_t>(lost)]->dead();
-      fail({FailureKind::peer_lost, lost, dead ? "died" : "left"});
+      fail({FailureKind::peer_lost, lost, left(lost) ? "left" : "died"});
       return;
     }
   }
@@ -210,7 +212,7 @@ void HostCore::look_at_peers() {
   if (rounds_.work()) judge(rounds_.work());
   for (const auto& work : queue_) judge(work);
   messages_.for_each(judge);
-  if (late) fail({FailureKind::timeout, -1, timeout_text(*late)});
+  if (late) fail({FailureKind::timeout, m_.rank, timeout_text(*late)});
 }
 
 // The communicator has failed at this rank: everything pending ends, and the peers are told why.
@@ -231,8 +233,8 @@ void HostCore::fail(const Failure& failure) {
   record.state.store(1, std::memory_order_release);
   tickets.fetch_add(1, std::memory_order_acq_rel);
   failed_.store(true, std::memory_order_release);
-  flight_->failure(failure.kind == FailureKind::peer_lost ? "rank " + std::to_string(failure.peer) + " " + failure.text
-                                                          : failure.text);
+  const bool about_peer = failure.kind == FailureKind::peer_lost || failure.kind == FailureKind::timeout;
+  flight_->failure((about_peer ? "rank " + std::to_string(failure.peer) + " " : "") + failure.text);
   tell_flight_ = true;
   for (int p = 0; p < m_.size; ++p) ring(p);
   end_all();
@@ -263,7 +265,10 @@ bool HostCore::adopt_abort() {
 }
 
 void HostCore::end_all() {
-  const auto end = [&](const HostWorkPtr& work) { ended_.emplace_back(work, error_for(*work)); };
+  const auto end = [&](const HostWorkPtr& work) {
+    ended_.emplace_back(work, error_for(*work));
+    told_.store(true);
+  };
   if (rounds_.work()) end(rounds_.drop());
   for (const auto& work : queue_) end(work);
   queue_.clear();

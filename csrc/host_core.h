@@ -55,6 +55,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void shutdown();
   // The communicator object is gone: leave as soon as nothing is pending.
   void release();
+  static std::string title(const HostWork& work);  // "all_reduce #12"
   // "all_reduce #12 on 'x' (rank 1 of 4)"
   std::string describe(const HostWork& work) const;
 
@@ -112,6 +113,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   mutable std::mutex failure_mutex_;
   Failure failure_;
   std::atomic<bool> failed_{false};
+  mutable std::atomic<bool> told_{false};  // the caller has got the failure: what comes after it is Aborted
   std::atomic<bool> closed_{false};
   std::atomic<bool> released_{false};
 };

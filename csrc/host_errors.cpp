@@ -1,4 +1,5 @@
 // What a host communicator says when an operation fails: which one, where, who, and for how long it waited.
+#include <algorithm>
 #include <cstdio>
 
 #include "host_core.h"
@@ -14,32 +15,44 @@ std::string seconds_since(Clock::time_point start) {
 
 }  // namespace
 
-std::string HostCore::describe(const HostWork& work) const {
+// "all_reduce #12"
+std::string HostCore::title(const HostWork& work) {
   const Request& r = work.request;
   std::string text = name_of(r.kind);
   if (r.kind == Kind::send) text += " to rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
   if (r.kind == Kind::recv) text += " from rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
-  return text + " #" + std::to_string(work.sequence) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) +
-         " of " + std::to_string(m_.size) + ")";
+  return text + " #" + std::to_string(work.sequence);
+}
+
+std::string HostCore::describe(const HostWork& work) const {
+  return title(work) + " on '" + m_.name + "' (rank " + std::to_string(m_.rank) + " of " + std::to_string(m_.size) +
+         ")";
 }
 
 std::exception_ptr HostCore::error_for(const HostWork& work) const {
   std::lock_guard<std::mutex> lock(failure_mutex_);
-  const std::string where = describe(work) + ": ";
+  const std::string where = describe(work) + ": ", waited = "; waited " + seconds_since(work.issue_time());
+  // The operation that failed is named once: not again where it is this one.
+  std::string text = failure_.text;
+  const std::string own = failure_.kind == FailureKind::timeout ? " in " + title(work) + ";"
+                          : work.request.point_to_point()       ? "none"
+                                                                : "operation #" + std::to_string(work.sequence) + " ";
+  const auto at = text.find(own);
+  if (failure_.kind == FailureKind::timeout && at != std::string::npos) text.erase(at, own.size() - 1);
+  if (failure_.kind == FailureKind::mismatch && at == 0) text.erase(0, own.size());
   switch (failure_.kind) {
     case FailureKind::peer_lost: {
       const auto peer = static_cast<std::size_t>(failure_.peer < 0 ? 0 : failure_.peer);
-      return std::make_exception_ptr(PeerLost(where + "rank " + std::to_string(peer) + " (process " +
-                                                  std::to_string(m_.processes[peer]->pid()) + ") " + failure_.text +
-                                                  "; waited " + seconds_since(work.issue_time()),
-                                              static_cast<int>(peer)));
+      text = "rank " + std::to_string(peer) + " (process " + std::to_string(m_.processes[peer]->pid()) + ") " + text;
+      return std::make_exception_ptr(PeerLost(where + text + waited, static_cast<int>(peer)));
     }
     case FailureKind::timeout:
-      return std::make_exception_ptr(Timeout(where + failure_.text));
+      if (failure_.peer != m_.rank) text = "rank " + std::to_string(failure_.peer) + " " + text + waited;
+      return std::make_exception_ptr(Timeout(where + text));
     case FailureKind::mismatch:
-      return std::make_exception_ptr(Mismatch(where + failure_.text));
+      return std::make_exception_ptr(Mismatch(where + text + waited));
     default:
-      return std::make_exception_ptr(Aborted(where + "aborted: " + failure_.text));
+      return std::make_exception_ptr(Aborted(where + "aborted: " + text + waited));
   }
 }
 
@@ -99,9 +112,11 @@ void HostCore::report_crossing() {
 }
 
 std::string HostCore::timeout_text(const HostWork& work) const {
-  std::string text = "rank " + std::to_string(m_.rank) + " timed out after " + seconds_since(work.issue_time()) +
-                     " in " + describe(work);
-  if (work.request.point_to_point()) return text + "; rank " + std::to_string(work.request.root) + " did not answer";
+  std::string text = "timed out after " + seconds_since(work.issue_time()) + " in " + title(work);
+  if (work.request.point_to_point()) {
+    const int peer = work.request.root;
+    return text + "; rank " + std::to_string(peer) + " did not answer (" + peer_position(peer) + ")";
+  }
   std::string arrived, missing;
   for (int p = 0; p < m_.size; ++p) {
     if (state(p).issued.load(std::memory_order_acquire) > work.sequence) {
@@ -127,7 +142,17 @@ void HostCore::check_usable(const char* what) const {
   if (failed_.load(std::memory_order_acquire)) {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     std::string reason = failure_.text;
-    if (failure_.kind == FailureKind::peer_lost) reason = "rank " + std::to_string(failure_.peer) + " " + reason;
+    // A failure that came while nothing was pending here: this call is the first to tell it.
+    const bool first = !told_.exchange(true);
+    if (first && failure_.kind == FailureKind::peer_lost) {
+      const auto& process = m_.processes[static_cast<std::size_t>(std::max(failure_.peer, 0))];
+      throw PeerLost(where + "rank " + std::to_string(failure_.peer) + " (process " + std::to_string(process->pid()) +
+                         ") " + reason + " before the call; waited 0 s",
+                     failure_.peer);
+    }
+    if (first && failure_.kind == FailureKind::mismatch) throw Mismatch(where + reason);
+    if (failure_.kind == FailureKind::peer_lost || failure_.kind == FailureKind::timeout)
+      reason = "rank " + std::to_string(failure_.peer) + " " + reason;
     throw Aborted(where + "the communicator is aborted: " + reason);
   }
   if (closed_.load(std::memory_order_acquire)) throw Error(where + "the communicator is closed");

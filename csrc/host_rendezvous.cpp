@@ -6,14 +6,12 @@
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <sys/un.h>
-#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <fstream>
 #include <new>
 #include <thread>
 
@@ -124,32 +122,9 @@ bool same_token(const char* a, const char* b) {
   return difference == 0;
 }
 
-Fd open_pidfd(int pid) {
-  if (pid <= 0) return Fd();
-  return Fd(static_cast<int>(::syscall(SYS_pidfd_open, pid, 0)));
-}
-
 bool hung_up(int fd) {
   pollfd p{fd, 0, 0};
   return fd >= 0 && ::poll(&p, 1, 0) > 0 && (p.revents & (POLLHUP | POLLERR)) != 0;
-}
-
-bool exited(const Fd& pidfd) {
-  pollfd p{pidfd.get(), POLLIN, 0};
-  return pidfd && ::poll(&p, 1, 0) > 0;
-}
-
-std::string read_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-std::string read_link(const char* path) {
-  char text[256];
-  const ssize_t n = ::readlink(path, text, sizeof(text));
-  return n > 0 ? std::string(text, static_cast<std::size_t>(n)) : std::string();
 }
 
 }  // namespace
@@ -168,18 +143,6 @@ std::string random_hex() {
     hex += "0123456789abcdef"[b & 15];
   }
   return hex;
-}
-
-std::string host_identity() {
-  utsname names{};
-  ::uname(&names);
-  return std::string(names.nodename) + " " + read_line("/proc/sys/kernel/random/boot_id") + " " +
-         read_link("/proc/self/ns/net") + " uid " + std::to_string(::geteuid());
-}
-
-std::string process_space() {
-  const std::string link = read_link("/proc/self/ns/pid");
-  return link.empty() ? "unknown" : link;
 }
 
 std::shared_ptr<Mapping> make_segment(int size, Fd* fd) {
@@ -246,8 +209,9 @@ void Leader::read_hello(Member& member, int size, bool pages) {
   }
 }
 
-void Leader::serve(int size, const std::string& name, int segment, bool pages, Clock::time_point deadline,
-                   const Watch& watch, std::vector<std::shared_ptr<Process>>* processes) {
+void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,
+                   std::vector<std::shared_ptr<Process>>* processes) {
+  const int size = meeting.size;
   for (;;) {
     accept_some();
     int ready = 0;
@@ -256,23 +220,22 @@ void Leader::serve(int size, const std::string& name, int segment, bool pages, C
       if (member.rank < 0) continue;
       ++ready;
       if (hung_up(member.socket.get()) || (member.process && member.process->dead())) {
-        throw PeerLost("rendezvous of '" + name + "': rank " + std::to_string(member.rank) + " of " +
-                           std::to_string(size) + " (process " + std::to_string(member.pid) + ") died",
-                       member.rank);
+        watch();  // it may have given up because of another, which this names
+        throw Refusal{FailureKind::peer_lost, member.rank,
+                      "rank " + std::to_string(member.rank) + " (process " + std::to_string(member.pid) + ") died"};
       }
     }
     members_.erase(std::remove_if(members_.begin(), members_.end(), [](const Member& m) { return !m.socket; }),
                    members_.end());
     if (ready == size - 1) break;
     watch();
-    if (Clock::now() >= deadline) {
+    if (meeting.late()) {
       std::string missing;
       for (int p = 1; p < size; ++p) {
         const bool here = std::any_of(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == p; });
         if (!here) missing += (missing.empty() ? "" : ", ") + std::to_string(p);
       }
-      throw Timeout("rendezvous of '" + name + "': rank 0 of " + std::to_string(size) +
-                    " timed out; not arrived: " + missing);
+      throw Refusal{FailureKind::timeout, -1, "rank 0 timed out; not arrived: " + missing};
     }
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (const auto& m : members_) polls.push_back({m.socket.get(), POLLIN, 0});
@@ -306,68 +269,65 @@ void Leader::serve(int size, const std::string& name, int segment, bool pages, C
   }
 }
 
-void Leader::refuse(FailureKind kind, int peer, const std::string& text) {
+void Leader::refuse(const Refusal& refusal) {
   accept_some();
   Reply reply{};
   reply.magic = kHelloMagic;
-  reply.failure = kind;
-  reply.peer = peer;
-  set_text(reply.text, sizeof(reply.text), text);
+  reply.failure = refusal.kind;
+  reply.peer = refusal.peer;
+  set_text(reply.text, sizeof(reply.text), refusal.text);
   for (const auto& m : members_) {
     if (m.socket) send_message(m.socket.get(), &reply, sizeof(reply), {});
   }
 }
 
-Joined join(const Address& address, int rank, int size, const std::string& name, bool pages, Clock::time_point deadline,
-            const Watch& watch) {
-  const std::string where =
-      "rendezvous of '" + name + "' (rank " + std::to_string(rank) + " of " + std::to_string(size) + "): ";
-  const auto lost = [&] { return PeerLost(where + "rank 0 died", 0); };
+Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch) {
+  const Refusal lost{FailureKind::peer_lost, 0, "rank 0 died"};
+  const auto refuse = [](const std::string& text) { throw Refusal{FailureKind::aborted, -1, text}; };
+  const int size = meeting.size;
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");
   socklen_t length = 0;
   const sockaddr_un to = socket_address(address.socket, &length);
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), length) != 0) {
-    if (errno != EAGAIN && errno != EINTR) throw lost();
+    if (errno != EAGAIN && errno != EINTR) throw lost;
     watch();
-    if (Clock::now() >= deadline) throw Timeout(where + "timed out; rank 0 does not accept");
+    if (meeting.late()) throw Refusal{FailureKind::timeout, -1, "timed out; rank 0 does not accept"};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   int pid = 0;
-  if (!same_user(socket.get(), &pid)) throw Error(where + "the leader's socket belongs to another user");
-  const Fd pidfd = open_pidfd(pid);
+  if (!same_user(socket.get(), &pid)) refuse(meeting.what + ": the leader's socket belongs to another user");
 
   Hello hello{};
   hello.magic = kHelloMagic;
-  hello.rank = rank;
+  hello.rank = meeting.rank;
   hello.size = size;
   std::memcpy(hello.token, address.token, sizeof(hello.token));
   std::vector<int> page;
   if (pages) page = {Engine::get().page_fd(), Engine::get().heap().fd()};
-  if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw lost();
+  if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw lost;
 
   const std::size_t expected = 1 + (pages ? 2 * static_cast<std::size_t>(size) : 0);
   std::vector<Fd> fds;
   while (fds.size() < expected) {
     Reply reply{};
     const Read read = read_message(socket.get(), &reply, sizeof(reply), &fds);
-    if (read == Read::closed) throw lost();
+    if (read == Read::closed) throw lost;
     if (read == Read::message) {
       reply.text[sizeof(reply.text) - 1] = '\0';
-      const std::string text = reply.text;
-      if (reply.magic != kHelloMagic) throw Error(where + "rank 0 runs another version of Axo");
-      if (reply.failure == FailureKind::peer_lost) throw PeerLost(text, reply.peer);
-      if (reply.failure == FailureKind::timeout) throw Timeout(text);
-      if (reply.failure != FailureKind::none) throw Error(text);
+      if (reply.magic != kHelloMagic) refuse(meeting.what + ": rank 0 runs another version of Axo");
+      if (reply.failure != FailureKind::none) throw Refusal{reply.failure, reply.peer, reply.text};
       continue;
     }
-    if (exited(pidfd)) throw lost();
     watch();
-    if (Clock::now() >= deadline) throw Timeout(where + "timed out; rank 0 has not answered");
+    if (meeting.late()) throw Refusal{FailureKind::timeout, -1, "timed out; rank 0 has not answered"};
     pollfd polls{socket.get(), POLLIN, 0};
     ::poll(&polls, 1, kPollMs);
   }
-  if (fds.size() != expected) throw Error(where + "rank 0 sent " + std::to_string(fds.size()) + " descriptors");
+  if (fds.size() != expected) {
+    refuse(meeting.what + ": rank 0 sent " + std::to_string(fds.size()) + " descriptors, expected " +
+           std::to_string(expected));
+  }
   Joined joined;
   joined.segment = std::move(fds[0]);
   for (std::size_t i = 1; i < fds.size(); ++i) {

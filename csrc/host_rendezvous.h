@@ -3,8 +3,12 @@
 // The leader listens on an abstract unix socket with a random name, members connect, and descriptors travel over
 // SCM_RIGHTS. Both sides check the other's user (SO_PEERCRED); a member shows the token that came with the socket's
 // name over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are
-// closed when the rendezvous ends; a rank that dies in its course is noticed by its socket, its pidfd or its life word,
-// and the leader tells the others.
+// closed when the rendezvous ends.
+//
+// A rank that dies in its course is noticed by the leader, which tells the others: by its life word once its page is
+// there, and before that by what /proc says of the thread that came to meet. Both show it before the kernel has freed
+// the dead process's memory, which a socket and a pidfd wait for. A rank that has told nothing of itself yet can only
+// be missed.
 #pragma once
 
 #include <functional>
@@ -12,7 +16,7 @@
 #include <vector>
 
 #include "host_core.h"
-#include "store.h"
+#include "host_meeting.h"
 
 namespace axo::host {
 
@@ -30,11 +34,11 @@ class Leader {
   Leader();
   const Address& address() const { return address_; }
   // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of
-  // every process.
-  void serve(int size, const std::string& name, int segment, bool pages, Clock::time_point deadline, const Watch& watch,
+  // every process. Throws Refusal.
+  void serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,
              std::vector<std::shared_ptr<Process>>* processes);
   // Tells all members that have connected, or still do, why there will be no communicator.
-  void refuse(FailureKind kind, int peer, const std::string& text);
+  void refuse(const Refusal& refusal);
 
  private:
   struct Member {
@@ -57,17 +61,13 @@ struct Joined {
   std::vector<Fd> pages, heaps;
 };
 
-// A member's side. PeerLost names rank 0 of the new communicator.
-Joined join(const Address& address, int rank, int size, const std::string& name, bool pages, Clock::time_point deadline,
-            const Watch& watch);
+// A member's side. Throws Refusal: the leader's, or its own, which names rank 0.
+Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch);
 
 // Fills the header of a fresh segment, and checks a received one.
 std::shared_ptr<Mapping> make_segment(int size, Fd* fd);
 std::shared_ptr<Mapping> check_segment(const Fd& fd, int size);
 
-// hostname, boot id, network and user namespace: two ranks that differ in it are not on one host.
-std::string host_identity();
-std::string process_space();  // the namespace of process ids, never empty
 std::string random_hex();
 
 }  // namespace axo::host

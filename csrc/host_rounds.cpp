@@ -76,8 +76,7 @@ bool Rounds::check_headers() {
     for (int p = 0; p < core_.size(); ++p) {
       text += (p ? "; rank " : "rank ") + std::to_string(p) + ": " + show(core_.state(p).headers[s % kHeaders]);
     }
-    core_.fail({FailureKind::mismatch, -1,
-                "operation #" + std::to_string(s) + " on '" + core_.name() + "' differs between ranks: " + text});
+    core_.fail({FailureKind::mismatch, -1, "operation #" + std::to_string(s) + " differs between ranks: " + text});
     return false;
   }
   if (mine.kind == Kind::all_to_all_v && !check_rows()) return false;
@@ -109,9 +108,9 @@ bool Rounds::check_rows() {
     if (sent == expected) continue;
     const std::size_t item = item_size(r.dtype);
     core_.fail({FailureKind::mismatch, -1,
-                "operation #" + std::to_string(work_->sequence) + " on '" + core_.name() + "': all_to_all_v: rank " +
-                    std::to_string(p) + " sends " + std::to_string(sent / item) + " elements to rank " +
-                    std::to_string(core_.rank()) + ", which expects " + std::to_string(expected / item)});
+                "operation #" + std::to_string(work_->sequence) + " differs between ranks: rank " + std::to_string(p) +
+                    " sends " + std::to_string(sent / item) + " elements to rank " + std::to_string(core_.rank()) +
+                    ", which expects " + std::to_string(expected / item)});
     return false;
   }
   return true;

@@ -14,6 +14,8 @@ class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
+  // Whether the key exists, without waiting.
+  virtual bool has(const std::string& key) = 0;
   // Blocks until the key exists; throws Timeout.
   virtual std::string get(const std::string& key, Milliseconds timeout) = 0;
   // Forgets the key, if the store can; one that cannot keeps it, and then no later meeting may use the same key.

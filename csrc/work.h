@@ -5,14 +5,19 @@
 // synchronize(t) blocks the host thread until the operation is complete, at most `t`.
 // is_completed() never blocks.
 //
-// Any of them throws, or rethrows, the error that the operation ended with. A Work keeps its tensors alive
-// (CallOptions::keep_alive) until it is complete *and* has been waited for or dropped; it never relies on an allocator.
-// Dropping a Work does not cancel the operation.
+// Any of them throws, or rethrows, the error that the operation ended with.
 //
-//   auto work = comm.all_reduce(t, ...);  compute_on(other);  work->wait();  use(t);     // right
-//   auto work = comm.all_reduce(t, ...);  use(t);             work->wait();              // wrong: t is being written
+//   right:  auto work = comm.all_reduce(t, ...);  compute_on(other);  work->wait();  use(t);
+//   wrong:  auto work = comm.all_reduce(t, ...);  use(t);  work->wait();     // t is being written
+//   wrong:  comm.all_reduce(t, ...);  free(t);                               // still pending: it reads and writes t
 //
-// All functions may be called from any thread.
+// Lifetimes. A Work, and the operation behind it, hold CallOptions::keep_alive until the operation is complete *and* it
+// has been waited for or dropped; they never rely on an allocator. Without keep_alive the memory is the caller's to
+// keep. Dropping a Work does not cancel the operation; only an error, or abort(), ends it early. What was kept alive is
+// destroyed on a thread of the program, never on the core's own.
+// Time. Timeouts are in milliseconds, seconds() in seconds. An operation's own timeout (CallOptions::timeout) runs from
+// its issue and ends the communicator; that of synchronize() ends the waiting only.
+// Threads. All functions may be called from any thread, also from several at once.
 #pragma once
 
 #include <chrono>
@@ -48,5 +53,11 @@ class Work {
 };
 
 using WorkPtr = std::shared_ptr<Work>;
+
+// `check` is called by a thread that blocks in the host transport: soon after a signal handler ran in it, and a few
+// times a second. An exception that it throws ends the waiting, as a language's own interrupt does. A pending operation
+// then stays pending and can be waited for again; an interrupted blocking call ends its operation by aborting the
+// communicator, since its buffers are the caller's again. One check a process; null takes it away.
+void set_interrupt_check(void (*check)());
 
 }  // namespace axo

@@ -20,7 +20,7 @@ MOST_LINES = 400
 
 # A module may import those of a lower level, and its own package. What stands here is the design's order of the house.
 LEVELS = [
-    {"errors", "grid", "config"},
+    {"errors", "grid", "config", "presence"},
     {"placement", "counting", "launch"},
     {"extension"},
     {"futures"},

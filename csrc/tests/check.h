@@ -40,6 +40,22 @@ inline std::atomic<long>& checks() {
   return count;
 }
 
+// The forked processes that run now: killed when a test is late.
+struct Children {
+  static constexpr int kMost = 64;
+  volatile int count = 0;
+  volatile int pids[kMost] = {};
+  void add(int pid) {
+    if (count == kMost) return;
+    pids[count] = pid;
+    count = count + 1;
+  }
+};
+inline Children& children() {
+  static Children all;
+  return all;
+}
+
 struct Register {
   Register(const char* name, void (*run)(), bool forks) { tests().push_back({name, run, forks}); }
 };

@@ -1,4 +1,5 @@
-// Runs the tests, each within a deadline; exit status 1 when any fails or none ran. Tests that fork are not run under
+// Runs the tests, each within a deadline; exit status 1 when any fails or none ran, 3 at the first that is late, whose
+// ranks are killed. Tests that fork are not run under
 // ThreadSanitizer, and are counted.
 #include <signal.h>
 #include <unistd.h>
@@ -17,6 +18,7 @@ void on_alarm(int) {
   (void)!::write(2, text, sizeof(text) - 1);
   (void)!::write(2, g_running, std::strlen(g_running));
   (void)!::write(2, "\n", 1);
+  for (int i = 0; i < check::children().count; ++i) ::kill(check::children().pids[i], SIGKILL);
   ::_exit(3);
 }
 

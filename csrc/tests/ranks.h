@@ -1,7 +1,9 @@
 // Ranks for tests: threads of this process, or forked processes, over a store in shared memory.
 #pragma once
 
+#include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -41,13 +43,12 @@ class TableStore final : public axo::Store {
   std::string get(const std::string& key, axo::Milliseconds timeout) override {
     const auto end = std::chrono::steady_clock::now() + timeout;
     for (;;) {
-      for (auto& e : table_->entries) {
-        if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) return e.value;
-      }
+      if (const Entry* e = find(key)) return e->value;
       if (std::chrono::steady_clock::now() > end) throw axo::Timeout("store: no key " + key);
       std::this_thread::sleep_for(std::chrono::microseconds(300));
     }
   }
+  bool has(const std::string& key) override { return find(key) != nullptr; }
   void remove(const std::string& key) override {
     for (auto& e : table_->entries) {
       if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) e.ready.store(2, std::memory_order_release);
@@ -61,6 +62,12 @@ class TableStore final : public axo::Store {
     char key[60];
     char value[960];
   };
+  const Entry* find(const std::string& key) const {
+    for (const auto& e : table_->entries) {
+      if (e.ready.load(std::memory_order_acquire) == 1 && key == e.key) return &e;
+    }
+    return nullptr;
+  }
   struct Table {
     std::atomic<int> next;
     Entry entries[kEntries];
@@ -106,33 +113,45 @@ inline void with_threads(int n, const std::function<void(Comm)>& fn,
   });
 }
 
-// Runs fn(rank) in n forked processes and returns how each ended: 0 well, 1 with an exception, 128 + s by signal s.
-inline std::vector<int> processes(int n, const std::function<void(int)>& fn) {
-  std::vector<pid_t> pids;
-  std::fflush(stdout);
-  for (int r = 0; r < n; ++r) {
-    const pid_t pid = ::fork();
-    if (pid < 0) throw std::runtime_error("fork");
-    if (pid == 0) {
-      ::alarm(100);
-      int status = 0;
-      try {
-        fn(r);
-      } catch (const std::exception& e) {
-        std::fprintf(stderr, "rank %d: %s\n", r, e.what());
-        status = 1;
-      }
-      ::_exit(status);
-    }
-    pids.push_back(pid);
+// In a forked child: runs fn(rank) and leaves with 0, or 1 after an exception.
+[[noreturn]] inline void be_rank(int rank, const std::function<void(int)>& fn) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);  // nobody outlives the test, however it ends
+  check::children().count = 0;
+  ::alarm(100);
+  int status = 0;
+  try {
+    fn(rank);
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "rank %d: %s\n", rank, e.what());
+    status = 1;
   }
+  ::_exit(status);
+}
+
+// Waits for children; how each ended: 0 well, 1 with an exception, 128 + s by signal s.
+inline std::vector<int> reap(const std::vector<pid_t>& pids) {
   std::vector<int> ends;
   for (pid_t pid : pids) {
     int status = 0;
     ::waitpid(pid, &status, 0);
     ends.push_back(WIFSIGNALED(status) ? 128 + WTERMSIG(status) : WEXITSTATUS(status));
   }
+  check::children().count = 0;
   return ends;
+}
+
+// Runs fn(rank) in n forked processes and returns how each ended.
+inline std::vector<int> processes(int n, const std::function<void(int)>& fn) {
+  std::vector<pid_t> pids;
+  std::fflush(stdout);
+  for (int r = 0; r < n; ++r) {
+    const pid_t pid = ::fork();
+    if (pid < 0) throw std::runtime_error("fork");
+    if (pid == 0) be_rank(r, fn);
+    pids.push_back(pid);
+    check::children().add(pid);
+  }
+  return reap(pids);
 }
 
 inline void all_well(const std::vector<int>& ends) {

@@ -160,6 +160,7 @@ PROCESS_TEST(kill_in_create_and_split) {
             inner.set(k, v);
             if (tell) flag->value = 1;
           }
+          bool has(const std::string& k) override { return inner.has(k); }
           std::string get(const std::string& k, Milliseconds t) override { return inner.get(k, t); }
           void remove(const std::string& k) override { inner.remove(k); }
         } mine(store, published, r == victim);

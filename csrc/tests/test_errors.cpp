@@ -48,7 +48,7 @@ TEST(mismatch_is_named_on_every_rank) {
        }},
       {"rank 0: broadcast(float32[8], root 0); rank 1: broadcast(float32[8], root 1)",
        [&](const Comm& c, float* p) { c->broadcast(p, 8, DType::float32, c->rank() == 1 ? 1 : 0, b); }},
-      {"all_to_all_v: rank 1 sends 3 elements to rank",
+      {"differs between ranks: rank 1 sends 3 elements to rank",
        [&](const Comm& c, float* p) {
          const auto N = static_cast<std::size_t>(c->size());
          std::vector<std::size_t> ones(N, 1), threes(N, 3), offsets(N, 0);
@@ -92,6 +92,30 @@ TEST(timeout_names_who_is_missing) {
       return;
     }
     CHECK_THROWS(Timeout, "arrived: 0, 1; not arrived: 2 (last issued barrier #1)", all_reduce(c, data, options));
+    CHECK_THROWS(Aborted, "aborted: rank 0 timed out after", all_reduce(c, data, options));
+  });
+}
+
+TEST(errors_name_their_operation_once) {
+  ranks::with_threads(2, [](Comm c) {
+    auto half = c->split(0, 0, "half");
+    CallOptions options = ranks::blocking();
+    options.timeout = Milliseconds(c->rank() == 0 ? 100 : 30000);
+    std::string text;
+    try {
+      if (c->rank() == 0) half->barrier(options);
+      if (c->rank() == 1) c->recv(&text, 1, DType::uint8, 0, 5, options);
+    } catch (const Error& e) {
+      text = e.what();
+    }
+    if (c->rank() == 0) {
+      CHECK_EQ(text.find("barrier #1 on 'half' (rank 0 of 2): timed out after 0."), 0u);
+      CHECK(text.find("; arrived: 0; not arrived: 1 (last issued barrier #0") != std::string::npos);
+      CHECK(text.find("barrier #1", 1) == std::string::npos);
+      c->abort("enough");
+    } else {
+      CHECK_EQ(text.find("recv from rank 0 with tag 5 #0 on 'world' (rank 1 of 2): aborted: enough; waited 0."), 0u);
+    }
   });
 }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -21,13 +22,15 @@ import torch.distributed as dist
 
 from axo.collectives import Communicator
 from axo.devices import DeviceCommunicator, DeviceOptions
-from axo.errors import Timeout
+from axo.errors import PeerLost, Timeout
 from axo.extension import _C
 from axo.grid import AXES, Coords, Grid
+from axo.presence import gone, present
 from axo.transports import alone, meet, resolve_device
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
+_LOOK_S = 0.25  # how often a rank that waits for others looks whether those who have come still live
 
 
 class Communicators:
@@ -256,18 +259,40 @@ def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> Non
 
     Raises:
         Timeout: Somebody has not; names the ranks.
+        PeerLost: Somebody came and died meanwhile.
     """
     round_ = store.add(f"axo/round/{rank}", 1)
     keys = [f"axo/here/{round_}/{other}" for other in range(world_size)]
-    store.set(keys[rank], b"1")
-    try:
-        store.wait(keys, timedelta(seconds=meeting))
-    except dist.DistStoreError:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise Timeout(
-            f"connect (rank {rank} of {world_size}): ranks {missing} have not come within {meeting:g} s; they died at"
-            " start-up, or call something else first (meeting_timeout=... waits longer)"
-        ) from None
+    given_up = f"axo/given up/{round_}"
+    store.set(keys[rank], present())
+    start = time.monotonic()
+    arrived: dict[int, str] = {}
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(_LOOK_S, meeting)))
+        except dist.DistStoreError:
+            pass
+        for other, key in enumerate(keys):
+            if other not in arrived and store.check([key]):
+                arrived[other] = store.get(key).decode()
+        waited = time.monotonic() - start
+        lost = [other for other, told in arrived.items() if gone(told)]
+        late = waited >= meeting or (bool(lost) and store.check([given_up]))  # who has given up is no death
+        if lost and not late:
+            raise PeerLost(
+                f"connect (rank {rank} of {world_size}): rank {lost[0]} (process {arrived[lost[0]].split()[0]}) died"
+                f" before all had come; waited {waited:.3f} s",
+                lost[0],
+            )
+        if len(arrived) == world_size:
+            return
+        if late:
+            store.set(given_up, b"1")
+            missing = [other for other in range(world_size) if other not in arrived]
+            raise Timeout(
+                f"connect (rank {rank} of {world_size}): ranks {missing} have not come within {meeting:g} s; they died"
+                " at start-up, or call something else first (meeting_timeout=... waits longer)"
+            )
 
 
 def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:

@@ -1,0 +1,116 @@
+"""What torch builds on a process group, over the backend ``axo``: pipelining, DTensor, DCP and split groups.
+
+Oracles: the same model trained in one process; the full tensor that was sharded. DDP and FSDP2 are in test_c10d.py.
+"""
+
+import copy
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+from tests.launcher import run_ranks
+
+
+def equal(got, expected):
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def pipeline_equals_serial():
+    """1F1B over all ranks, a layer a rank: losses, gradients and weights of two steps."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(world)]
+    serial = nn.Sequential(*copy.deepcopy(layers))
+    stage = PipelineStage(layers[rank], rank, world, torch.device("cpu"))
+    micro = 2 * world
+    schedule = Schedule1F1B(stage, micro, loss_fn=nn.functional.mse_loss)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in (layers[rank], serial)]
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(2 * micro, 8, generator=generator), torch.randn(2 * micro, 8, generator=generator)
+        losses: list = []
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        if rank == 0:
+            schedule.step(x)
+        elif rank == world - 1:
+            schedule.step(target=y, losses=losses)
+        else:
+            schedule.step()
+        loss = nn.functional.mse_loss(serial(x), y)
+        loss.backward()
+        if losses:
+            torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=1e-6, atol=0)  # another order of sums
+        for got, expected in zip(layers[rank].parameters(), serial[rank].parameters(), strict=True):
+            # fp32 sums over micro-batches of two rows instead of all rows at once
+            torch.testing.assert_close(got.grad, expected.grad, rtol=1e-4, atol=1e-7)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def redistribute():
+    """Every placement of a 2-d mesh into every other; sizes that do not divide."""
+    world = dist.get_world_size()
+    mesh = dist.init_device_mesh("cpu", (2, world // 2))
+    full = torch.arange(7.0 * 5).view(7, 5)
+    kinds = [(a, b) for a in (Shard(0), Shard(1), Replicate()) for b in (Shard(0), Shard(1), Replicate())]
+    for before in kinds:
+        sharded = distribute_tensor(full, mesh, before)
+        for after in kinds:
+            moved = sharded.redistribute(mesh, after)
+            equal(moved.to_local(), distribute_tensor(full, mesh, after).to_local())
+            equal(moved.full_tensor(), full)
+    partial = DTensor.from_local(full, mesh, [Partial(), Replicate()])
+    equal(partial.redistribute(mesh, [Shard(0), Shard(1)]).full_tensor(), 2 * full)
+
+
+def save_and_load(folder):
+    """DCP: what one mesh saved, another loads, values exact."""
+    world = dist.get_world_size()
+    full = {"weight": torch.arange(11.0 * 6).view(11, 6), "bias": torch.arange(13.0).bfloat16()}
+    lines = dist.init_device_mesh("cpu", (world,))
+    dcp.save({name: distribute_tensor(t, lines, [Shard(0)]) for name, t in full.items()}, checkpoint_id=folder)
+    square = dist.init_device_mesh("cpu", (2, world // 2))
+    state = {
+        "weight": distribute_tensor(torch.zeros(11, 6), square, [Shard(1), Shard(0)]),
+        "bias": distribute_tensor(torch.zeros(13, dtype=torch.bfloat16), square, [Replicate(), Shard(0)]),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    for name, expected in full.items():
+        equal(state[name].full_tensor(), expected)
+
+
+def split_of_a_group():
+    """The group's own split_group, and the words of torch.distributed.split_group where no accelerator is."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    members = [r for r in range(world) if r % 2 == rank % 2]
+    part = dist.group.WORLD.split_group(
+        members, timeout=datetime.timedelta(seconds=30), group_name=f"parity{rank % 2}", group_desc="parity"
+    )
+    assert part.size() == len(members) and part.rank() == members.index(rank)
+    t = torch.tensor([float(rank)])
+    part.allreduce(t).wait()
+    assert t.item() == sum(members)
+    if not torch.accelerator.is_available():
+        with pytest.raises(RuntimeError, match=r"split"):
+            dist.split_group(split_ranks=[members])
+    none = dist.group.WORLD.split_group([0, 1], group_name="pair")
+    assert (none is None) == (rank > 1)
+
+
+def everything(folder):
+    dist.init_process_group("axo")
+    pipeline_equals_serial()
+    redistribute()
+    save_and_load(folder)
+    split_of_a_group()
+
+
+def test_what_torch_builds_on_a_group(tmp_path):
+    run_ranks(everything, 4, str(tmp_path / "checkpoint"))
