@@ -75,9 +75,12 @@ def text_loss(model, ids):
 
 
 def images(step):
+    """Pixels and, last, the class: a picture of its own for each class, under noise."""
+    pictures = torch.randn(10, 192, generator=torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(100 + step)
-    labels = torch.randint(10, (BATCH,), generator=generator)
-    return torch.cat([torch.randn(BATCH, 191, generator=generator) + labels[:, None], labels[:, None].float()], 1)
+    labels = torch.arange(BATCH) + step % 3
+    noise = 0.1 * torch.randn(BATCH, 192, generator=generator)
+    return torch.cat([pictures[labels] + noise, labels[:, None].float()], 1)
 
 
 def image_loss(model, batch):
@@ -144,9 +147,9 @@ def test_hugging_face_and_convolutions_train_as_serial():
 
 
 @pytest.mark.soak
-def test_twenty_losses_on_more_grids_equal_serial():
-    grids = ["2x2x2x1", "4x1x1x2", "1x4x2x1", "8x1x1x1", "1x1x4x2"]
-    run_ranks(train, 8, [(grid, name) for grid in grids for name in MODELS], STEPS, timeout=550, preload=PRELOAD)
+@pytest.mark.parametrize("grid", ["2x2x2x1", "4x1x1x2", "1x4x2x1"])
+def test_twenty_losses_equal_serial(grid):
+    run_ranks(train, 8, [(grid, name) for name in MODELS], STEPS, timeout=400, preload=PRELOAD)
 
 
 # What the plan is to make of each layer: kind, what comes in, what goes out.
