@@ -55,7 +55,7 @@ compile-matrix: $(V)/.built
 	$(V)/bin/python -m axo_kernels.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 
 gpu: $(V)/.built
-	$(PYTEST) -m gpu -ra $(ARGS)
+	$(PYTEST) -m gpu -ra $(ARGS) || test $$? -eq 5  # 5: no test wants a GPU yet
 	$(V)/bin/axo bench kernels
 
 bench: $(V)/.built
