@@ -1,6 +1,7 @@
 #include "standin.h"
 
 #include <algorithm>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <list>
@@ -109,7 +110,12 @@ void wait_until(const std::function<bool()>& done) {
   std::unique_lock<std::recursive_mutex> hold(world().mutex);
   progress();
   while (!done()) {
-    world().changed.wait(hold);
+    if (!std::getenv("AXO_STANDIN_PEERS")) {
+      world().changed.wait(hold);
+    } else {  // what other processes do wakes nobody here
+      world().changed.wait_for(hold, std::chrono::microseconds(200));
+      progress();
+    }
   }
 }
 

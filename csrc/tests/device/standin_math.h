@@ -23,14 +23,14 @@ inline double half_value(std::uint16_t bits, int mantissa, int bias) {
   return bits & 0x8000 ? -size : size;
 }
 
-// For values that the format holds exactly, as the tests' do.
+// Rounds to nearest, ties to even; for values within the format's normal range.
 inline std::uint16_t half_bits(double value, int mantissa, int bias) {
   if (value == 0) return 0;
   int exponent = 0;
   const double fraction = std::frexp(std::fabs(value), &exponent);  // [0.5, 1)
   const auto field = static_cast<std::uint16_t>(exponent - 1 + bias);
-  const auto low = static_cast<std::uint16_t>(std::ldexp(2 * fraction - 1, mantissa));
-  return static_cast<std::uint16_t>((value < 0 ? 0x8000 : 0) | field << mantissa | low);
+  const auto low = static_cast<int>(std::nearbyint(std::ldexp(2 * fraction - 1, mantissa)));
+  return static_cast<std::uint16_t>((value < 0 ? 0x8000 : 0) | ((field << mantissa) + low));
 }
 
 template <class T>

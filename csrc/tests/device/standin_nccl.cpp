@@ -3,9 +3,12 @@
 // AXO_STANDIN_OLD leaves out what version 2.21 has not: one-call gather, scatter and all-to-all, windows.
 // An operation runs when it has been reached on the streams of all ranks. Ranks that differ in kind or size never
 // finish, as on a GPU.
+#include <unistd.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
@@ -53,6 +56,8 @@ using ArrivalPtr = std::shared_ptr<Arrival>;
 
 struct Clique {
   int size = 0;
+  std::string id;         // where ranks are processes
+  bool all_here = false;  // the same
   std::vector<Comm*> members;
   std::vector<std::vector<ArrivalPtr>> collectives;                     // [n][rank]
   std::map<std::pair<int, int>, std::vector<ArrivalPtr>> sends, recvs;  // (from, to)
@@ -124,85 +129,24 @@ class Inside {
   std::lock_guard<std::recursive_mutex> hold(standin::lock())
 
 bool alive(Comm* comm) { return library().live.count(comm) > 0; }
-bool complete(const Clique& clique) { return static_cast<int>(clique.members.size()) == clique.size; }
+void open_clique(Comm* comm, const std::shared_ptr<Clique>& clique, int rank, const NcclConfig& config);
+void run(const std::vector<ArrivalPtr>& ranks);
+
+#include "standin_peers.inc"
+
+bool complete(Clique& clique) {
+  if (!peers::folder().empty()) return peers::all_here(clique);
+  return static_cast<int>(clique.members.size()) == clique.size;
+}
 
 int state_of(Comm& comm) {
   if (comm.async) return comm.async;
+  if (comm.split_pending && !peers::folder().empty()) peers::try_split(comm);
   if (!complete(*comm.clique) || comm.polls > 0 || comm.split_pending) return axo::kNcclInProgress;
   return axo::kNcclSuccess;
 }
 
-// --- Running what has arrived. ---
-
-char* part(void* base, std::size_t index, const Call& c) {
-  return static_cast<char*>(base) + index * c.count * standin::bytes_of(c.type);
-}
-const char* part(const void* base, std::size_t index, const Call& c) { return part(const_cast<void*>(base), index, c); }
-
-std::vector<double> reduced(const std::vector<ArrivalPtr>& ranks, std::size_t index) {
-  const Call& first = ranks[0]->call;
-  std::vector<double> sum = standin::load(part(first.in, index, first), first.count, first.type, first.factor);
-  for (std::size_t r = 1; r < ranks.size(); ++r) {
-    const Call& c = ranks[r]->call;
-    standin::combine(sum, standin::load(part(c.in, index, c), c.count, c.type, c.factor), c.factor != 1 ? 0 : c.op);
-  }
-  if (first.op == axo::kNcclAvg) {
-    for (double& x : sum) x /= static_cast<double>(ranks.size());
-  }
-  return sum;
-}
-
-void run(const std::vector<ArrivalPtr>& ranks) {
-  const int size = static_cast<int>(ranks.size());
-  const Call& first = ranks[0]->call;
-  const std::size_t bytes = first.count * standin::bytes_of(first.type);
-  // Results first, stores second: ranks may work in place.
-  std::vector<std::vector<double>> sums;
-  std::map<std::pair<int, int>, std::string> moves;  // (to, slot) -> bytes
-  const auto take = [&](int to, int slot, const void* from) {
-    moves[{to, slot}].assign(static_cast<const char*>(from), bytes);
-  };
-  for (int r = 0; r < size; ++r) {
-    const Call& c = ranks[r]->call;
-    switch (first.kind) {
-      case Kind::all_reduce:
-      case Kind::reduce:
-        if (r == 0) sums.push_back(reduced(ranks, 0));
-        break;
-      case Kind::reduce_scatter:
-        sums.push_back(reduced(ranks, r));
-        break;
-      case Kind::all_gather:
-        for (int to = 0; to < size; ++to) take(to, r, c.in);
-        break;
-      case Kind::broadcast:
-        take(r, 0, ranks[first.root]->call.in);
-        break;
-      case Kind::gather:
-        take(first.root, r, c.in);
-        break;
-      case Kind::scatter:
-        take(r, 0, part(ranks[first.root]->call.in, r, first));
-        break;
-      default:
-        for (int to = 0; to < size; ++to) take(to, r, part(c.in, to, c));
-    }
-  }
-  for (int r = 0; r < size; ++r) {
-    const Call& c = ranks[r]->call;
-    if (first.kind == Kind::reduce && r != first.root) continue;
-    if (!sums.empty()) standin::store(c.out, sums[sums.size() == 1 ? 0 : r], c.type);
-  }
-  for (const auto& [place, data] : moves) {
-    const Call& c = ranks[place.first]->call;
-    std::memcpy(part(c.out, place.second, c), data.data(), data.size());
-  }
-  for (const auto& arrival : ranks) arrival->done = true;
-}
-
-bool alike(const Call& a, const Call& b) {
-  return a.kind == b.kind && a.count == b.count && a.type == b.type && a.op == b.op && a.root == b.root;
-}
+#include "standin_run.inc"
 
 void arrive(const ArrivalPtr& arrival, std::size_t number) {
   Comm& comm = *arrival->comm;
@@ -228,7 +172,7 @@ void arrive(const ArrivalPtr& arrival, std::size_t number) {
   ranks.resize(clique.size);
   ranks[comm.rank] = arrival;
   for (const auto& other : ranks) {
-    if (!other || !alike(other->call, c)) return;
+    if (!other || !peers::alike(other->call, c)) return;
   }
   run(ranks);
 }
@@ -238,6 +182,7 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
   struct State {
     std::vector<ArrivalPtr> arrivals;
     std::vector<std::size_t> numbers;
+    std::vector<std::function<bool()>> elsewhere;  // asks for operations with other processes
     bool arrived = false;
   };
   auto state = std::make_shared<State>();
@@ -251,8 +196,15 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
     if (!alive(comm)) return true;  // aborted: the kernel ends with nothing done
     if (!state->arrived) {
       state->arrived = true;
-      for (std::size_t i = 0; i < state->arrivals.size(); ++i) arrive(state->arrivals[i], state->numbers[i]);
+      for (std::size_t i = 0; i < state->arrivals.size(); ++i) {
+        if (peers::folder().empty()) {
+          arrive(state->arrivals[i], state->numbers[i]);
+        } else {
+          state->elsewhere.push_back(peers::arrive(state->arrivals[i], state->numbers[i]));
+        }
+      }
     }
+    for (const auto& ask : state->elsewhere) ask();
     for (const auto& arrival : state->arrivals) {
       if (!arrival->done) return false;
     }

@@ -1,0 +1,133 @@
+"""A GPU for tests on machines without one: torch device "standin", with stand-ins for CUDA's runtime, driver and NCCL.
+
+    build()                              # in the parent, once: compiles what csrc/tests/device describes
+    gpu = install(folder)                # in each rank, before anything of Axo; `folder` is where ranks exchange
+    torch.ones(3, device="standin")      # host memory, in the order of streams that do what they are told and no more
+
+Collectives between the ranks' processes really move and reduce. What it proves: addresses, counts, dtypes, streams and
+event edges of everything above the vendors' libraries. It is not their code, and its times mean nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import subprocess
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "csrc/tests/device"
+BUILT = ROOT / "build/device-tests"
+DEVICE = "standin"
+
+
+@functools.cache
+def build() -> None:
+    """Compile the stand-ins, unless they are there."""
+    command = ["make", "-s", "-j2", "-C", str(SOURCES), "torch-device", f"TORCH={Path(torch.__file__).parent}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+class Gpu:
+    """What tests ask of the stand-in besides torch's own calls."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        for name in ("standin_calls", "standin_violations"):
+            getattr(library, name).restype = ctypes.c_char_p
+        library.standin_end_capture.restype = ctypes.c_void_p
+        self._gates: list[Any] = []
+
+    def calls(self) -> list[str]:
+        """The calls of this thread to the vendors' libraries since the last time."""
+        return self._library.standin_calls().decode().splitlines()
+
+    def violations(self) -> list[str]:
+        """Rules of the libraries that this process has broken."""
+        return self._library.standin_violations().decode().splitlines()
+
+    def fail(self, function: str, code: int, times: int = 1) -> None:
+        """Let the next calls of ``function`` give ``code``."""
+        self._library.standin_fail(function.encode(), code, times)
+
+    def synchronize(self) -> None:
+        self._library.standin_synchronize()
+
+    def hold(self) -> Gate:
+        """Put work on the current stream that lasts until its gate is opened."""
+        gate = Gate()
+        self._gates.append(gate)
+        self._library.standin_hold(ctypes.byref(gate.word))
+        return gate
+
+    def capture(self) -> Graph:
+        """Capture what the block puts on the current stream."""
+        return Graph(self._library)
+
+
+class Gate:
+    def __init__(self) -> None:
+        self.word = ctypes.c_int32(0)
+
+    def open(self) -> None:
+        self.word.value = 1
+
+
+class Graph:
+    """``with gpu.capture() as graph: ...``, then ``graph.replay()``: the two calls of torch.cuda.CUDAGraph."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        self._graph: int | None = None
+
+    def __enter__(self) -> Graph:
+        self._stream = torch.Stream(device=DEVICE)
+        self._before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(self._stream)
+        self._library.standin_begin_capture()
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self._graph = self._library.standin_end_capture()
+        torch.accelerator.set_stream(self._before)
+        assert kind is not None or self._graph, "a stream that joined the capture was not joined back"
+
+    @property
+    def nodes(self) -> int:
+        return self._library.standin_nodes(ctypes.c_void_p(self._graph))
+
+    def replay(self) -> None:
+        self._library.standin_replay(ctypes.c_void_p(self._graph))
+
+
+def install(folder: str | os.PathLike) -> Gpu:
+    """Give this process the stand-in GPU; ranks with the same ``folder`` reach each other."""
+    os.environ["AXO_STANDIN_PEERS"] = str(folder)
+    os.environ["AXO_NCCL_LIBRARY"] = str(BUILT / "cuda/libnccl.so.2")
+    for name in ("libcudart.so.12", "libcuda.so.1"):
+        ctypes.CDLL(str(BUILT / "cuda" / name))  # Axo takes the copy that the process has loaded
+    library = ctypes.CDLL(str(BUILT / "torch_device.so"))
+    library.standin_install()
+    torch.utils.rename_privateuse1_backend(DEVICE)
+    torch._register_device_module(DEVICE, _module(library))
+    return Gpu(library)
+
+
+def _module(library: Any) -> types.ModuleType:
+    module: Any = types.ModuleType(f"torch.{DEVICE}")
+    module.is_available = lambda: True
+    module.is_initialized = lambda: True
+    module.device_count = lambda: 8
+    module.current_device = library.standin_current_device
+    module.set_device = lambda device: library.standin_set_device(
+        device if isinstance(device, int) else torch.device(device).index
+    )
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None
+    return module
