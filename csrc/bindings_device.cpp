@@ -7,6 +7,7 @@
 #include "bindings_calls.h"
 #include "c10d_backend.h"
 #include "device_communicator.h"
+#include "device_context.h"
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
 
@@ -131,7 +132,11 @@ void bind_device(py::module_& m) {
   m.def(
       "create_device_communicator",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size,
-         const DeviceOptions& options) {
+         DeviceOptions options, bool own_context) {
+        if (own_context) {  // this rank is a thread among others
+          const auto gpu = GpuRuntime::open();
+          options.context = DeviceContext::create(gpu, NcclApi::open(gpu->vendor()), options.device);
+        }
         // A connection of its own: the watchdog asks while the program may be waiting for a key.
         const auto own = store ? std::make_shared<C10dStore>(store->clone()) : nullptr;
         return create_device_communicator(own, key, rank, size, options);

@@ -8,14 +8,18 @@ namespace axo {
 c10::intrusive_ptr<C10dBackend> C10dBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                     const std::string& name, Milliseconds timeout) {
   C10dStore adapter(store);
+  const std::string key = "axo/" + name;
   return c10::make_intrusive<C10dBackend>(
-      create_host_communicator(adapter, "axo/" + name, rank, size, HostOptions{name, timeout}), timeout);
+      store, key, create_host_communicator(adapter, key, rank, size, HostOptions{name, timeout}), timeout);
 }
 
-C10dBackend::C10dBackend(std::shared_ptr<Communicator> communicator, Milliseconds timeout)
+C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
+                         std::shared_ptr<Communicator> communicator, Milliseconds timeout)
     : c10d::Backend(communicator->rank(), communicator->size()),
+      store_(std::move(store)),
+      key_(std::move(key)),
       communicator_(std::move(communicator)),
-      options_(c10::make_intrusive<Options>("axo", timeout)) {
+      options_(c10::make_intrusive<C10dOptions>("axo", timeout)) {
   init();
 }
 
@@ -23,18 +27,25 @@ C10dBackend::~C10dBackend() = default;
 
 c10d::ErrorType C10dBackend::getError() { return c10d::ErrorType::SUCCESS; }
 
-void C10dBackend::abort() { communicator_->abort("aborted through torch.distributed"); }
-
-void C10dBackend::shutdown() { communicator_->shutdown(); }
-
-c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& /*store*/,
+c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
   const auto mine = std::find(ranks.begin(), ranks.end(), getRank());
   const int color = mine == ranks.end() ? -1 : *std::min_element(ranks.begin(), ranks.end());
-  auto part = communicator_->split(color, int(mine - ranks.begin()), options ? options->group_name : "split");
+  const std::string name = options ? options->group_name : "split";
+  const std::string key = key_ + "/split" + std::to_string(++splits_) + "/" + std::to_string(color);
+  auto part = communicator_->split(color, int(mine - ranks.begin()), name);
+  std::shared_ptr<Communicator> device_part;
+  {
+    std::lock_guard<std::mutex> lock(device_mutex_);
+    if (device_communicator_) device_part = device_communicator_->split(color, int(mine - ranks.begin()), name);
+  }
   if (!part) return nullptr;
-  return c10::make_intrusive<C10dBackend>(std::move(part), options ? options->timeout : options_->timeout);
+  auto child = c10::make_intrusive<C10dBackend>(store ? store : store_, key, part,
+                                                options ? options->timeout : options_->timeout);
+  child->device_communicator_ = std::static_pointer_cast<DeviceCommunicator>(device_part);
+  child->device_ = device_;
+  return child;
 }
 
 void C10dBackend::startCoalescing() {
@@ -67,8 +78,9 @@ C10dBackend::WorkHandle C10dBackend::allreduce(Tensors& tensors, const c10d::All
   const auto [dtype, count] = reduced("all_reduce", t, op);
   Launch launch(*this, c10d::OpType::ALLREDUCE, "axo:all_reduce", tensors, opts.timeout, opts.asyncOp);
   const at::Tensor buffer = launch.out(t, true);
-  const void* in = launch.in(premultiplied(buffer, opts.reduceOp));
-  launch.parts.push_back(launch.core().all_reduce(in, buffer.data_ptr(), count, dtype, op, launch.options));
+  const auto factor = device_factor(opts.reduceOp, t);
+  const void* in = launch.in(factor ? buffer : premultiplied(buffer, opts.reduceOp));
+  launch.parts.push_back(launch.all_reduce(in, buffer.data_ptr(), count, dtype, op, factor));
   return launch.end({t});
 }
 
@@ -84,8 +96,9 @@ C10dBackend::WorkHandle C10dBackend::allreduce_coalesced(Tensors& tensors,
   for (const at::Tensor& t : tensors) {
     const auto [dtype, count] = reduced("all_reduce_coalesced", t, op);
     const at::Tensor buffer = launch.out(t, true);
-    const void* in = launch.in(premultiplied(buffer, opts.reduceOp));
-    launch.parts.push_back(launch.core().all_reduce(in, buffer.data_ptr(), count, dtype, op, launch.options));
+    const auto factor = device_factor(opts.reduceOp, t);
+    const void* in = launch.in(factor ? buffer : premultiplied(buffer, opts.reduceOp));
+    launch.parts.push_back(launch.all_reduce(in, buffer.data_ptr(), count, dtype, op, factor));
   }
   return launch.end(tensors);
 }
@@ -102,7 +115,10 @@ C10dBackend::WorkHandle C10dBackend::reduce(Tensors& tensors, const c10d::Reduce
 }
 
 C10dBackend::WorkHandle C10dBackend::barrier(const c10d::BarrierOptions& opts) {
-  Launch launch(*this, c10d::OpType::BARRIER, "axo:barrier", {}, opts.timeout, opts.asyncOp);
+  at::Device device = opts.device && is_accelerator(*opts.device) ? *opts.device : at::Device(at::kCPU);
+  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+  Launch launch(*this, c10d::OpType::BARRIER, "axo:barrier", {}, opts.timeout, opts.asyncOp, Launch::single_launch,
+                device);
   launch.parts.push_back(launch.core().barrier(launch.options));
   return launch.end({});
 }
@@ -115,7 +131,8 @@ void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait
 
 C10dBackend::WorkHandle C10dBackend::send(Tensors& tensors, int peer, int tag) {
   const at::Tensor& t = only("send", tensors);
-  Launch launch(*this, c10d::OpType::SEND, "axo:send", tensors, axo::kNoTimeout, true);
+  Launch launch(*this, c10d::OpType::SEND, "axo:send", tensors, axo::kNoTimeout, true, Launch::single_launch,
+                t.device(), &peer);
   const auto [dtype, count] = moved(t);
   launch.parts.push_back(launch.core().send(launch.in(t), count, dtype, peer, tag, launch.options));
   return launch.end({t});
@@ -123,7 +140,8 @@ C10dBackend::WorkHandle C10dBackend::send(Tensors& tensors, int peer, int tag) {
 
 C10dBackend::WorkHandle C10dBackend::recv(Tensors& tensors, int peer, int tag) {
   const at::Tensor& t = only("recv", tensors);
-  Launch launch(*this, c10d::OpType::RECV, "axo:recv", tensors, axo::kNoTimeout, true);
+  Launch launch(*this, c10d::OpType::RECV, "axo:recv", tensors, axo::kNoTimeout, true, Launch::single_launch,
+                t.device(), &peer);
   const auto [dtype, count] = moved(t);
   launch.parts.push_back(launch.core().recv(launch.out(t).data_ptr(), count, dtype, peer, tag, launch.options));
   return launch.end({t});

@@ -1,4 +1,9 @@
-// The torch.distributed backend `axo`: c10d::Backend over a Communicator, for CPU tensors.
+// The torch.distributed backend `axo`: c10d::Backend over Communicators, for CPU tensors and for those of one GPU.
+//
+// Devices. The communicator of the host is made with the backend, that of a GPU with eager_connect_single_device
+// (init_process_group(device_id=...)) or with the first collective on it; a send or recv before makes one for the pair.
+// On a GPU a call is ordered after the current stream; wait() lets the current stream go on after the operation, and
+// the host waits only when wait() has a timeout. A future is complete at once, in the order of streams, as NCCL's are.
 //
 // All collectives in their tensor, list, `_base` and coalesced forms; parts of unequal size where torch's API can state
 // them (all_gather, gather, scatter, reduce_scatter, all_to_all). Any tensor may be non-contiguous: it then travels
@@ -12,6 +17,7 @@
 #pragma once
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,6 +27,7 @@
 #include <vector>
 
 #include "communicator.h"
+#include "device_communicator.h"
 #include "store.h"
 
 namespace axo {
@@ -54,7 +61,7 @@ class C10dWork final : public c10d::Work {
  public:
   C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence);
   // May be called several times: a coalesced launch is one Work of many operations.
-  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies);
+  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies, at::Device device);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -70,6 +77,7 @@ class C10dWork final : public c10d::Work {
   bool parts_completed() const;
   void finish_copies();
   void complete_future();
+  void complete_future_in_order();  // of a device's streams
 
   std::vector<WorkPtr> parts_;
   Tensors outputs_;
@@ -78,19 +86,26 @@ class C10dWork final : public c10d::Work {
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::uint64_t sequence_;
+  at::Device device_{at::kCPU};
 };
 
 class C10dBackend final : public c10d::Backend {
  public:
+  // What split_group copies; it has nothing that torch's own has not.
+  struct C10dOptions final : Options {
+    using Options::Options;
+  };
   using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 
   static c10::intrusive_ptr<C10dBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                                 const std::string& name, Milliseconds timeout);
-  C10dBackend(std::shared_ptr<Communicator> communicator, Milliseconds timeout);
+  C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key, std::shared_ptr<Communicator> communicator,
+              Milliseconds timeout);
   ~C10dBackend() override;
 
   const std::string getBackendName() const override { return "axo"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  c10::intrusive_ptr<C10dOptions> own_options() { return options_; }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
@@ -101,6 +116,7 @@ class C10dBackend final : public c10d::Backend {
   void shutdown() override;
   c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<Options>& options) override;
+  void eagerConnectSingleDevice(at::Device device) override { communicator_of(device); }
   void startCoalescing() override;
   WorkHandle endCoalescing() override;
 
@@ -137,8 +153,21 @@ class C10dBackend final : public c10d::Backend {
   void gather_list(Launch& launch, const Tensors& outputs, const at::Tensor& input);
   void scatter_from(Launch& launch, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
 
+  // That of all ranks for tensors of `device`; made when it is not there, which all ranks then do.
+  Communicator& communicator_of(at::Device device);
+  // The same for a transfer with `peer`, whose rank there it becomes.
+  Communicator& communicator_with(at::Device device, int& peer);
+  std::shared_ptr<DeviceCommunicator> connect(const std::string& key, int rank, int size, at::Device device);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_;
   std::shared_ptr<Communicator> communicator_;
-  c10::intrusive_ptr<Options> options_;
+  std::mutex device_mutex_;  // of the three below
+  std::shared_ptr<DeviceCommunicator> device_communicator_;
+  std::map<int, std::shared_ptr<DeviceCommunicator>> pairs_;  // by peer
+  at::Device device_{at::kCPU};
+  int splits_ = 0;
+  c10::intrusive_ptr<C10dOptions> options_;
   std::atomic<std::uint64_t> sequence_{0};
   // Non-null between startCoalescing and endCoalescing.
   c10::intrusive_ptr<C10dWork> coalesced_;

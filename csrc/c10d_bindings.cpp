@@ -22,12 +22,17 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
+  using Options = C10dBackend::C10dOptions;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "C10dOptions")
+      .def("__deepcopy__",
+           [](const Options& options, const py::dict&) { return c10::make_intrusive<Options>(options); });
   py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
       .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, const std::string& name,
                        std::int64_t timeout_ms) {
              return C10dBackend::create(store, rank, size, name, Milliseconds(timeout_ms));
            }),
-           py::call_guard<py::gil_scoped_release>());
+           py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("options", &C10dBackend::own_options);
 }
 
 }  // namespace axo

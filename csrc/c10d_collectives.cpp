@@ -10,6 +10,8 @@ namespace {
 void same_dtype(const char* what, const at::Tensor& a, const at::Tensor& b) {
   TORCH_CHECK_VALUE(a.scalar_type() == b.scalar_type(), what, ": dtypes differ: ", a.scalar_type(), " and ",
                     b.scalar_type());
+  TORCH_CHECK_VALUE(a.device() == b.device(), what, ": tensors on ", a.device(), " and on ", b.device(),
+                    "; those of one call are on one device");
 }
 
 void parts_of(const char* what, const at::Tensor& whole, const at::Tensor& part, int size) {
@@ -102,9 +104,10 @@ void C10dBackend::scatter_from(Launch& launch, const at::Tensor& output, const a
                                const c10d::ReduceOp& reduce_op) {
   const ReduceOp op = op_of(reduce_op);
   const auto [dtype, count] = reduced("reduce_scatter", output, op);
-  const void* in = launch.in(premultiplied(input, reduce_op));
+  const auto factor = device_factor(reduce_op, input);
+  const void* in = launch.in(factor ? input : premultiplied(input, reduce_op));
   void* out = launch.out(output).data_ptr();
-  launch.parts.push_back(launch.core().reduce_scatter(in, out, count, dtype, op, launch.options));
+  launch.parts.push_back(launch.reduce_scatter(in, out, count, dtype, op, factor));
 }
 
 C10dBackend::WorkHandle C10dBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
@@ -188,7 +191,8 @@ C10dBackend::WorkHandle C10dBackend::scatter(Tensors& outputs, std::vector<Tenso
   const bool here = root == getRank();
   TORCH_CHECK_VALUE(here || inputs.empty(), "scatter: inputs are given at the root only, and this is not the root");
   const Tensors parts = here ? only_list("scatter", inputs, output, getSize()) : Tensors{};
-  Launch launch(*this, c10d::OpType::SCATTER, "axo:scatter", parts, opts.timeout, opts.asyncOp);
+  Launch launch(*this, c10d::OpType::SCATTER, "axo:scatter", parts, opts.timeout, opts.asyncOp, Launch::single_launch,
+                output.device());
   const auto [dtype, count] = moved(output);
   const Sizes sent = here ? counts_of(parts) : Sizes(getSize(), 0);
   Sizes received(getSize(), 0);

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "c10d_backend.h"
 #include "error.h"
 
@@ -96,9 +98,29 @@ inline at::Tensor premultiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
   return factor->tensor_factor.defined() ? t.mul(factor->tensor_factor) : t.mul(factor->double_factor);
 }
 
+// The one kind of accelerator that this process has; its tensors go over NCCL or RCCL.
+inline bool is_accelerator(at::Device device) {
+  return device.is_cuda() || device.type() == at::DeviceType::PrivateUse1;
+}
+
+// The handle of the caller's current stream.
+inline void* current_stream(at::Device device) {
+  if (device.is_cpu()) return nullptr;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
 inline void check(const char* what, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(t.device().is_cpu(), what, ": a tensor is on ", t.device(), "; backend axo moves CPU tensors");
+  TORCH_CHECK_VALUE(t.device().is_cpu() || is_accelerator(t.device()), what, ": a tensor is on ", t.device(),
+                    "; backend axo moves CPU tensors and those of GPUs");
   TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, ": a tensor is ", t.layout(), "; backend axo moves dense ones");
+}
+
+// The factor of a sum that the device multiplies with itself.
+inline std::optional<double> device_factor(const c10d::ReduceOp& op, const at::Tensor& t) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM || t.device().is_cpu() || !t.is_floating_point()) return std::nullopt;
+  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!factor || factor->tensor_factor.defined()) return std::nullopt;
+  return factor->double_factor;
 }
 
 inline const at::Tensor& only(const char* what, const Tensors& tensors) {
@@ -127,7 +149,21 @@ struct C10dBackend::Launch {
 
   Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
          bool async, Kind kind = single_launch)
-      : backend(backend), grouped(kind == grouped_launch), held(held_tensors()) {
+      : Launch(backend, type, title, inputs, timeout, async, kind,
+               inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {}
+
+  // peer: its rank, for a transfer; becomes its rank in core().
+  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
+         bool async, Kind kind, at::Device device, int* peer = nullptr)
+      : backend(backend),
+        device(device),
+        communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
+        grouped(kind == grouped_launch),
+        held(held_tensors()) {
+    for (const at::Tensor& t : inputs) {
+      TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
+                        "; those of one call are on one device");
+    }
     if (!c10d::isP2POp(type)) ++backend.sequence_;
     work = backend.coalesced_
                ? backend.coalesced_
@@ -136,6 +172,7 @@ struct C10dBackend::Launch {
     options.blocking = wait_here && !grouped;
     options.timeout = timeout < Milliseconds::zero() ? backend.options_->timeout : timeout;
     options.keep_alive = held;
+    options.stream = current_stream(device);
     if (grouped) group_start();
   }
   ~Launch() {
@@ -145,7 +182,19 @@ struct C10dBackend::Launch {
     } catch (...) {  // the exception that ends this launch is the one to show
     }
   }
-  Communicator& core() { return *backend.communicator_; }
+  Communicator& core() { return communicator; }
+
+  // Reductions whose factor the device takes along; `in` holds the factor already when it does not.
+  WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                     std::optional<double> factor) {
+    if (!factor) return core().all_reduce(in, out, count, dtype, op, options);
+    return static_cast<DeviceCommunicator&>(core()).all_reduce_scaled(in, out, count, dtype, *factor, options);
+  }
+  WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                         std::optional<double> factor) {
+    if (!factor) return core().reduce_scatter(in, out, count, dtype, op, options);
+    return static_cast<DeviceCommunicator&>(core()).reduce_scatter_scaled(in, out, count, dtype, *factor, options);
+  }
 
   const void* in(const at::Tensor& t) {
     held->push_back(plain(t) ? t : t.resolve_conj().resolve_neg().contiguous());
@@ -193,7 +242,7 @@ struct C10dBackend::Launch {
       grouped = false;
       group_end();
     }
-    work->start(std::move(parts), std::move(outputs), std::move(copies));
+    work->start(std::move(parts), std::move(outputs), std::move(copies), device);
     if (wait_here) work->wait(::kNoTimeout);
     return work;
   }
@@ -206,6 +255,8 @@ struct C10dBackend::Launch {
   }
 
   C10dBackend& backend;
+  at::Device device;
+  Communicator& communicator;
   bool grouped;
   bool wait_here;
   CallOptions options;

@@ -4,8 +4,7 @@
 #include <exception>
 #include <thread>
 
-#include "c10d_backend.h"
-#include "error.h"
+#include "c10d_launch.h"
 
 namespace axo {
 
@@ -124,7 +123,8 @@ void C10dStore::remove(const std::string& key) {
 C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence)
     : c10d::Work(rank, op, title, inputs), sequence_(sequence) {}
 
-void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies) {
+void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies, at::Device device) {
+  if (!device.is_cpu()) device_ = device;
   for (WorkPtr& part : parts) parts_.push_back(std::move(part));
   for (at::Tensor& output : outputs) outputs_.push_back(std::move(output));
   for (Copy& copy : copies) copies_.push_back(std::move(copy));
@@ -167,11 +167,14 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
   for (const WorkPtr& part : parts_) {
     if (timeout > std::chrono::milliseconds::zero()) {
       part->synchronize(timeout);
-    } else {
+    } else if (device_.is_cpu()) {
       part->wait();
+    } else {
+      part->wait_on(current_stream(device_));
     }
   }
   finish_copies();
+  if (future_ && !device_.is_cpu()) future_->wait();  // it made the copies, on a stream of its own
   Released::drain();
   return true;
 }
@@ -187,7 +190,13 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
   {
     std::lock_guard<std::mutex> lock(future_mutex_);
     if (future_) return future_;
-    future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    const auto devices = device_.is_cpu() ? std::vector<at::Device>{} : std::vector<at::Device>{device_};
+    future_ = c10::make_intrusive<c10::ivalue::Future>(type, devices);
+  }
+  if (!device_.is_cpu()) {
+    complete_future_in_order();
+    return future_;
   }
   // A callback that issues a collective may wait for its future (torch's PowerSGD hook does), which only this thread
   // could complete: so wait for the operation at once.
@@ -207,6 +216,23 @@ void C10dWork::complete_future() {
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());
   }
+}
+
+// The future remembers where the streams that are current here stand: so one is made current that comes after the
+// operation.
+void C10dWork::complete_future_in_order() {
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  const at::Device place = guard.exchangeDevice(device_);
+  const c10::Stream before = guard.exchangeStream(guard.getStreamFromGlobalPool(device_));
+  try {
+    for (const WorkPtr& part : parts_) part->wait_on(current_stream(device_));
+    finish_copies();
+    future_->markCompleted(c10::IValue(outputs_));
+  } catch (...) {
+    future_->setErrorIfNeeded(std::current_exception());
+  }
+  guard.exchangeStream(before);
+  guard.exchangeDevice(place);
 }
 
 float C10dWork::getDuration() const {

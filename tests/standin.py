@@ -87,7 +87,7 @@ class Graph:
         self._graph: int | None = None
 
     def __enter__(self) -> Graph:
-        self._stream = torch.Stream(device=DEVICE)
+        self._stream = torch.Stream(device=torch.device(DEVICE, torch.accelerator.current_device_index()))
         self._before = torch.accelerator.current_stream()
         torch.accelerator.set_stream(self._stream)
         self._library.standin_begin_capture()
@@ -106,9 +106,10 @@ class Graph:
         self._library.standin_replay(ctypes.c_void_p(self._graph))
 
 
-def install(folder: str | os.PathLike) -> Gpu:
-    """Give this process the stand-in GPU; ranks with the same ``folder`` reach each other."""
-    os.environ["AXO_STANDIN_PEERS"] = str(folder)
+def install(folder: str | os.PathLike | None) -> Gpu:
+    """Give this process the stand-in GPU; ranks with the same ``folder`` reach each other. None: ranks are threads."""
+    if folder is not None:
+        os.environ["AXO_STANDIN_PEERS"] = str(folder)
     os.environ["AXO_NCCL_LIBRARY"] = str(BUILT / "cuda/libnccl.so.2")
     for name in ("libcudart.so.12", "libcuda.so.1"):
         ctypes.CDLL(str(BUILT / "cuda" / name))  # Axo takes the copy that the process has loaded

@@ -1,7 +1,7 @@
 """axo.connect on a GPU that is not there: every call of the Communicator on device tensors, between processes.
 
-Oracles: those of test_collectives (each rank makes all ranks' inputs and reduces them serially), and the calls that the
-stand-in saw. The stand-in's own rules fail a test through ``Gpu.violations``. See tests/standin.py for what this proves.
+Oracles: those of test_collectives (each rank makes all ranks' inputs and reduces them serially), and the calls that
+the stand-in saw. Its own rules fail a test through ``Gpu.violations``. tests/standin.py says what this proves.
 """
 
 import pytest
@@ -65,7 +65,9 @@ def moves(folder):
             if comm.rank == 0:
                 same(gathered.cpu(), torch.cat(cpu), f"gather {what}")
             whole = torch.cat(cpu).to(device)
-            part = comm.scatter(whole if comm.rank == 0 else None, 0, None if comm.rank == 0 else torch.empty_like(mine))
+            part = comm.scatter(
+                whole if comm.rank == 0 else None, 0, None if comm.rank == 0 else torch.empty_like(mine)
+            )
             same(part.cpu(), cpu[comm.rank], f"scatter {what}")
             blocks = torch.cat([cpu[comm.rank]] * comm.size).to(device)
             same(comm.all_to_all(blocks).cpu(), torch.cat(cpu), f"all_to_all {what}")
@@ -120,11 +122,160 @@ class Array:
         return Array(tensor)
 
 
-CHECKS = [reductions, moves]
+def streams(folder):
+    """What comes after what, seen by holding streams back; and what keeps memory alive."""
+    gpu, comms = connected(folder, "2x1x1x1", device_options=axo.DeviceOptions(timing=True, max_ctas=4))
+    comm, device = comms.x, comms.device
+    mine = torch.full((1000,), comm.rank + 1.0, device=device)
+    # The communicator's stream follows the caller's, which is held: nothing may have moved, and the host goes on.
+    gpu.synchronize()
+    side = torch.Stream(device=device)
+    torch.accelerator.set_stream(side)
+    gate = gpu.hold()
+    assert comm.current_stream not in (0, comm.stream)
+    work = comm.all_reduce(mine, async_op=True)
+    assert not work.is_completed() and work.duration() is None and work.exception() is None
+    with pytest.raises(axo.Timeout, match="still pending"):
+        work.synchronize(0.01)
+    gate.open()
+    assert work.wait() is mine
+    same(mine.cpu(), torch.full((1000,), 3.0), "after wait")
+    work.synchronize(5.0)
+    assert work.duration() == 0.25  # what the stand-in's clock says, in seconds
+    # A work that is dropped, with tensors that nobody else holds.
+    for number in range(50):
+        comm.all_reduce(torch.full((1000,), float(number), device=device), async_op=True)
+    last = comm.all_reduce(torch.ones(3, device=device), async_op=True).future().wait()
+    same(last.cpu(), torch.full((3,), 2.0), "a future")
+    # Flags: a chunk is reduced when its flag is up, whatever the current stream is doing.
+    flags = torch.zeros(2, dtype=torch.int32, device=device)
+    chunks = torch.full((2, 8), comm.rank + 1.0, device=device)
+    gpu.synchronize()
+    comm.follow()
+    with comm.signalled():
+        works = []
+        for number in range(2):
+            comm.wait_flag(flags[number:], 7)
+            works.append(comm.all_reduce(chunks[number], async_op=True))
+        with pytest.raises(ValueError, match="use async_op=True"):
+            comm.all_reduce(chunks[0])
+    assert not works[0].is_completed()
+    flags[0] = 7
+    works[0].synchronize(5.0)
+    assert not works[1].is_completed()
+    flags[1] = 8  # cyclic: at least
+    [work.wait() for work in works]
+    same(chunks.cpu(), torch.full((2, 8), 3.0), "chunks behind flags")
+    comm.write_flag(flags.data_ptr(), 40)
+    comm.barrier(async_op=True).synchronize(5.0)
+    assert flags.tolist() == [40, 8]
+    for wrong, message in ((flags.float(), "4-byte integer"), (3, "4-byte aligned")):
+        with pytest.raises((ValueError, axo.Error), match=message):
+            comm.wait_flag(wrong, 1)
+    # Registered memory, and memory of the library.
+    assert comm.register(mine) is not None
+    shared = axo.empty_shared((100, 3), device="standin", comms=comms)
+    shared.fill_(comm.rank + 1.0)
+    same(comm.all_reduce(shared).cpu(), torch.full((100, 3), 3.0), "a window")
+    calls = gpu.calls()
+    assert sum(call.startswith("ncclCommWindowRegister") for call in calls) == 2  # x and the world
+    del shared
+    gpu.synchronize()
+    assert any(call.startswith("ncclCommWindowDeregister") for call in gpu.calls())
+    assert comm.library_version == 23203 and comm.reserved_ctas == 8
+    assert comms.y.size == 1 and comms.y.all_reduce(mine) is mine
+    with pytest.raises(axo.Error, match="one rank"):
+        comms.y.wait_flag(flags, 1)
+    assert not gpu.violations()
+    comms.close()
+
+
+def groups_and_graphs(folder):
+    """Three communicators in one launch, and in one graph that is replayed."""
+    gpu, comms = connected(folder, "2x2x1x1")
+    device, rank = comms.device, comms.rank
+    lines = [comms.x, comms.y, comms.world]
+    tensors = [torch.full((16,), float(rank + 1), device=device) for _ in lines]
+    sums = [
+        sum(r + 1.0 for r in ranks) for ranks in (comms.grid.ranks("x", rank), comms.grid.ranks("y", rank), range(4))
+    ]
+    gpu.synchronize()
+    gpu.calls()
+    with axo.group():
+        for line, tensor in zip(lines, tensors, strict=True):
+            line.all_reduce(tensor)
+    calls = [call for call in gpu.calls() if call.startswith("nccl") and "AsyncError" not in call]
+    assert [call.split()[0] for call in calls] == ["ncclGroupStart"] + ["ncclAllReduce"] * 3 + ["ncclGroupEnd"], calls
+    for tensor, total in zip(tensors, sums, strict=True):
+        same(tensor.cpu(), torch.full((16,), total), "grouped")
+    source = torch.ones(16, device=device)
+    gpu.synchronize()
+    with gpu.capture() as graph:
+        for tensor in tensors:
+            tensor.copy_(source)
+        works = [line.all_reduce(tensor, async_op=True) for line, tensor in zip(lines, tensors, strict=True)]
+        for work in works:
+            work.wait()
+        with pytest.raises(axo.Error, match="runs when the graph is replayed"):
+            works[0].synchronize()
+    for tensor in tensors:
+        tensor.zero_()
+    for round_ in range(20):
+        source.fill_(float(round_))
+        graph.replay()
+        gpu.synchronize()
+        got = [tensor[0].item() for tensor in tensors]
+        assert got == [2.0 * round_, 2.0 * round_, 4.0 * round_], (round_, got)
+    assert graph.nodes >= 6 and not gpu.violations()
+    comms.world.barrier()
+    sub = comms.world.split(rank % 2, -rank, name="odd")
+    assert isinstance(sub, axo.DeviceCommunicator) and (sub.size, sub.rank) == (2, 1 - rank // 2)
+    same(sub.all_gather(torch.tensor([rank], device=device)).cpu(), torch.tensor([rank % 2 + 2, rank % 2]), "split")
+    assert comms.world.split(-1 if rank else 0, name="alone") is None or rank == 0
+
+
+def errors(folder):
+    """A mismatch that AXO_CHECK finds, an abort, and an error of the library reach Python as what they are."""
+    gpu, comms = connected(folder, "2x1x1x1", device_options=axo.DeviceOptions(check=True), timeout=20)
+    comm, device = comms.x, comms.device
+    t = torch.ones(4, device=device)
+    comm.all_reduce(t)
+    with pytest.raises(axo.Mismatch, match="all_reduce"):
+        comm.all_reduce(t, "sum" if comm.rank else "max")
+    with pytest.raises(axo.Aborted):
+        comm.all_reduce(t)
+    with pytest.raises(axo.Aborted, match="axis 'x'"):  # the sum over the world was told
+        comms.world.all_reduce(t)
+    again = axo.connect("2x1x1x1", device="standin").x
+    if again.rank == 0:
+        pending = again.all_reduce(t.clone(), async_op=True)
+        again.abort("enough")
+        with pytest.raises(axo.Aborted, match="enough"):
+            pending.synchronize(5.0)
+        assert isinstance(pending.exception(), axo.Aborted)
+    third = axo.connect("2x1x1x1", device="standin").x
+    gpu.fail("ncclAllReduce", 6)
+    with pytest.raises(axo.PeerLost, match="remote process exited"):
+        third.all_reduce(t)
+    assert not gpu.violations()
+
+
+CHECKS = [(reductions, 3), (moves, 3), (streams, 2), (groups_and_graphs, 4), (errors, 2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_on_ranks(check, tmp_path):
+@pytest.mark.parametrize(("check", "world"), CHECKS, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_on_ranks(check, world, tmp_path):
     standin.build()
-    run_ranks(check, 3, tmp_path)
+    run_ranks(check, world, tmp_path)
+
+
+def test_without_a_gpu():
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(ValueError, match=r"device='cuda', and torch .* finds none here; use device='cpu'"):
+        axo.connect("1x1x1x1", device="cuda")
+    with pytest.raises(ValueError, match="device_options are for GPUs"):
+        axo.connect("1x1x1x1", device_options=axo.DeviceOptions())
+    with pytest.raises(ValueError, match="wants comms"):
+        axo.empty_shared((3,), device="cuda")

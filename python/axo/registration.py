@@ -30,9 +30,9 @@ def register_when_torch_loads() -> None:
 
 
 def _register(distributed_c10d: ModuleType) -> None:
-    # A list of devices: a plain string is iterated letter by letter by torch. "cpu" keeps Gloo as torch's default
-    # there.
-    distributed_c10d.Backend.register_backend("axo", _create_backend, extended_api=True, devices=["cpu"])
+    # A list of devices: a plain string is iterated letter by letter by torch. Gloo and NCCL stay torch's defaults for
+    # them. The GPU's communicator is made when a group first needs it.
+    distributed_c10d.Backend.register_backend("axo", _create_backend, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create_backend(options: Any, backend_options: Any) -> Any:

@@ -51,12 +51,24 @@ def alone(name: str, device: torch.device) -> Communicator:
 
 
 def meet(
-    store: Any, key: str, rank: int, size: int, device: torch.device, seconds: float, options: DeviceOptions
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    seconds: float,
+    options: DeviceOptions,
+    *,
+    threads: bool = False,
 ) -> Communicator:
-    """The communicator of all ranks that meet under ``key`` in the store. Collective."""
+    """The communicator of all ranks that meet under ``key`` in the store. Collective.
+
+    ``threads``: this rank is a thread, and others of this process use GPUs too.
+    """
     milliseconds = int(seconds * 1000)
     if device.type == "cpu":
         core = _C.create_host_communicator(store, key, rank, size, "world", milliseconds)
         return Communicator(core, name="world", axis="world")
-    core = _C.create_device_communicator(store, key, rank, size, options.for_core("world", milliseconds, device.index))
+    core_options = options.for_core("world", milliseconds, device.index)
+    core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
     return DeviceCommunicator(core, name="world", axis="world", device=device)

@@ -42,6 +42,7 @@ struct World {
   unsigned long long next_graph = 1;
   int captures = 0;
   int aborts = 0;
+  bool progressing = false;
 };
 
 World& world() {
@@ -85,6 +86,8 @@ Event* event_of(void* handle) {
 
 void progress() {
   Lock hold(world().mutex);
+  if (world().progressing) return;  // work that ends may enqueue more: the loop below finds it
+  world().progressing = true;
   auto& open = world().open;
   for (bool moved = true; moved;) {
     moved = false;
@@ -103,6 +106,7 @@ void progress() {
       moved = true;
     }
   }
+  world().progressing = false;
   world().changed.notify_all();
 }
 

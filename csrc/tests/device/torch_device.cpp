@@ -8,9 +8,12 @@
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/TensorShape.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_cpu_dispatch.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
@@ -83,12 +86,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void setDevice(Device device) const override { uncheckedSetDevice(device); }
   void uncheckedSetDevice(Device device) const noexcept override { standin::current_device() = device.index(); }
   Stream wrap(void* handle, Device device) const {
+    if (!device.has_index()) device.set_index(static_cast<DeviceIndex>(standin::current_device()));
     return Stream(Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(handle));
   }
   template <class Fn>
   auto on(Device device, const Fn& fn) const {
     const int before = standin::current_device();
-    standin::current_device() = device.index();
+    if (device.has_index()) standin::current_device() = device.index();
     auto result = fn();
     standin::current_device() = before;
     return result;
@@ -213,11 +217,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   const bool plain = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype() &&
                      from.sizes() == to.sizes() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
   if (plain && from.device() == to.device()) {
+    // Holds memory, not tensors: the last reference to one that Python has made would want the GIL, under the lock.
+    const auto run = [to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = to.nbytes(),
+                      held = std::make_pair(from.storage(), to.storage())] { std::memmove(to, from, bytes); };
     std::lock_guard<std::recursive_mutex> hold(standin::lock());
-    standin::enqueue(*standin::stream_of(stream_now()), [from, to] {
-      return standin::Action{{},
-                             [from, to] { std::memmove(to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes()); }};
-    });
+    standin::enqueue(*standin::stream_of(stream_now()), [run] { return standin::Action{{}, run}; });
     return to;
   }
   TORCH_CHECK(!capturing(), "standin: only plain copies can be captured");
@@ -270,6 +274,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("resize_", &resize);
   m.impl("_local_scalar_dense", &local_scalar);
   m.impl("view", &view);
+  m.impl("view_as_real", &at::native::view_as_real);
+  m.impl("view_as_complex", &at::native::view_as_complex);
+  m.impl("_reshape_alias", &at::native::_reshape_alias);
   m.impl("as_strided", &as_strided);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
 }
