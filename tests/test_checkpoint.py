@@ -123,7 +123,7 @@ def compare_grid(saved: tuple, grid: str, steps: int) -> float:
 GRIDS = ["1x1x1x1", "4x1x2x1", "1x8x1x1", "2x2x2x1", "torch"]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", [grid for grid in GRIDS if grid != "4x1x2x1"])  # the soak has it, and more
 def test_any_grid_loads_what_another_saved(saved: tuple, grid: str) -> None:
     compare_grid(saved, grid, 2)
 

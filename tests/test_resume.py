@@ -94,3 +94,21 @@ def test_sigterm_saves_and_ends_cleanly(text: str, tmp_path: Path) -> None:
         [sys.executable, "-c", COMMAND, *arguments, "--resume", "--compare-serial"], capture_output=True, text=True
     )
     assert again.returncode == 0 and "over 5 steps (limit 1e-4): ok" in again.stdout, again.stdout + again.stderr
+
+
+def test_a_trace_names_the_streams_by_axis(text: str, tmp_path: Path) -> None:
+    """Oracle: the gathers that a step of this grid must issue; and the losses of the run that is not traced."""
+    config = small(text, grid=Grid(2, 1, 2, 1), steps=5)
+    plain = run_ranks(losses_of, 4, config)[0]
+    path = tmp_path / "deep" / "trace.json"
+    assert run_ranks(losses_of, 4, dataclasses.replace(config, trace=str(path)))[0] == plain
+    found = json.loads(path.read_text())["traceEvents"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    assert {name for (rank, _), name in names.items() if rank == 3} == {"compute", "x", "z", "world"}
+    spans = [event | {"stream": names[event["pid"], event["tid"]]} for event in found if event["ph"] == "X"]
+    forward = [span for span in spans if span["stream"] == "compute" and span["name"] == "lm_head forward"]
+    assert len(forward) == 4  # one a rank
+    gathers = [span for span in spans if span["pid"] == 0 and span["stream"] == "z" and span["name"] == "all_gather"]
+    assert len(gathers) == 2 + 2 * 5  # embedding and head; qkv, proj, fc_1, fc_2 and proj of two blocks
+    assert all(span["dur"] >= 0 and span["args"]["bytes"] > 0 for span in gathers)
+    assert path.with_suffix(".png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

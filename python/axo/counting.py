@@ -13,6 +13,7 @@ never appear. Collectives of torch.distributed are not seen.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -96,6 +97,53 @@ class _Active:
 
 
 active = _Active()
+
+
+class Observed(NamedTuple):
+    """One collective as it was seen: seconds of ``time.perf_counter``; ``work`` is None if the caller was blocked."""
+
+    op: str
+    axis: str
+    bytes: int
+    start: float
+    end: float
+    work: Any
+
+
+class _Watch:
+    """Who watches the collectives of this process as they are issued and waited for (a trace does)."""
+
+    def __init__(self) -> None:
+        self.issued: list[Observed] | None = None
+        self.waits: list[tuple[str, float, float]] = []
+        self._next: tuple[str, int] = ("", 0)
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self.issued, self.waits = [], []
+
+    def close(self) -> tuple[list[Observed], list[tuple[str, float, float]]]:
+        """End, and give what was issued and (axis, from, to) of what was waited for."""
+        issued, self.issued = self.issued or [], None
+        return issued, self.waits
+
+    def about_to(self, op: str, size: int) -> None:
+        """The next collective that is issued is this one."""
+        self._next = (op, size)
+
+    def add(self, axis: str, start: float, work: Any) -> None:
+        """It has been issued."""
+        if self.issued is not None:
+            op, size = self._next
+            self.issued.append(Observed(op, axis, size, start, time.perf_counter(), work))
+
+    def waited(self, axis: str, start: float) -> None:
+        """This rank was blocked for a pending one since ``start``."""
+        if self.issued is not None:
+            self.waits.append((axis, start, time.perf_counter()))
+
+
+watch = _Watch()
 
 
 class count_collectives:

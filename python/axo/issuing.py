@@ -16,6 +16,7 @@ import torch
 
 from axo.buffers import DTYPES, OPS, as_tensor, check_elements, like
 from axo.counting import active as counting
+from axo.counting import watch
 from axo.errors import Error, Mismatch
 from axo.extension import _C
 from axo.work import Work, open_group
@@ -99,6 +100,7 @@ class Issuing:
                 raise
             finally:
                 self._blocked += time.perf_counter() - start
+            watch.add(self.axis, start, None)
             with torch.no_grad():
                 for to, buffer in copies:
                     to.copy_(buffer)
@@ -106,6 +108,7 @@ class Issuing:
         return self._pending(Work(self, call(*args, False, _DEFAULT_TIMEOUT, keep), result, copies), result, async_op)
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
+        watch.add(self.axis, time.perf_counter(), work)
         if open_group.depth:
             work._recorded = True
             open_group.recorded.append(work)
@@ -134,6 +137,8 @@ class Issuing:
     def _count(self, op: str, tensor: torch.Tensor) -> None:
         if counting.blocks:
             counting.record(op, self.axis, tensor.numel(), tensor.element_size())
+        if watch.issued is not None:
+            watch.about_to(op, tensor.numel() * tensor.element_size())
 
     def _op(self, what: str, op: str, tensor: torch.Tensor, scale: float | None = None) -> int:
         if op not in OPS:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
+from axo.counting import watch
 from axo.errors import Error, Mismatch
 from axo.futures import when_completed
 
@@ -24,6 +25,7 @@ class Issuer(Protocol):
     """The communicator: adds up the time that a rank is blocked, and tells other axes of a mismatch."""
 
     _blocked: float
+    axis: str
 
     def _spread(self, error: Mismatch) -> None: ...
 
@@ -56,6 +58,7 @@ class Work:
                 raise
             finally:
                 self._communicator._blocked += time.perf_counter() - start
+            watch.waited(self._communicator.axis, start)
         self._finish()
         return self._result
 

@@ -18,6 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 from litgpt.model import GPT
@@ -34,8 +36,10 @@ from axo.trainer.recipe import (
     set_learning_rate,
     wanted_targets,
 )
+from axo.trainer.trace import StepTrace, gather, write
 
 _AXES = (*AXES, "world")
+WARM_STEPS = 3  # before the one that is traced
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,24 @@ class Trainer:
         )
         self.optimizer = build_optimizer(self.model, config)
         self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.trace: StepTrace | None = None  # of the step under way
 
     def run(self, start: int = 0) -> Iterator[Step]:
         """Train from step ``start``; yield each step as it ends."""
+        traced = min(start + WARM_STEPS, self.config.steps - 1) if self.config.trace is not None else None
         for index in range(start, self.config.steps):
-            yield self.step(index)
+            yield self.step(index) if index != traced else self._traced_step(index)
+
+    def _traced_step(self, index: int) -> Step:
+        with StepTrace(self.model) as self.trace:
+            step = self.step(index)
+        spans = gather(self.trace.spans, self.comms)
+        self.trace = None
+        if spans is not None:
+            what = f"step {index} on {self.comms.grid}, rank 0 · {self.config.precision}"
+            write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
+        self.comms.world.barrier()  # or the others would wait for rank 0 inside the next step
+        return step
 
     def step(self, index: int) -> Step:
         """Do one optimizer step.
@@ -89,8 +106,9 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
         loss, counted = self.accumulate(inputs, wanted_targets(inputs, targets, config))
-        norm = axo.clip_grad_norm_(self.model.parameters(), config.clip or float("inf"))
-        self.optimizer.step()
+        clip = partial(axo.clip_grad_norm_, self.model.parameters(), config.clip or float("inf"))
+        norm = clip() if self.trace is None else self.trace.span("clip", clip)
+        self.optimizer.step() if self.trace is None else self.trace.span("optimizer", self.optimizer.step)
         self.optimizer.zero_grad(set_to_none=True)
         total = self._share(
             [float(loss), float(self.asked_to_stop())]
