@@ -7,7 +7,8 @@
 
 The first grid is the yardstick. Efficiency is (tokens/s a rank) / (tokens/s a rank of the yardstick); over ranks that
 share cores it cannot reach 1, so ``cores`` stands in the header. Times as in ``axo bench step``: the slowest rank's,
-mean of the last 8 of 10 steps. ``comm`` is the part of the step that a rank is blocked in communication, mean over ranks.
+mean of the last 8 of 10 steps. ``comm`` is the part of the step that a rank is blocked in communication, mean over
+ranks.
 """
 
 from __future__ import annotations
