@@ -15,7 +15,9 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <numeric>
 
+#include "copy.h"
 #include "host_core.h"
 #include "reduce.h"
 
@@ -24,9 +26,9 @@ namespace {
 
 constexpr std::size_t kDirect = 4096;
 
-void copy(char* to, const char* from, std::size_t bytes) {
-  if (bytes != 0 && to != from) std::memcpy(to, from, bytes);
-}
+// Results of this size do not stay in the caches until somebody reads them.
+constexpr std::size_t kStreamed = 8 << 20;
+constexpr std::size_t kHot = 16 * 1024;  // what is reduced before it is copied on, in the first-level cache
 
 std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
 
@@ -86,10 +88,30 @@ void Rounds::plan() {
     default:
       break;
   }
+  streams_ = streams();
   end_ = base_ + ceil_div(total, per_round_);
   staged_ = stages_ ? base_ : end_;
   combined_ = combines_ ? base_ : end_;
   planned_ = true;
+}
+
+// Whether what this rank receives is too large for the caches, and not already there (in place).
+bool Rounds::streams() const {
+  const Request& r = work_->request;
+  const auto n = static_cast<std::size_t>(core_.size());
+  switch (r.kind) {
+    case Kind::all_reduce:
+    case Kind::reduce:
+      return r.in != r.out && r.bytes() >= kStreamed;
+    case Kind::all_gather:
+    case Kind::gather:
+    case Kind::all_to_all:
+      return r.bytes() * n >= kStreamed;
+    case Kind::all_to_all_v:
+      return std::accumulate(r.recv_bytes.begin(), r.recv_bytes.end(), std::size_t{0}) >= kStreamed;
+    default:
+      return r.bytes() >= kStreamed;
+  }
 }
 
 void Rounds::stage(std::uint64_t round) {
@@ -156,9 +178,14 @@ void Rounds::combine(std::uint64_t round) {
   const std::size_t part = part_of(len, static_cast<std::size_t>(core_.size()), item);
   const std::size_t from = std::min(me * part, len), size = std::min(part, len - from);
   char* result = core_.layout().result(core_.base(), core_.rank(), round);
-  reduce_stages(me * core_.layout().part_bytes(), static_cast<const char*>(r.in) + (lo + from) * item, result, size,
-                round);
-  if (reads_) copy(static_cast<char*>(r.out) + (lo + from) * item, result, size * item);
+  const std::size_t at = me * core_.layout().part_bytes();
+  for (std::size_t done = 0; done < size; done += kHot / item) {
+    const std::size_t element = lo + from + done, count = std::min(kHot / item, size - done);
+    const char* own = static_cast<const char*>(r.in) + element * item;
+    char* piece = result + done * item;
+    reduce_stages(at + done * item, own, piece, count, round);
+    if (reads_) copy(static_cast<char*>(r.out) + element * item, piece, count * item);
+  }
 }
 
 void Rounds::consume(std::uint64_t round) {
@@ -172,6 +199,7 @@ void Rounds::consume(std::uint64_t round) {
   char* out = static_cast<char*>(r.out);
   const std::size_t lo = (round - base_) * per_round_;
   const std::size_t len = r.kind == Kind::all_to_all_v ? 0 : std::min(per_round_, r.count - lo);
+  const auto write = streams_ ? &stream : &copy;
   switch (r.kind) {
     case Kind::all_reduce:
     case Kind::reduce: {
@@ -183,7 +211,7 @@ void Rounds::consume(std::uint64_t round) {
       const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
       for (int p = 0; p < n; ++p) {
         const std::size_t from = std::min(static_cast<std::size_t>(p) * part, len);
-        if (p != me) copy(out + (lo + from) * item, layout.result(base, p, round), std::min(part, len - from) * item);
+        if (p != me) write(out + (lo + from) * item, layout.result(base, p, round), std::min(part, len - from) * item);
       }
       break;
     }
@@ -195,20 +223,20 @@ void Rounds::consume(std::uint64_t round) {
       if (!reads_) break;
       for (int p = 0; p < n; ++p) {
         char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
-        copy(to, p == me ? in + lo * item : layout.stage(base, p, round), len * item);
+        write(to, p == me ? in + lo * item : layout.stage(base, p, round), len * item);
       }
       break;
     case Kind::broadcast:
-      if (reads_) copy(out + lo * item, layout.stage(base, r.root, round), len * item);
+      if (reads_) write(out + lo * item, layout.stage(base, r.root, round), len * item);
       break;
     case Kind::scatter:
-      copy(out + lo * item,
-           reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item, len * item);
+      write(out + lo * item,
+            reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item, len * item);
       break;
     case Kind::all_to_all:
       for (int p = 0; p < n; ++p) {
         const std::size_t at = (static_cast<std::size_t>(p) * r.count + lo) * item;
-        copy(out + at, p == me ? in + at : layout.stage(base, p, round) + self * slot, len * item);
+        write(out + at, p == me ? in + at : layout.stage(base, p, round) + self * slot, len * item);
       }
       break;
     case Kind::all_to_all_v:
@@ -216,7 +244,7 @@ void Rounds::consume(std::uint64_t round) {
         const auto part = static_cast<std::size_t>(p);
         if (lo >= r.recv_bytes[part]) continue;
         const char* from = p == me ? in + r.send_offsets[part] + lo : layout.stage(base, p, round) + self * slot;
-        copy(out + r.recv_offsets[part] + lo, from, std::min(per_round_, r.recv_bytes[part] - lo));
+        write(out + r.recv_offsets[part] + lo, from, std::min(per_round_, r.recv_bytes[part] - lo));
       }
       break;
     default:

@@ -53,6 +53,7 @@ class Rounds {
   void plan_shared();
   void combine_shared(std::uint64_t round);
   bool source(int peer) const;
+  bool streams() const;
   bool have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known, bool sources);
   void stage(std::uint64_t round);
   void combine(std::uint64_t round);
@@ -75,6 +76,7 @@ class Rounds {
   bool offered_ = false;   // my buffers are in the heap: whether all are, the headers will tell
   bool shared_ = false;    // all are: no stages
   bool reads_ = false;     // this rank reads in `consume`
+  bool streams_ = false;   // what it writes there goes around the caches
 };
 
 class Messages {

@@ -8,12 +8,13 @@
 //   broadcast       the root                   copy the root's data
 //
 // Ranks begin when all have issued (their inputs are ready) and end when all have combined (nobody reads my input any
-// more). Copies are memmove: a peer that is wrong about its offsets must not cause undefined behaviour here. The cut is
-// another one than with stages, but every element is still reduced once, in rank order: the same bits.
+// more). Copies allow overlap: a peer that is wrong about its offsets must not cause undefined behaviour here. The cut
+// is another one than with stages, but every element is still reduced once, in rank order: the same bits.
 #include <algorithm>
 #include <array>
 #include <cstring>
 
+#include "copy.h"
 #include "host_core.h"
 #include "reduce.h"
 
@@ -22,6 +23,14 @@ namespace {
 
 constexpr std::size_t kSmallest = 32 * 1024;  // below this a stage costs less than the second wait
 constexpr std::size_t kPiece = 256 * 1024;    // of one part, in one round: the gate is held no longer
+
+void place(char* to, const char* from, std::size_t bytes, bool streams) {
+  if (to < from + bytes && from < to + bytes) {
+    std::memmove(to, from, bytes);
+  } else {
+    streams ? stream(to, from, bytes) : copy(to, from, bytes);
+  }
+}
 
 }  // namespace
 
@@ -104,6 +113,7 @@ void Rounds::plan_shared() {
   per_round_ = kPiece / item_size(r.dtype) * (r.kind == Kind::all_reduce ? n : 1);
   end_ = base_ + (r.count + per_round_ - 1) / per_round_;
   staged_ = end_;
+  streams_ = streams();
   combined_ = base_;
   shared_ = combines_ = reads_ = planned_ = true;
 }
@@ -140,11 +150,11 @@ void Rounds::combine_shared(std::uint64_t round) {
     case Kind::all_gather:
       for (int p = 0; p < n; ++p) {
         char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
-        std::memmove(to, peer_in(p) + lo * item, len * item);
+        place(to, peer_in(p) + lo * item, len * item, streams_);
       }
       break;
     default:  // broadcast
-      if (me != r.root) std::memmove(out + lo * item, peer_in(r.root) + lo * item, len * item);
+      if (me != r.root) place(out + lo * item, peer_in(r.root) + lo * item, len * item, streams_);
       break;
   }
 }

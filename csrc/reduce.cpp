@@ -5,6 +5,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "copy.h"
 #include "error.h"
 
 namespace axo {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <type_traits>
 
+#include "copy.h"
 #include "reduce.h"
 
 #pragma GCC push_options
