@@ -101,8 +101,8 @@ class Issuing:
             finally:
                 self._blocked += time.perf_counter() - start
             watch.add(self.axis, start, None)
-            with torch.no_grad():
-                for to, buffer in copies:
+            for to, buffer in copies:
+                with torch.no_grad():  # only where something is copied: it costs more than a small message
                     to.copy_(buffer)
             return result
         return self._pending(Work(self, call(*args, False, _DEFAULT_TIMEOUT, keep), result, copies), result, async_op)
