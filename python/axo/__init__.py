@@ -50,8 +50,24 @@ _PUBLIC = {
     "init_weights": "axo.nn.init",
     "parallelize": "axo.parallelize",
     "plan_report": "axo.plans.report",
+    "Overlap": "axo.overlap",
+    "no_sync": "axo.data_parallel",
+    "token_weight": "axo.data_parallel",
 }
-_MODULES = ("grid", "nn", "perf", "matmul", "placement", "models", "data", "trainer", "config", "errors", "checkpoint")
+_MODULES = (
+    "grid",
+    "nn",
+    "overlap",
+    "perf",
+    "matmul",
+    "placement",
+    "models",
+    "data",
+    "trainer",
+    "config",
+    "errors",
+    "checkpoint",
+)
 
 __all__ = ["__version__", *_PUBLIC]
 

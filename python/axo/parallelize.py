@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 
 from axo.matmul.exchange import GRAD_REDUCE
-from axo.matmul.product import GATHER_CACHE
 from axo.nn.agree import ranks_that_differ
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
+from axo.overlap import Overlap, attach
 from axo.plans.replace import Replacer
 
 __all__ = ["init_weights", "parallelize"]
@@ -29,7 +29,8 @@ def parallelize(
     plan: str | dict[str, str] = "litgpt",
     *,
     grad_reduce: str = "mean",
-    gather_cache: str = "all",
+    overlap: Overlap | None = None,
+    gather_cache: str | int | None = None,
     gather_logits: bool = False,
     sequence_parallel: bool = False,
 ) -> nn.Module:
@@ -44,7 +45,8 @@ def parallelize(
         plan: ``"litgpt"`` for an unmodified ``litgpt.GPT``; ``"auto"`` for any module, Hugging Face's too; a dict of
             patterns, such as ``{"*.q_proj": "normal", "lm_head": "replicate"}``, for "auto" with wishes.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
-        gather_cache: ``"all"`` keeps weights gathered over z from forward to backward, ``"none"`` gathers them again.
+        overlap: What hides behind what, and what is kept; default: everything on (see :class:`axo.Overlap`).
+        gather_cache: Short for ``overlap=axo.Overlap(gather_cache=...)``.
         gather_logits: Of plan "litgpt" ("auto" returns whole outputs).
             Return whole logits on every rank; else the vocabulary stays split over x, for
             ``axo.nn.CrossEntropyLoss``. All ranks along x must then compute the same loss from them.
@@ -58,24 +60,33 @@ def parallelize(
     for option, value, known in (
         ("plan", plan if isinstance(plan, str) else "auto", PLANS),
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
-        ("gather_cache", gather_cache, GATHER_CACHE),
     ):
         if value not in known:
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
+    if gather_cache is not None:
+        if overlap is not None:
+            raise ValueError(
+                "parallelize: overlap= and gather_cache= say the same thing; use Overlap(gather_cache=...)"
+            )
+        overlap = Overlap(gather_cache=gather_cache)
     for name, module in model.named_modules():
         if isinstance(module, ParallelLayer):
             raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
     check_same_model(model, comms)
-    replacer = Replacer(comms, grad_reduce=grad_reduce, gather_cache=gather_cache, sequence_parallel=sequence_parallel)
+    replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)
     if plan != "litgpt":
         if sequence_parallel:
             raise ValueError("parallelize: sequence_parallel=True is of plan 'litgpt'; plan 'auto' has no such option")
         from axo.plans import auto
 
-        return auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
+        model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
+        attach(model, comms, overlap)
+        return model
     from axo.plans import litgpt
 
-    return litgpt.apply(model, replacer, gather_logits=gather_logits)
+    model = litgpt.apply(model, replacer, gather_logits=gather_logits)
+    attach(model, comms, overlap)
+    return model
 
 
 def check_same_model(model: nn.Module, comms: Any) -> None:

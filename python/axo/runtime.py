@@ -352,6 +352,11 @@ def _empty_on_device(
     return torch.from_dlpack(memory).view(dtype).view(shape)
 
 
+def shared_block(size: int) -> Any:
+    """``size`` bytes of such memory as a buffer; it is free when nobody refers to it."""
+    return _C.SharedMemory(size)
+
+
 def create_c10d_backend(options: Any) -> Any:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
     timeout_ms = int(options.timeout.total_seconds() * 1000)

@@ -55,6 +55,7 @@ def draw(count: int, seed: int = 7) -> list[dict]:
                 "seq": rng.choice([3, 5, 8]),
                 "checkpointed": rng.random() < 0.4,
                 "keep": rng.random() < 0.5,
+                "bucket": rng.choice([0, 1 << 10, 25 << 20]),
             }
         )
     return cases
@@ -70,8 +71,9 @@ def count(cases: list[dict]) -> list[dict]:
         comms = axo.connect(case["grid"])
         torch.manual_seed(0)
         config = Config(**{**case["config"], "vocab_size": case["config"]["padded_vocab_size"]})
-        cache = "all" if case["keep"] or case["checkpointed"] else "none"
-        model = axo.parallelize(GPT(config), comms, gather_cache=cache)
+        cache = "all" if case["keep"] else "none"
+        overlap = axo.Overlap(gather_cache=cache, bucket_bytes=case["bucket"])
+        model = axo.parallelize(GPT(config), comms, overlap=overlap)
         if case["checkpointed"]:
             for block in model.transformer.h:
                 again = block.forward
@@ -97,7 +99,8 @@ def predict(case: dict, rank: int) -> dict:
     run = layer_time.Run(
         case["sequences"] * case["seq"],
         itemsize=4,
-        cached_gathers=1.0 if case["keep"] and not case["checkpointed"] else 0.0,
+        cached_gathers=1.0 if case["keep"] else 0.0,
+        bucket_bytes=case["bucket"],
     )
     calls = layer_time.step_calls(workload, grid, run, grid.coords(rank))
     return {key: tuple(value) for key, value in cost.total(calls).items()}

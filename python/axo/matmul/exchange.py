@@ -1,80 +1,34 @@
-"""The communication of one parallel layer, in one place: what goes over which axis, and in what order.
+"""The communication of one parallel layer, in one place: what goes over which axis.
 
-    gather_weight   this rank's rows -> its block     all-gather over z      [rows/Gz, c] -> [rows, c]
+    gather          this rank's rows -> its block     all-gather over z      [rows/Gz, c] -> [rows, c]
     reduce          partial sums     -> sums          all-reduce over x or y, in place
-    weight_gradient gradient of the block -> of this rank's rows    reduce-scatter over z, then all-reduce over data
-    gradient        gradient of a tensor replicated over z          all-reduce over z, then over data
+    weight gradient gradient of the block -> of this rank's rows    reduce-scatter over z, then all-reduce over data
+    vector gradient gradient of a tensor replicated over z          all-reduce over z, then over data
 
 An axis of size 1 issues nothing. Rows that do not divide over z travel in a buffer padded to ``Gz * ceil(rows / Gz)``;
 since bounds follow ``torch.chunk`` the padding is the tail of that buffer, and the block is a view of its head.
 
 Rows that neighbours along x hold too (``Placement.copies``) get their gradients summed over those ranks last.
 
-Layers call nothing else, so whoever wants to move a gather forward or a reduction back changes this file only.
+Layers call nothing else. When things are issued and awaited is the business of ``axo.overlap``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from axo.placement import Placement, Range, chunk_size
+from axo.overlap import Engine, Overlap
+from axo.overlap import gradients as wants
+from axo.overlap.buckets import Copies, Slot, Stage
+from axo.overlap.events import Pending, span
+from axo.overlap.gathers import Gathered
+from axo.overlap.modes import hidden
+from axo.placement import Placement, chunk_size
 
 GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
-Step = Callable[[torch.Tensor], Any]
-
-
-class Pending:
-    """A tensor on its way through collectives, each started when the one before it is complete.
-
-    Dropping it is safe at any time: the operation under way keeps its tensors, and nothing else knows of it.
-    """
-
-    def __init__(self, tensor: torch.Tensor, *steps: Step) -> None:
-        self._tensor = tensor
-        self._steps = list(steps)
-        self._work: Any = None
-        self._start_next()
-
-    def _start_next(self) -> None:
-        self._work = self._steps.pop(0)(self._tensor) if self._steps else None
-
-    def advance(self) -> bool:
-        """Wait for the collective under way and start the next; False when none is left."""
-        if self._work is None:
-            return False
-        self._tensor = self._work.wait()
-        self._start_next()
-        return self._work is not None
-
-    def wait(self) -> torch.Tensor:
-        """Finish all collectives and return the tensor."""
-        while self.advance():
-            pass
-        return self._tensor
-
-
-def wait_all(*pending: Pending) -> None:
-    """Finish several, turn by turn, so that the second collective of one runs beside the first of another."""
-    running = list(pending)
-    while running:
-        running = [each for each in running if each.advance()]
-
-
-class _Spans:
-    """All-reduces of some rows of a tensor, in place; waiting for it gives the whole tensor."""
-
-    def __init__(self, tensor: torch.Tensor, spans: list[Range], communicator: Any) -> None:
-        self._tensor = tensor
-        self._works = [communicator.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in spans]
-
-    def wait(self) -> torch.Tensor:
-        for work in self._works:
-            work.wait()
-        return self._tensor
 
 
 class Exchange:
@@ -84,9 +38,18 @@ class Exchange:
         comms: The communicators of the grid.
         placement: Where the weight lies; its rows are sharded over z innermost.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        overlap: Options of an engine of this layer's own; ``axo.overlap.attach`` gives it that of the whole model.
+
+    Attributes:
+        name: What records and messages call the layer.
+        group: Layers of equal groups are gathered together.
+        gathered: The weight gathered last, if somebody keeps it.
+        last_asked: Weight and dtype of the last gather.
     """
 
-    def __init__(self, comms: Any, placement: Placement, grad_reduce: str = "mean") -> None:
+    def __init__(
+        self, comms: Any, placement: Placement, grad_reduce: str = "mean", overlap: Overlap | None = None
+    ) -> None:
         if grad_reduce not in GRAD_REDUCE:
             raise ValueError(f"grad_reduce={grad_reduce!r} is not known; use 'mean' or 'sum'")
         self.comms = comms
@@ -98,60 +61,172 @@ class Exchange:
         if self._copied_block_rows:  # the same on all ranks of the outer axis, so all of them come here
             self._holders = comms.neighbours(placement.splits[0][0], max(placement.copies or (1,)))
         self.padded_rows = comms.grid.z * chunk_size(self.block_rows, comms.grid.z)
+        self.weight_stages = self._stages("data")
+        self.vector_stages = self._stages("z", "data")
+        self.engine = Engine(comms, overlap or Overlap(bucket_bytes=0))
+        self.name = ""
+        self.group: Any = object()
+        self.gathered: weakref.ref[Gathered] | None = None
+        self.last_asked: Any = None
+
+    def _stages(self, *axes: str) -> tuple[Stage, ...]:
+        return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
 
     def size(self, axis: str | None) -> int:
         """Ranks along ``axis``; 1 for no axis."""
         return 1 if axis is None else self.comms.grid.size(axis)
 
-    def gather_weight(self, shard: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's rows -> its block, in ``dtype``: (rows/Gz, c) -> (rows, c). The shard itself where Gz is 1."""
-        shard = shard.detach().to(dtype)
-        if self.size("z") == 1:
-            return shard
-        missing = self.padded_rows // self.size("z") - shard.shape[0]
-        if missing:
-            shard = F.pad(shard, (0, 0, 0, missing))
-        return self.comms.axis("z").all_gather(shard.contiguous())[: self.block_rows]
+    # --- weights --------------------------------------------------------------------------------------------------
+
+    def forward_block(
+        self, weight: torch.Tensor, dtype: torch.dtype, *, recording: bool, wanted: bool
+    ) -> tuple[torch.Tensor, Gathered | None]:
+        """This rank's block in ``dtype``, (rows/Gz, ...) -> (rows, c), and what the node is to hold on to for backward.
+
+        Args:
+            recording: Grad mode is on around the Function.
+            wanted: Its backward will want the block.
+        """
+        if self.size("z") > 1:
+            return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted)
+        block = weight.detach().flatten(1).to(dtype)
+        keeps = wanted and self.engine.overlap.gather_cache != "none"
+        return block, Gathered(weight, dtype, block, None) if keeps else None
+
+    def backward_block(self, held: Gathered | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The block for a product of backward; ``held`` is what ``forward_block`` gave."""
+        if self.size("z") > 1:
+            return self.engine.gathers.backward(self, held, weight, dtype)
+        return weight.detach().flatten(1).to(dtype) if held is None else held.wait()
+
+    def release_block(self) -> None:
+        """The product of backward is done with the block."""
+        if self.size("z") > 1:
+            self.engine.gathers.release(self)
+
+    def start_gather(self, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
+        """Gather this rank's rows over z, in ``dtype``."""
+        with hidden():
+            shard, rows = weight.detach().flatten(1), self.padded_rows // self.size("z")
+            if shard.dtype != dtype or shard.shape[0] != rows or not shard.is_contiguous():
+                source = self.engine.pool.take((rows, shard.shape[1]), dtype, shard.device)
+                source[: shard.shape[0]].copy_(shard)
+                source[shard.shape[0] :].zero_()
+                shard = source
+            whole = self.engine.pool.take((self.padded_rows, shard.shape[1]), dtype, shard.device)
+            block = whole[: self.block_rows]
+        names = "all_gather", "z", self.name
+        if blocking:
+            with span(self.engine.events, "wait", *names):
+                self.comms.axis("z").all_gather(shard, whole)
+            return Gathered(weight, dtype, block, None)
+        work = self.comms.axis("z").all_gather(shard, whole, async_op=True)
+        return Gathered(weight, dtype, block, Pending(self.engine, work, block, *names))
+
+    # --- activations ----------------------------------------------------------------------------------------------
 
     def reduce(self, tensor: torch.Tensor, axis: str | None, op: str = "sum") -> torch.Tensor:
-        """All-reduce ``tensor`` over ``axis``, in place where it is contiguous."""
-        return tensor if self.size(axis) == 1 else self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
+        """All-reduce ``tensor`` over ``axis``, in place where it is contiguous and nobody keeps it."""
+        if self.size(axis) == 1:
+            return tensor
+        with hidden() as watched, span(self.engine.events, "wait", "all_reduce", str(axis), self.name):
+            tensor = tensor.clone() if watched else tensor.contiguous()
+            return self.comms.axis(axis).all_reduce(tensor, op)
 
-    def start_reduce(self, tensor: torch.Tensor, axis: str | None) -> Pending:
-        """Begin to add up partial sums over ``axis``, in place where they are contiguous."""
-        return Pending(tensor.contiguous(), *self._reductions([axis], "sum"))
+    def start_reduce(self, tensor: torch.Tensor, axis: str | None) -> Any:
+        """Begin to add up partial sums over ``axis``; something with ``wait()`` that gives them."""
+        if self.size(axis) == 1:
+            return _Done(tensor)
+        tensor = tensor.contiguous()
+        if not self.engine.overlap.all_reduce:
+            return _Done(self.reduce(tensor, axis))
+        work = self.comms.axis(axis).all_reduce(tensor, "sum", async_op=True)
+        return Pending(self.engine, work, tensor, "all_reduce", str(axis), self.name)
 
-    def start_gradient(self, grad: torch.Tensor, sum_over: tuple[str, ...] = ()) -> Pending:
-        """Begin to reduce the gradient of a tensor that z and data replicate.
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def how(self, node: Any, index: int, sum_over: tuple[str, ...] = ()) -> str:
+        """What backward wants of the gradient of input ``index``: see ``axo.overlap.gradients.how``.
+
+        What needs no communication at all is given to autograd.
+        """
+        found = wants.how(node, index)
+        silent = not self.stages_of(sum_over) and not self._copied_block_rows
+        return wants.NOW if found == wants.LATER and silent else found
+
+    def room(self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Room for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill."""
+        if how == wants.LATER:
+            room = self.engine.gradients.room(self, weight, columns, like)
+        else:
+            room = like.new_empty((self.padded_rows, columns))
+        buffer = room.tensor if isinstance(room, Slot) else room
+        buffer[self.block_rows :].zero_()
+        return room, buffer[: self.block_rows]
+
+    def weight_gradient(self, how: str, weight: torch.Tensor, room: Any) -> torch.Tensor | None:
+        """Reduce the gradient of the block (what ``room`` gave, or a padded buffer); None: it comes to .grad later."""
+        if how == wants.LATER:
+            self.engine.gradients.add_weight(self, weight, room)
+            return None
+        if self.size("z") > 1:
+            room = self.comms.axis("z").reduce_scatter(room, op=self.op)
+        grad = self._now(room, self.weight_stages, self.weight_copies())
+        return grad[: self.shard_rows].to(weight.dtype).view(weight.shape)
+
+    def start_scatter(self, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
+        """Reduce-scatter the padded gradient of the block over z, into ``out``; None when that is done already."""
+        if not self.engine.overlap.reduce_scatter:
+            with span(self.engine.events, "wait", "reduce_scatter", "z", self.name):
+                self.comms.axis("z").reduce_scatter(buffer, out, op=self.op)
+            return None
+        work = self.comms.axis("z").reduce_scatter(buffer, out, op=self.op, async_op=True)
+        return Pending(self.engine, work, out, "reduce_scatter", "z", self.name)
+
+    def vector_gradient(
+        self, how: str, parameter: torch.Tensor, grad: torch.Tensor, sum_over: tuple[str, ...] = ()
+    ) -> torch.Tensor | None:
+        """Reduce the gradient of what z and data replicate; None when it comes to .grad later.
 
         ``sum_over`` names axes whose ranks hold partial sums, whatever ``grad_reduce`` says.
         """
-        steps = self._reductions(list(sum_over), "sum") + self._reductions(["z", "data"], self.op)
-        return Pending(grad.contiguous(), *steps, *self._sum_copies(self._copied_block_rows))
+        stages = self.stages_of(sum_over)
+        if how == wants.LATER:
+            self.engine.gradients.add_vector(self, parameter, grad, stages)
+            return None
+        return self._now(grad, stages, self.vector_copies()).to(parameter.dtype)
 
-    def weight_gradient_buffer(self, columns: int, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for the gradient of the block: the padded buffer, and the block as a view of it."""
-        buffer = like.new_empty((self.padded_rows, columns))
-        buffer[self.block_rows :].zero_()
-        return buffer, buffer[: self.block_rows]
+    def stages_of(self, sum_over: tuple[str, ...]) -> tuple[Stage, ...]:
+        """What the gradient of a replicated parameter is reduced over."""
+        return tuple((axis, "sum") for axis in sum_over if self.size(axis) > 1) + self.vector_stages
 
-    def start_weight_gradient(self, buffer: torch.Tensor) -> Pending:
-        """Begin to reduce the buffer of ``weight_gradient_buffer`` to this rank's rows of it, still padded."""
-        steps: list[Step] = []
-        if self.size("z") > 1:
-            steps.append(lambda tensor: self.comms.axis("z").reduce_scatter(tensor, op=self.op, async_op=True))
-        return Pending(buffer, *steps, *self._reductions(["data"], self.op), *self._sum_copies(self._copied_rows))
+    def reduce_now(self, grad: torch.Tensor) -> torch.Tensor:
+        """Reduce the gradient of what z and data replicate, in place, on the spot."""
+        return self._now(grad, self.vector_stages, None)
 
-    def finish_weight_gradient(self, pending: Pending, dtype: torch.dtype) -> torch.Tensor:
-        """The finished gradient of this rank's rows, padding dropped, in ``dtype``."""
-        return pending.wait()[: self.shard_rows].to(dtype)
+    def weight_copies(self) -> Copies | None:
+        """The rows of this rank's weight that others hold too, and who they are."""
+        return Copies(self._copied_rows, self._holders) if self._copied_rows else None
 
-    def _sum_copies(self, spans: list[Range]) -> list[Step]:
-        """Add up rows that several ranks hold, each of which has its own part of the gradient."""
-        return [lambda tensor: _Spans(tensor, spans, self._holders)] if spans else []
+    def vector_copies(self) -> Copies | None:
+        """The same of a parameter that z replicates."""
+        return Copies(self._copied_block_rows, self._holders) if self._copied_block_rows else None
 
-    def _reductions(self, axes: list[str | None], op: str) -> list[Step]:
-        def over(axis: str | None) -> Step:
-            return lambda value: self.comms.axis(axis).all_reduce(value, op, async_op=True)
+    def _now(self, tensor: torch.Tensor, stages: tuple[Stage, ...], copies: Copies | None) -> torch.Tensor:
+        if stages:
+            self.engine.gradients.data.drain()
+        for axis, op in stages:
+            tensor = self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
+        if copies is not None:
+            tensor = tensor.contiguous()
+            for work in copies.start(tensor):
+                work.wait()
+        return tensor
 
-        return [over(axis) for axis in axes if self.size(axis) > 1]
+
+class _Done:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def wait(self) -> torch.Tensor:
+        return self._tensor

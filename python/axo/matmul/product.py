@@ -13,8 +13,8 @@ and computes
                dW = reduce-scatter_z(dO^T @ I)      and all-reduced over data
                db = sum of dO over rows, reduced over z and data
 
-The gathered weight is kept for backward (one gather a step) unless ``gather_cache="none"`` (two). Under autocast the
-shard is cast before it is gathered, so that communication is in the compute dtype too.
+When things are issued and awaited, and whether the gathered weight is kept for backward, is up to the engine
+(``axo.overlap``). Under autocast the shard is cast before it is gathered: communication is in the compute dtype too.
 
 Not here: second derivatives (``create_graph=True`` is refused).
 """
@@ -26,11 +26,14 @@ from typing import Any
 
 import torch
 
-from axo.matmul.exchange import Exchange, Pending, wait_all
+from axo.matmul.exchange import Exchange
 from axo.matmul.local import LayerProducts, compute_dtype
+from axo.overlap import Overlap
+from axo.overlap.events import span
+from axo.overlap.gathers import version_of
+from axo.overlap.gradients import SKIP
+from axo.overlap.modes import hidden
 from axo.placement import Placement
-
-GATHER_CACHE = ("all", "none")
 
 
 class DistributedMatmul:
@@ -42,7 +45,7 @@ class DistributedMatmul:
         in_axis: The axis that splits in_features, over which the output is summed; None: it stays a partial sum.
         out_axis: The axis that splits out_features, over which dI is summed; None: it stays a partial sum.
         grad_reduce: ``"mean"`` or ``"sum"`` over the data ranks.
-        gather_cache: ``"all"`` keeps the gathered weight for backward, ``"none"`` gathers it again.
+        gather_cache: As in ``axo.Overlap``, for the engine of a layer that is part of no model's.
 
     Raises:
         ValueError: An option is not known.
@@ -56,75 +59,99 @@ class DistributedMatmul:
         in_axis: str | None,
         out_axis: str | None,
         grad_reduce: str = "mean",
-        gather_cache: str = "all",
+        gather_cache: str | int = "all",
     ) -> None:
-        if gather_cache not in GATHER_CACHE:
-            raise ValueError(f"gather_cache={gather_cache!r} is not known; use one of {GATHER_CACHE}")
-        self.exchange = Exchange(comms, placement, grad_reduce)
+        overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
+        self.exchange = Exchange(comms, placement, grad_reduce, overlap)
         self.products = LayerProducts(comms, placement)
         self.in_axis = in_axis
         self.out_axis = out_axis
-        self.keep_gathered = gather_cache == "all"
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(..., k/Gin) -> (..., n/Gout)."""
         if self.exchange.comms.grid.world_size == 1:
             return self.products.alone(input, weight, bias)
-        return _Product.apply(input, weight, bias, self)
+        return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
 
 
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, matmul: DistributedMatmul
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        matmul: DistributedMatmul,
+        recording: bool,
     ) -> torch.Tensor:
         dtype = compute_dtype(input)
-        exchange = matmul.exchange
+        exchange, products = matmul.exchange, matmul.products
+        events = exchange.engine.events
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
         rows = input.to(dtype).reshape(-1, input.shape[-1])
-        block = exchange.gather_weight(weight, dtype)
+        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
         bias_cast = None if bias is None else bias.to(dtype)
-        if exchange.size(matmul.in_axis) == 1:
-            output = matmul.products.forward(rows, block, bias_cast)
-        else:
-            output = exchange.reduce(matmul.products.forward(rows, block), matmul.in_axis)
+        with span(events, "compute", "forward", "", exchange.name):
+            partial = exchange.size(matmul.in_axis) > 1
+            output = products.forward(rows, block, None if partial else bias_cast)
+        if partial:
+            output = exchange.reduce(output, matmul.in_axis)
             if bias_cast is not None:
-                output += bias_cast
-        needs_input, needs_weight, _, _ = ctx.needs_input_grad
-        kept_block = block if needs_input and matmul.keep_gathered else None
-        ctx.save_for_backward(rows if needs_weight else None, weight, kept_block)
+                with hidden():
+                    output += bias_cast
+        ctx.save_for_backward(rows if needs_weight else None, weight)
+        ctx.weight, ctx.version, ctx.held = weight, version_of(weight), held
         ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, dtype, input.dtype, input.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.bias = bias
         return output.view(*input.shape[:-1], output.shape[-1])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Linear")
-        rows, weight, block = ctx.saved_tensors
-        matmul, exchange = ctx.matmul, ctx.matmul.exchange
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        matmul, exchange, products = ctx.matmul, ctx.matmul.exchange, ctx.matmul.products
+        weight, bias, events = ctx.weight, ctx.bias, exchange.engine.events
+        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", weight, ctx.version)
+        rows, _ = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
+        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
         grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
-        pending: list[Pending] = []
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
             if needs_input:
-                if block is None:
-                    block = exchange.gather_weight(weight, ctx.dtype)
-                grad_input = exchange.start_reduce(matmul.products.grad_input(grad, block), matmul.out_axis)
-                pending.append(grad_input)
-            if needs_weight:
-                buffer, grad_block = exchange.weight_gradient_buffer(weight.shape[1], grad)
-                matmul.products.grad_weight(grad, rows, out=grad_block)
-                grad_weight = exchange.start_weight_gradient(buffer)
-                pending.append(grad_weight)
-            if needs_bias:
-                grad_bias = exchange.start_gradient(grad.sum(0, dtype=ctx.bias_dtype))
-                pending.append(grad_bias)
-            wait_all(*pending)
+                block = exchange.backward_block(ctx.held, weight, ctx.dtype)
+                with span(events, "compute", "dI", "", exchange.name):
+                    partial = products.grad_input(grad, block)
+                grad_input = exchange.start_reduce(partial, matmul.out_axis)
+                del block
+                ctx.held = None
+                exchange.release_block()
+            if how_weight != SKIP:
+                room, grad_block = exchange.room(how_weight, weight, rows.shape[1], grad)
+                with span(events, "compute", "dW", "", exchange.name):
+                    products.grad_weight(grad, rows, out=grad_block)
+                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+            if how_bias != SKIP:
+                grad_bias = exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
         return (
             None if grad_input is None else grad_input.wait().view(ctx.input_shape).to(ctx.input_dtype),
-            None if grad_weight is None else exchange.finish_weight_gradient(grad_weight, weight.dtype),
-            None if grad_bias is None else grad_bias.wait(),
+            grad_weight,
+            grad_bias,
             None,
+            None,
+        )
+
+
+def check_unchanged(owner: str, weight: torch.Tensor, version: int) -> None:
+    """Refuse a backward pass through a weight that is no longer what the forward pass used.
+
+    Raises:
+        RuntimeError: It has changed.
+    """
+    if version_of(weight) != version:
+        raise RuntimeError(
+            f"{owner}: its weight has been modified by an inplace operation between forward and backward (version"
+            f" {version_of(weight)}, not {version}); call backward before optimizer.step() or whatever changes it"
         )
 
 

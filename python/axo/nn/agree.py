@@ -32,7 +32,7 @@ def check_same_layers(layers: Sequence[Any], comms: Any, owner: str) -> None:
         matmul = getattr(layer, "matmul", None)
         exchange = getattr(layer, "exchange", None) or getattr(matmul, "exchange", None)
         dtypes = [str(getattr(layer, name).dtype) for name in layer.placements]
-        options = (getattr(exchange, "op", None), getattr(matmul, "keep_gathered", None))
+        options = (getattr(exchange, "op", None), getattr(getattr(exchange, "engine", None), "overlap", None))
         texts.append(f"{type(layer).__name__} {layer.placements} {dtypes} {options}")
     differ = ranks_that_differ(comms, "\n".join(texts))
     if differ:

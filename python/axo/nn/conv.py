@@ -25,10 +25,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from axo.matmul import cost
-from axo.matmul.exchange import Exchange, wait_all
+from axo.matmul.exchange import Exchange
 from axo.matmul.local import compute_dtype
-from axo.matmul.product import GATHER_CACHE, no_autocast, refuse_create_graph
+from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
+from axo.overlap import Overlap
+from axo.overlap.events import span
+from axo.overlap.gathers import version_of
+from axo.overlap.gradients import SKIP
+from axo.overlap.modes import hidden
 from axo.placement import Placement, check_divides
 from axo.sharding import cut_features, gather_features
 
@@ -45,7 +50,8 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         comms: What ``axo.connect`` returned.
         transposed: Swap the roles of x and y. (Not torch's attribute of that name, which stays False.)
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
-        gather_cache: ``"all"`` keeps the weight gathered over z from forward to backward, ``"none"`` gathers it again.
+        gather_cache: As in ``axo.Overlap``, for a layer that is part of no model's engine: ``"all"`` keeps the weight
+            gathered over z from forward to backward, ``"none"`` gathers it again.
         scatter_input: Take all in_channels on every rank and cut this rank's; backward gathers their gradient.
         gather_output: Return all out_channels on every rank; backward takes this rank's slice of the gradient.
         name: How error messages call the layer.
@@ -73,7 +79,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         comms: Any,
         transposed: bool = False,
         grad_reduce: str = "mean",
-        gather_cache: str = "all",
+        gather_cache: str | int = "all",
         scatter_input: bool = False,
         gather_output: bool = False,
         name: str | None = None,
@@ -94,8 +100,6 @@ class Conv2d(ParallelLayer, nn.Conv2d):
                 f"{self.label()}: groups={groups} on x={grid.x}, y={grid.y} is not supported, since a group's channels"
                 " must meet on one rank; use groups=1, or a grid with x=1 and y=1 (z and data may be any)"
             )
-        if gather_cache not in GATHER_CACHE:
-            raise ValueError(f"gather_cache={gather_cache!r} is not known; use one of {GATHER_CACHE}")
         check_divides(self.label(), "in_channels", in_channels, in_axis, grid.size(in_axis))
         check_divides(self.label(), "out_channels", out_channels, out_axis, grid.size(out_axis))
         for attribute in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"):
@@ -105,8 +109,8 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         self.in_axis, self.out_axis = in_axis, out_axis
         self.in_features_whole, self.out_features_whole = in_channels, out_channels
         self.scatter_input, self.gather_output = scatter_input, gather_output
-        self.keep_gathered = gather_cache == "all"
-        self.exchange = Exchange(comms, placements["weight"], grad_reduce)
+        overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
+        self.exchange = Exchange(comms, placements["weight"], grad_reduce, overlap)
         if not bias:
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)
@@ -139,7 +143,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         if self.comms.grid.world_size == 1:
             output = F.conv2d(batch, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
         else:
-            output = _Convolution.apply(batch, self.weight, self.bias, self, padding)
+            output = _Convolution.apply(batch, self.weight, self.bias, self, padding, torch.is_grad_enabled())
         if self.gather_output and self.out_axis is not None:
             output = gather_features(output, self.comms, self.out_axis, self.out_channels, dim=-3)
         return output if input.dim() == 4 else output.squeeze(0)
@@ -181,7 +185,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             groups=self.groups,
             transposed=self.in_axis == "x",
             itemsize=itemsize,
-            gathers=1 if self.keep_gathered or not input_grad else 2,
+            gathers=1 if self.exchange.engine.overlap.gather_cache != "none" or not input_grad else 2,
             input_grad=input_grad,
             scatter_input=self.scatter_input,
             gather_output=self.gather_output,
@@ -206,57 +210,65 @@ class _Convolution(torch.autograd.Function):
         bias: torch.Tensor | None,
         layer: Conv2d,
         padding: tuple[int, int],
+        recording: bool,
     ) -> torch.Tensor:
         dtype, exchange = compute_dtype(input), layer.exchange
-        batch = input.to(dtype)
-        block = exchange.gather_weight(weight.flatten(1), dtype).view(-1, *weight.shape[1:])
-        with no_autocast(input.device):
-            output = F.conv2d(batch, block, None, layer.stride, padding, layer.dilation, layer.groups)
-        output = exchange.reduce(output, layer.in_axis)
-        if bias is not None:
-            output += bias.to(dtype).view(-1, 1, 1)
         needs_input, needs_weight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(
-            batch if needs_weight else None, weight, block if needs_input and layer.keep_gathered else None
-        )
+        batch = input.to(dtype)
+        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
+        block = block.view(-1, *weight.shape[1:])
+        partial = exchange.size(layer.in_axis) > 1
+        shift = None if bias is None else bias.to(dtype)
+        with no_autocast(input.device), span(exchange.engine.events, "compute", "forward", "", exchange.name):
+            own_shift = None if partial else shift
+            output = F.conv2d(batch, block, own_shift, layer.stride, padding, layer.dilation, layer.groups)
+        if partial:
+            output = exchange.reduce(output, layer.in_axis)
+            if shift is not None:
+                with hidden():
+                    output += shift.view(-1, 1, 1)
+        ctx.save_for_backward(batch if needs_weight else None, weight)
+        ctx.weight, ctx.bias, ctx.version, ctx.held = weight, bias, version_of(weight), held
         ctx.layer, ctx.padding, ctx.dtype = layer, padding, dtype
         ctx.input_dtype, ctx.input_shape = input.dtype, input.shape
-        ctx.bias_dtype = None if bias is None else bias.dtype
         return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Conv2d")
-        batch, weight, block = ctx.saved_tensors
-        layer, exchange = ctx.layer, ctx.layer.exchange
+        layer, exchange, weight = ctx.layer, ctx.layer.exchange, ctx.weight
+        check_unchanged(layer.label(), weight, ctx.version)
+        batch, _ = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        pending = []
+        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
+        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
+        events = exchange.engine.events
         grad_input = grad_weight = grad_bias = None
         shape = (exchange.block_rows, *weight.shape[1:])
         with no_autocast(grad_output.device):
             if needs_input:
-                if block is None:
-                    block = exchange.gather_weight(weight.flatten(1), ctx.dtype).view(shape)
+                block = exchange.backward_block(ctx.held, weight, ctx.dtype).view(shape)
                 like = grad_output.new_empty(1).expand(ctx.input_shape)  # only its shape matters
-                partial = _convolution_backward(ctx, grad_output, like, block, 0)
+                with span(events, "compute", "dI", "", exchange.name):
+                    partial = _convolution_backward(ctx, grad_output, like, block, 0)
                 grad_input = exchange.start_reduce(partial, layer.out_axis)
-                pending.append(grad_input)
-            if needs_weight:
-                buffer, grad_block = exchange.weight_gradient_buffer(weight.flatten(1).shape[1], grad_output)
+                del block
+                ctx.held = None
+                exchange.release_block()
+            if how_weight != SKIP:
+                room, grad_block = exchange.room(how_weight, weight, weight[:1].numel(), grad_output)
                 like = grad_output.new_empty(1).expand(shape)
-                grad_block.copy_(_convolution_backward(ctx, grad_output, batch, like, 1).flatten(1))
-                grad_weight = exchange.start_weight_gradient(buffer)
-                pending.append(grad_weight)
-            if needs_bias:
-                grad_bias = exchange.start_gradient(grad_output.sum((0, 2, 3), dtype=ctx.bias_dtype))
-                pending.append(grad_bias)
-            wait_all(*pending)
+                with span(events, "compute", "dW", "", exchange.name):
+                    grad_block.copy_(_convolution_backward(ctx, grad_output, batch, like, 1).flatten(1))
+                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+            if how_bias != SKIP:
+                summed = grad_output.sum((0, 2, 3), dtype=ctx.bias.dtype)
+                grad_bias = exchange.vector_gradient(how_bias, ctx.bias, summed)
         return (
             None if grad_input is None else grad_input.wait().to(ctx.input_dtype),
-            None
-            if grad_weight is None
-            else exchange.finish_weight_gradient(grad_weight, weight.dtype).view(weight.shape),
-            None if grad_bias is None else grad_bias.wait(),
+            grad_weight,
+            grad_bias,
+            None,
             None,
             None,
         )

@@ -21,6 +21,7 @@ from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import scatter_sequence
+from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides
 from axo.sharding import gather_features
 
@@ -100,7 +101,9 @@ class Embedding(ParallelLayer, nn.Embedding):
         if self.comms.grid.world_size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
         sum_over = None if self.scatters_tokens else "x"
-        output = _Lookup.apply(input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over)
+        output = _Lookup.apply(
+            input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over, torch.is_grad_enabled()
+        )
         if self.scatters_tokens:
             output = scatter_sequence(output, self.comms, owner=self.label())
         return gather_features(output, self.comms, "y", self.embedding_dim) if self.gather_output else output
@@ -133,10 +136,11 @@ class _Lookup(torch.autograd.Function):
         padding_idx: int | None,
         exchange: Exchange,
         sum_over: str | None,
+        recording: bool,
     ) -> torch.Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.vocabulary, ctx.padding_idx, ctx.exchange = vocabulary, padding_idx, exchange
-        block = exchange.gather_weight(weight, weight.dtype)
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.vocabulary, ctx.padding_idx, ctx.exchange = weight, vocabulary, padding_idx, exchange
+        block, _ = exchange.forward_block(weight, weight.dtype, recording=recording, wanted=False)
         if exchange.size("x") == 1:
             return F.embedding(ids, block)
         low, high = vocabulary
@@ -151,8 +155,11 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Embedding")
-        ids, weight = ctx.saved_tensors
-        exchange: Exchange = ctx.exchange
+        (ids,) = ctx.saved_tensors
+        weight, exchange = ctx.weight, ctx.exchange
+        how = exchange.how(ctx, 1)
+        if how == SKIP:
+            return None, None, None, None, None, None, None
         low, high = ctx.vocabulary
         skipped = (ids < low) | (ids >= high)
         if ctx.padding_idx is not None:
@@ -161,5 +168,4 @@ class _Lookup(torch.autograd.Function):
         # Row `rows` collects what is skipped; what lies before it is the padded buffer of the reduce-scatter.
         local = (ids - low).masked_fill_(skipped, rows)
         buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
-        pending = exchange.start_weight_gradient(buffer)
-        return None, exchange.finish_weight_gradient(pending, weight.dtype), None, None, None, None
+        return None, exchange.weight_gradient(how, weight, buffer), None, None, None, None, None

@@ -41,7 +41,8 @@ class Linear(ParallelLayer, nn.Linear):
         comms: What ``axo.connect`` returned.
         transposed: Swap the roles of x and y.
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
-        gather_cache: ``"all"`` keeps the weight gathered over z from forward to backward, ``"none"`` gathers it again.
+        gather_cache: As in ``axo.Overlap``, for a layer that is part of no model's engine: ``"all"`` keeps the weight
+            gathered over z from forward to backward, ``"none"`` gathers it again.
         out_blocks: Lengths of row blocks that are split one by one (q, k and v of a fused projection).
         out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
             values that several ranks' queries attend to. Their gradient is summed over those ranks.
@@ -68,7 +69,7 @@ class Linear(ParallelLayer, nn.Linear):
         comms: Any,
         transposed: bool = False,
         grad_reduce: str = "mean",
-        gather_cache: str = "all",
+        gather_cache: str | int = "all",
         out_blocks: tuple[int, ...] | None = None,
         out_copies: tuple[int, ...] | None = None,
         uneven_out: bool = False,

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from axo.matmul.exchange import Exchange, wait_all
+from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
+from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides
 
 
@@ -200,7 +201,7 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             y = y + bias.to(wide)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.parameters = weight, bias
         return y.to(wide if lifted else x.dtype)
 
     @staticmethod
@@ -210,36 +211,28 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         exchange, h = norm.exchange, norm.features
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        how_weight = exchange.how(ctx, 1, norm.sum_grad_over) if needs_weight else SKIP
+        how_bias = exchange.how(ctx, 2, norm.sum_grad_over) if needs_bias else SKIP
         grad = grad_output.to(ctx.wide)
         normalized = (x.to(ctx.wide) if mean is None else x.to(ctx.wide) - mean) * rstd
-        pending = []
-        sums = scaled = grad_weight = grad_bias = None
+        sums = scaled = grad_input = grad_weight = grad_bias = None
         if needs_input:
             scaled = grad if weight is None else grad * _scale(weight, norm, ctx.wide)
             columns = [(scaled * normalized).sum(-1)] + ([scaled.sum(-1)] if norm.centered else [])
             sums = exchange.start_reduce(torch.stack(columns), norm.out_axis)
-            pending.append(sums)
-        if needs_weight:
+        if how_weight != SKIP:
             dw = (grad * normalized).reshape(-1, grad.shape[-1]).sum(0)
-            grad_weight = exchange.start_gradient(dw, norm.sum_grad_over)
-            pending.append(grad_weight)
-        if needs_bias:
-            grad_bias = exchange.start_gradient(grad.reshape(-1, grad.shape[-1]).sum(0), norm.sum_grad_over)
-            pending.append(grad_bias)
-        wait_all(*pending)
-        grad_input = None
+            grad_weight = exchange.vector_gradient(how_weight, ctx.parameters[0], dw, norm.sum_grad_over)
+        if how_bias != SKIP:
+            db = grad.reshape(-1, grad.shape[-1]).sum(0)
+            grad_bias = exchange.vector_gradient(how_bias, ctx.parameters[1], db, norm.sum_grad_over)
         if sums is not None and scaled is not None:
             means = sums.wait().unsqueeze(-1) / h
             grad_input = scaled - normalized * means[0]
             if norm.centered:
                 grad_input -= means[1]
             grad_input = (grad_input * rstd).to(ctx.input_dtype)
-        return (
-            grad_input,
-            None if grad_weight is None else grad_weight.wait().to(weight.dtype),
-            None if grad_bias is None else grad_bias.wait().to(ctx.bias_dtype),
-            None,
-        )
+        return grad_input, grad_weight, grad_bias, None
 
 
 def _scale(weight: torch.Tensor, norm: _Norm, wide: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,7 @@ import torch
 from axo.matmul.exchange import Exchange
 from axo.matmul.local import compute_dtype
 from axo.matmul.product import refuse_create_graph
+from axo.overlap.gradients import SKIP
 from axo.placement import check_divides
 
 
@@ -110,14 +111,15 @@ def add_bias(output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis:
 class _AddBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str) -> torch.Tensor:
-        ctx.exchange, ctx.axis, ctx.bias_dtype = exchange, axis, bias.dtype
+        ctx.exchange, ctx.axis, ctx.bias = exchange, axis, bias
         return output + bias.to(output.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Linear")
         grad_bias = None
-        if ctx.needs_input_grad[1]:
-            mine = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias_dtype)
-            grad_bias = ctx.exchange.start_gradient(mine, (ctx.axis,)).wait()
+        how = ctx.exchange.how(ctx, 1, (ctx.axis,)) if ctx.needs_input_grad[1] else SKIP
+        if how != SKIP:
+            mine = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias.dtype)
+            grad_bias = ctx.exchange.vector_gradient(how, ctx.bias, mine, (ctx.axis,))
         return grad, grad_bias, None, None

@@ -28,11 +28,11 @@ class Run:
         batch_tokens: Tokens of one step, all ranks together.
         itemsize: Bytes an element of the dtype that products compute in (bf16: 2); master weights are fp32.
         overlap: Which of oar, ors and oag hide communication.
-        cached_gathers: Share of the gathered weights that are kept for their second use (1: N gathers a step, 0: 2N).
-            With checkpointing that is the recomputation of the checkpointed blocks, and other layers keep theirs;
-            without, it is the backward of every layer.
+        cached_gathers: Share of the gathered weights that are kept for their second use (1: N gathers a step, 0: 2N):
+            in the recomputation of a checkpointed block, else in backward.
         micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
+        bucket_bytes: Gradients are reduced over data in buckets of this size.
     """
 
     batch_tokens: int
@@ -41,10 +41,11 @@ class Run:
     cached_gathers: float = 0.0
     micro_batches: int = 1
     rows: int = 0
+    bucket_bytes: int = 25 << 20
 
     def keeps(self, workload: Workload, block: Block) -> bool:
         """True when every layer of ``block`` gathers its weight once a step."""
-        return self.cached_gathers == 1.0 or (workload.checkpointed and not block.checkpointed)
+        return self.cached_gathers == 1.0
 
     def group_rows(self, grid: Grid) -> int:
         """Rows of one data-parallel group and micro-batch: m of the equations."""
@@ -123,17 +124,20 @@ def calls_of(
 
 
 def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.FIRST) -> list[cost.Call]:
-    """Return every collective of one step of one micro-batch on the rank at ``coords``, repeats written as calls."""
+    """Return every collective of one step of one micro-batch on the rank at ``coords``.
+
+    Gradients come in the order of backward, since that decides which share a bucket.
+    """
     rows = run.group_rows(grid)
     calls = []
-    for block in workload.blocks:
+    for block in reversed(workload.blocks):
         gathers = 1 if run.keeps(workload, block) else 2
-        for layer in block.layers:
-            for call in calls_of(
-                layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
-            ):
-                calls.append(call._replace(calls=call.calls * block.repeat))
-    return calls
+        for _ in range(block.repeat):
+            for layer in reversed(block.layers):
+                calls += calls_of(
+                    layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
+                )
+    return cost.in_buckets(calls, run.bucket_bytes)
 
 
 def layer_cost(

@@ -234,7 +234,6 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
             old.weight.dtype,
             comms=replacer.comms,
             grad_reduce=replacer.grad_reduce,
-            gather_cache=replacer.gather_cache,
             like=type(old),
             name=name,
             **options,

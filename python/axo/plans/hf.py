@@ -108,7 +108,7 @@ class Conv1D(ParallelLayer):
         comms: Any,
         transposed: bool = False,
         grad_reduce: str = "mean",
-        gather_cache: str = "all",
+        gather_cache: str | int = "all",
         out_blocks: tuple[int, ...] | None = None,
         scatter_input: bool = False,
         gather_output: bool = False,

@@ -22,7 +22,6 @@ class Replacer:
     Args:
         comms: The communicators of the grid.
         grad_reduce: Given to every layer.
-        gather_cache: Given to every linear layer.
         sequence_parallel: Given to every linear layer and embedding; norms of split tokens sum gradients over x.
     """
 
@@ -31,12 +30,10 @@ class Replacer:
         comms: Any,
         *,
         grad_reduce: str = "mean",
-        gather_cache: str = "all",
         sequence_parallel: bool = False,
     ) -> None:
         self.comms = comms
         self.grad_reduce = grad_reduce
-        self.gather_cache = gather_cache
         self.sequence_parallel = sequence_parallel and comms.grid.x > 1
 
     def linear(self, parent: nn.Module, child: str, name: str, *, transposed: bool = False, **options: Any) -> None:
@@ -51,7 +48,6 @@ class Replacer:
             comms=self.comms,
             transposed=transposed,
             grad_reduce=self.grad_reduce,
-            gather_cache=self.gather_cache,
             sequence_parallel=self.sequence_parallel,
             name=name,
             **options,
@@ -96,7 +92,6 @@ class Replacer:
             old.weight.dtype,
             comms=self.comms,
             grad_reduce=self.grad_reduce,
-            gather_cache=self.gather_cache,
             name=name,
             **options,
         )

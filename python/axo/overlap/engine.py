@@ -1,0 +1,140 @@
+"""The engine of one model: it issues what can run ahead and waits for what must be there.
+
+    forward begins         hook of the root module: a pass of gathers begins
+    backward begins        hook on the root's output (or the first layer that has something to keep): ``arm``
+    backward ends          callback of autograd: gradients complete, passes closed, kept weights dropped
+    backward raises        autograd drops the callback, and with it goes what was pending, with a warning
+
+The callback's life tells whether a backward is under way: autograd's graph task owns it, so nothing stays armed after
+an exception, and the inner passes of reentrant checkpointing find their outer one. Not here: streams of GPUs.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from axo.overlap.buckets import AllReduceBuckets
+from axo.overlap.events import Events
+from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
+from axo.overlap.gradients import Gradients
+from axo.overlap.options import Overlap, cache_limits
+from axo.overlap.pool import Pool
+
+_in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class _End:
+    """What autograd calls at the end of a backward pass, and drops when it fails."""
+
+    __slots__ = ("__weakref__", "_called", "_engine")
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._called = engine, False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._engine.finish_backward()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._engine.drop_backward()
+
+
+class Engine:
+    """Runs the overlap of one model; layers made by hand have one each.
+
+    Attributes:
+        overlap: The options.
+        gathers, gradients: Its two halves.
+        pool: Buffers.
+        events: The record under way, if any.
+        synchronizing: False inside ``axo.no_sync``.
+    """
+
+    def __init__(self, comms: Any, overlap: Overlap) -> None:
+        self.comms, self.overlap = comms, overlap
+        self.pool = Pool()
+        self.gathers = Gathers(self, *cache_limits(overlap.gather_cache))
+        self.gradients = Gradients(self, AllReduceBuckets(self, overlap.bucket_bytes))
+        self.events: Events | None = None
+        self.synchronizing = True
+        self._rooted = False
+        self._end: weakref.ref[_End] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
+        new = memo[id(self)] = Engine(self.comms, self.overlap)
+        new._rooted = self._rooted
+        return new
+
+    def root_at(self, model: torch.nn.Module) -> None:
+        """Let the forward passes of ``model`` begin and end passes of this engine."""
+        self._rooted = True
+        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_hook(self._after_forward)
+
+    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        if _in_backward() == -1:
+            self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
+
+    def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if _in_backward() != -1:
+            return
+        self.gathers.end()
+        if torch.is_grad_enabled():
+            for tensor in _tensors(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(self._on_output_gradient)
+
+    def _on_output_gradient(self, grad: torch.Tensor) -> None:
+        self.arm()
+
+    def arm(self) -> None:
+        """Called in backward: see that its end finishes what is pending."""
+        if self._end is not None and self._end() is not None:
+            return
+        end = _End(self)
+        self._end = weakref.ref(end)
+        Variable._execution_engine.queue_callback(end)
+        if self._rooted:
+            self.gathers.begin(BACKWARD)
+
+    def finish_backward(self) -> None:
+        """Complete all gradients; nothing of this pass is left."""
+        self._end = None
+        try:
+            with torch.no_grad():
+                self.gradients.finish()
+        except BaseException:
+            self.drop_backward(quiet=True)
+            raise
+        self.gathers.end()
+        if self.synchronizing:
+            self.gathers.drop()
+        self.pool.end_of_pass()
+
+    def drop_backward(self, *, quiet: bool = False) -> None:
+        """A backward pass has failed: forget what it left."""
+        self._end = None
+        self.gathers.drop()
+        count = self.gradients.drop()
+        if count and not quiet:
+            warnings.warn(
+                f"axo: backward raised with {count} gradients under way; they are dropped, and .grad is not complete",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        yield from (tensor for value in output.values() for tensor in _tensors(value))
+    elif isinstance(output, list | tuple):
+        yield from (tensor for value in output for tensor in _tensors(value))

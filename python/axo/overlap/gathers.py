@@ -1,0 +1,230 @@
+"""Gathered weights: when they are gathered (OAG), and how long they are kept (the gather cache).
+
+A pass is one forward of the model, in training or not, or one backward with its recomputations. The order in which
+layers ask for weights that are not kept is recorded in each pass and foretold in the next one of its kind: when a layer
+asks, the rest of its block and the whole next block are issued, a block's gathers as one group. A layer that comes out
+of turn gathers for itself; what was foretold and not used is dropped at the end of the pass, and the record is always
+that of the last pass. Ranks along z run the same program, so they foretell the same.
+
+A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
+run of a reentrantly checkpointed block, and a recomputation. A weight that has changed since it was gathered (its
+version, its memory or the tensor itself) is gathered again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from axo.collectives import group
+from axo.overlap.events import Pending
+
+TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"
+_in_backward: Any = torch._C._current_graph_task_id
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The count of in-place changes; inference tensors have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def owner(weight: torch.Tensor) -> torch.Tensor:
+    """The tensor that ``weight`` is a view of, or itself: who is the same in the next pass."""
+    return weight if weight._base is None else weight._base
+
+
+class Gathered:
+    """A block (rows, c), or the gather that will fill it, and what it was gathered from."""
+
+    __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight")
+
+    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: Pending | None) -> None:
+        self._weight, self._version, self._pointer = weakref.ref(owner(weight)), version_of(weight), weight.data_ptr()
+        self._dtype, self._block, self._pending = dtype, block, pending
+
+    def matches(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether it is what a gather would give now."""
+        return (
+            self._dtype == dtype
+            and self._weight() is owner(weight)
+            and self._version == version_of(weight)
+            and self._pointer == weight.data_ptr()
+        )
+
+    def wait(self) -> torch.Tensor:
+        """The block, complete."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._block
+
+
+class _Held:
+    """A weight kept for backward by no node: by how many uses, and whether a first run holds it."""
+
+    def __init__(self, gathered: Gathered) -> None:
+        self.gathered, self.uses, self.first_run = gathered, 0, False
+
+
+class Gathers:
+    """The gathered weights of one model.
+
+    Args:
+        engine: Its overlap options and record.
+    """
+
+    def __init__(self, engine: Any, layers: float, size: float) -> None:
+        self._engine = engine
+        self._layers, self._bytes = layers, size
+        self._admitted: dict[Any, int] = {}  # exchange -> bytes: what the cache has room for
+        self._held: dict[Any, _Held] = {}
+        self._between: dict[Any, Gathered] = {}  # kept by a no_sync backward for the next micro-batch
+        self._pass: str | None = None
+        self._asked: list[Any] = []  # exchanges of this pass, in order
+        self._orders: dict[str, list[Any]] = {}
+        self._position = 0
+        self._ahead: dict[Any, Gathered] = {}
+
+    # --- passes ---------------------------------------------------------------------------------------------------
+
+    def begin(self, kind: str) -> None:
+        """A pass begins; one that never ended is forgotten."""
+        self._pass, self._asked, self._position = kind, [], 0
+        self._ahead.clear()
+
+    def end(self) -> None:
+        """The pass is over: its order is what the next one of its kind foretells."""
+        if self._pass is not None:
+            self._orders[self._pass] = self._asked
+        self._pass, self._asked = None, []
+        self._ahead.clear()
+
+    def drop(self, *, kept: bool = True) -> None:
+        """Forget the pass under way and, with ``kept``, every weight kept here."""
+        self._pass, self._asked = None, []
+        self._ahead.clear()
+        if kept:
+            self._held.clear()
+            self._between.clear()
+
+    # --- what layers ask for --------------------------------------------------------------------------------------
+
+    def forward(
+        self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype, *, recording: bool, wanted: bool
+    ) -> tuple[torch.Tensor, Gathered | None]:
+        """The block for a forward product, and what its node is to hold on to, if anything.
+
+        Args:
+            recording: Grad mode is on, outside of the Function.
+            wanted: Backward will want the block.
+        """
+        found = self._kept(exchange, weight, dtype)
+        if found is None:
+            found = self._ask(exchange, weight, dtype)
+        block = found.wait()
+        if _in_backward() != -1:
+            if recording and wanted:
+                self._hold(exchange, found, first_run=False)
+                self._engine.arm()
+        elif recording:
+            if wanted and self._admit(exchange, block):
+                return block, found
+        elif self._pass == TRAINING and self._admit(exchange, block):
+            self._hold(exchange, found, first_run=True)
+        return block, None
+
+    def backward(
+        self, exchange: Any, node_holds: Gathered | None, weight: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The block for a product of backward."""
+        found = node_holds
+        if found is None or not found.matches(weight, dtype):
+            found = self._kept(exchange, weight, dtype) or self._ask(exchange, weight, dtype)
+        if not self._engine.synchronizing and exchange in self._admitted:
+            self._between[exchange] = found
+        return found.wait()
+
+    def release(self, exchange: Any) -> None:
+        """One use in backward is over."""
+        held = self._held.get(exchange)
+        if held is not None:
+            held.uses -= 1
+            if held.uses <= 0:
+                del self._held[exchange]
+
+    # --- how ------------------------------------------------------------------------------------------------------
+
+    def _kept(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
+        found = exchange.gathered() if exchange.gathered is not None else None
+        return found if found is not None and found.matches(weight, dtype) else None
+
+    def _hold(self, exchange: Any, found: Gathered, *, first_run: bool) -> None:
+        held = self._held.get(exchange)
+        if held is None or held.gathered is not found:
+            held = self._held[exchange] = _Held(found)
+        if first_run or not held.first_run:  # a recomputation is the use that its first run has counted
+            held.uses += 1
+        held.first_run |= first_run
+
+    def _admit(self, exchange: Any, block: torch.Tensor) -> bool:
+        if exchange not in self._admitted:
+            if len(self._admitted) >= self._layers:
+                return False
+            if sum(self._admitted.values()) + block.nbytes > self._bytes:
+                return False
+            self._admitted[exchange] = block.nbytes
+        return True
+
+    def _ask(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered:
+        found = self._ahead.pop(exchange, None)
+        if found is not None and not found.matches(weight, dtype):
+            found = None
+        looks_ahead = self._pass is not None and self._engine.overlap.all_gather
+        if found is None:
+            found = exchange.start_gather(weight, dtype, blocking=not looks_ahead)
+        if self._pass is not None:
+            self._asked.append(exchange)
+            exchange.last_asked = (weakref.ref(weight), dtype)  # a view is gone by the next pass: never foretold
+            if looks_ahead:
+                self._look_ahead(exchange)
+        exchange.gathered = weakref.ref(found)
+        return found
+
+    def _look_ahead(self, exchange: Any) -> None:
+        """Issue the rest of the block of ``exchange`` and the next block."""
+        order = self._orders.get(self._pass or "", [])
+        try:
+            self._position = order.index(exchange, self._position) + 1
+        except ValueError:
+            return  # out of turn
+        blocks, current = [], exchange.group
+        batch: list[Any] = []
+        for other in order[self._position :]:
+            if other.group != current:
+                blocks.append(batch)
+                if len(blocks) == 2:
+                    break
+                batch, current = [], other.group
+            batch.append(other)
+        else:
+            blocks.append(batch)
+        for batch in blocks:
+            self._issue(batch)
+
+    def _issue(self, batch: list[Any]) -> None:
+        wanted = []
+        for exchange in dict.fromkeys(batch):
+            weight = exchange.last_asked[0]()
+            dtype = exchange.last_asked[1]
+            if weight is None or exchange in self._ahead or self._kept(exchange, weight, dtype) is not None:
+                continue
+            wanted.append((exchange, weight, dtype))
+        if len(wanted) > 1:
+            with group():
+                for exchange, weight, dtype in wanted:
+                    self._ahead[exchange] = exchange.start_gather(weight, dtype)
+        else:
+            for exchange, weight, dtype in wanted:
+                self._ahead[exchange] = exchange.start_gather(weight, dtype)

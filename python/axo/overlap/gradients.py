@@ -1,0 +1,215 @@
+"""Gradients between the product that gives them and ``.grad``.
+
+Autograd gets None for a parameter whose gradient is still under way. At the end of the backward pass each gradient is
+complete, goes through the parameter's hooks, is added to ``.grad`` (never put in its place), and then the
+post-accumulate hooks run: as autograd does it, once a backward for each parameter.
+
+Where autograd wants the gradient itself (``autograd.grad``, a weight that is no leaf) it gets it, reduced on the spot.
+Without synchronisation (``axo.no_sync``) gradients are summed where they are, unreduced, until the next backward that
+synchronises.
+
+Not here: what is done on which axis (``axo.matmul.exchange`` says it), buckets (``buckets``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from axo.overlap.buckets import DataAxis, Slot, Stage
+from axo.overlap.events import Pending
+from axo.overlap.gathers import version_of
+
+SKIP, NOW, LATER = "skip", "now", "later"
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def how(node: Any, index: int) -> str:
+    """What the backward pass under way wants of the gradient of input ``index`` of ``node``, a leaf in most cases.
+
+    SKIP: nothing. LATER: that it is in ``.grad`` when backward returns. NOW: the gradient itself.
+    """
+    into = node.next_functions[index][0]
+    if into is None:
+        return SKIP
+    try:
+        if not torch._C._will_engine_execute_node(into):  # type: ignore[attr-defined]
+            return SKIP
+    except RuntimeError:  # a leaf that autograd.grad wants
+        return NOW
+    return LATER if type(into).__name__ == "AccumulateGrad" else NOW
+
+
+class _Local:
+    """A gradient of micro-batches that were not synchronised: unreduced, and how to reduce it."""
+
+    __slots__ = ("exchange", "parameter", "stages", "tensor", "version")
+
+    def __init__(self, exchange: Any, parameter: torch.Tensor, tensor: torch.Tensor, stages: Any) -> None:
+        self.exchange, self.parameter, self.tensor, self.stages = exchange, parameter, tensor, stages
+        self.version = version_of(parameter)
+
+
+class Gradients:
+    """The pending gradients of one model.
+
+    Args:
+        engine: Its communicators, pool and record.
+        data: Where gradients go from z.
+    """
+
+    def __init__(self, engine: Any, data: DataAxis) -> None:
+        self._engine = engine
+        self.data = data
+        self.local: dict[int, _Local] = {}
+        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._arriving: deque[Pending] = deque()
+        self._count = 0
+
+    def room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Any:
+        """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
+        shape = (exchange.padded_rows, columns)
+        if exchange.size("z") == 1 and self._engine.synchronizing:
+            return self.data.slot(parameter, shape, exchange.shard_rows, like, exchange.weight_stages)
+        return self._engine.pool.take(shape, like.dtype, like.device)
+
+    def add_weight(self, exchange: Any, parameter: torch.Tensor, room: Any) -> None:
+        """The gradient of the block is there, in what ``room`` gave or in any padded buffer: reduce it in time."""
+        self._begin(parameter)
+        buffer = room.tensor if isinstance(room, Slot) else room
+        if not self._engine.synchronizing:
+            self._add_local(exchange, parameter, buffer, None)
+            return
+        self._take_local(parameter, buffer)
+        self._send_weight(exchange, parameter, room)
+
+    def add_vector(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
+        """The gradient of a parameter that z and data replicate: reduce it over ``stages`` in time."""
+        self._begin(parameter)
+        if not self._engine.synchronizing:
+            self._add_local(exchange, parameter, grad, stages)
+            return
+        self._take_local(parameter, grad)
+        self._send_vector(exchange, parameter, grad, stages)
+
+    def _begin(self, parameter: torch.Tensor) -> None:
+        self._engine.arm()
+        self._count += 1
+        hooks = parameter._backward_hooks
+        if hooks:  # autograd would run them now, with None; they run on the complete gradient
+            self._hooks[id(parameter)] = (parameter, hooks)
+            parameter._backward_hooks = None
+
+    def _send_weight(self, exchange: Any, parameter: torch.Tensor, room: Any) -> None:
+        if exchange.size("z") == 1:
+            slot = room
+            if not isinstance(room, Slot):
+                slot = self.data.slot(parameter, room.shape, exchange.shard_rows, room, exchange.weight_stages)
+                slot.tensor.copy_(room)
+            slot.copies = exchange.weight_copies()
+            self.data.ready(slot)
+            return
+        rows = exchange.padded_rows // exchange.size("z")
+        slot = self.data.slot(parameter, (rows, room.shape[1]), exchange.shard_rows, room, exchange.weight_stages)
+        slot.copies = exchange.weight_copies()
+        pending = exchange.start_scatter(room, slot.tensor)
+        self.data.ready(slot, pending)
+        if pending is None:
+            return
+        while self._arriving and self._arriving[0].done():
+            self._arriving.popleft()  # lets go of the buffer it was scattered from
+        self._arriving.append(pending)
+
+    def _send_vector(
+        self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]
+    ) -> None:
+        slot = self.data.slot(parameter, tuple(grad.shape), grad.shape[0], grad, stages)
+        slot.copies = exchange.vector_copies()
+        slot.tensor.copy_(grad)
+        self.data.ready(slot)
+
+    def _add_local(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: Any) -> None:
+        old = self.local.get(id(parameter))
+        if old is None:
+            wide = grad.float() if grad.dtype in _HALF else grad
+            self.local[id(parameter)] = _Local(exchange, parameter, wide, stages)
+            return
+        _check_unchanged(old)
+        old.tensor.add_(grad)
+
+    def _take_local(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add what micro-batches without synchronisation have left to ``grad``, in place."""
+        old = self.local.pop(id(parameter), None) if self.local else None
+        if old is None:
+            return
+        _check_unchanged(old)
+        if old.tensor.dtype == grad.dtype:
+            grad.add_(old.tensor)
+        else:
+            grad.copy_(old.tensor.add_(grad))
+
+    def _send_left(self) -> None:
+        """Reduce what only the micro-batches without synchronisation have used."""
+        for left in list(self.local.values()):
+            _check_unchanged(left)
+            if left.stages is None:
+                self._send_weight(left.exchange, left.parameter, left.tensor)
+            else:
+                self._send_vector(left.exchange, left.parameter, left.tensor, left.stages)
+        self.local.clear()
+
+    def finish(self) -> None:
+        """Complete all gradients and put them into ``.grad``."""
+        if self._engine.synchronizing and self.local:
+            self._send_left()
+        totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for parameter, grad in self.data.finish():
+            if id(parameter) in totals:  # used twice
+                totals[id(parameter)][1].add_(grad)
+            else:
+                totals[id(parameter)] = (parameter, grad)
+        self._arriving.clear()
+        self._count = 0
+        hooks = self._give_hooks_back()
+        for parameter, grad in totals.values():
+            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter)))
+
+    def _give_hooks_back(self) -> dict[int, Any]:
+        hooks, self._hooks = self._hooks, {}
+        for parameter, each in hooks.values():
+            if parameter._backward_hooks:
+                each.update(parameter._backward_hooks)  # registered meanwhile
+            parameter._backward_hooks = each
+        return {key: each for key, (_, each) in hooks.items()}
+
+    def drop(self) -> int:
+        """Forget what is pending; how many gradients that were."""
+        count, self._count = self._count, 0
+        self._give_hooks_back()
+        self._arriving.clear()
+        self.data.drop()
+        return count
+
+
+def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any) -> None:
+    for hook in list(hooks.values()) if hooks else ():
+        changed = hook(grad)
+        if changed is not None:
+            grad = changed
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+    for hook in list(after.values()) if after else ():
+        hook(parameter)
+
+
+def _check_unchanged(local: _Local) -> None:
+    if local.version != version_of(local.parameter):
+        raise RuntimeError(
+            f"no_sync: {local.exchange.name or 'a parameter'} has changed while gradients of earlier micro-batches wait"
+            " to be reduced; run the last backward of a step outside of axo.no_sync, before optimizer.step()"
+        )

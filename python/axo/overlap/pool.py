@@ -1,0 +1,66 @@
+"""Buffers for collectives, used again and again; on the CPU in memory that the transport reads where it lies.
+
+A buffer is free when nobody but the pool refers to its memory: no owner has to give it back, and a gradient that is a
+view of one stays what it is as long as somebody holds it. What no step wants any more is given back.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+
+from axo.runtime import shared_block
+
+_SHARED_FROM = 32 * 1024  # bytes; the transport stages smaller ones anyway
+_KEPT_PASSES = 2
+
+
+class _Entry:
+    __slots__ = ("last_used", "memory")
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.last_used = 0
+
+
+def _references(entry: _Entry) -> int:
+    return sys.getrefcount(entry.memory)
+
+
+_FREE = _references(_Entry(object()))  # the entry's own reference, and those of the question
+
+
+class Pool:
+    """Buffers of one engine, by size."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[_Entry]] = {}
+        self._passes = 0
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """An uninitialised contiguous tensor."""
+        size = math.prod(shape) * dtype.itemsize
+        if device.type != "cpu" or size < _SHARED_FROM:
+            return torch.empty(shape, dtype=dtype, device=device)
+        entries = self._entries.setdefault(size, [])
+        for entry in entries:
+            if _references(entry) == _FREE:
+                break
+        else:
+            entry = _Entry(shared_block(size))
+            entries.append(entry)
+        entry.last_used = self._passes
+        return torch.frombuffer(entry.memory, dtype=dtype).view(shape)
+
+    def end_of_pass(self) -> None:
+        """Give back what the last passes have not used."""
+        self._passes += 1
+        for size, entries in list(self._entries.items()):
+            kept = [
+                each for each in entries if each.last_used + _KEPT_PASSES >= self._passes or _references(each) != _FREE
+            ]
+            if len(kept) != len(entries):
+                self._entries[size] = kept
