@@ -17,6 +17,7 @@ from torch import nn
 
 from axo.overlap.engine import Engine
 from axo.overlap.events import Event, Events
+from axo.overlap.guard import watch
 from axo.overlap.options import Overlap, cache_limits
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]
@@ -49,6 +50,7 @@ def attach(model: nn.Module, comms: Any, overlap: Overlap | None = None) -> None
         block = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
         exchange.group = block[0] if block else name
     engine.root_at(model)
+    watch(engine, list(model.parameters()))
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class Engine:
         pool: Buffers.
         events: The record under way, if any.
         synchronizing: False inside ``axo.no_sync``.
+        awaits_backward: The last forward pass in training had no backward yet.
     """
 
     def __init__(self, comms: Any, overlap: Overlap) -> None:
@@ -64,6 +65,7 @@ class Engine:
         self.gradients = Gradients(self, AllReduceBuckets(self, overlap.bucket_bytes))
         self.events: Events | None = None
         self.synchronizing = True
+        self.awaits_backward = False
         self._rooted = False
         self._end: weakref.ref[_End] | None = None
 
@@ -87,6 +89,7 @@ class Engine:
             return
         self.gathers.end()
         if torch.is_grad_enabled():
+            self.awaits_backward = True
             for tensor in _tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_output_gradient)
@@ -100,6 +103,7 @@ class Engine:
             return
         end = _End(self)
         self._end = weakref.ref(end)
+        self.awaits_backward = False
         Variable._execution_engine.queue_callback(end)
         if self._rooted:
             self.gathers.begin(BACKWARD)

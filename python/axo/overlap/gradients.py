@@ -23,6 +23,7 @@ from axo.overlap.events import Pending
 from axo.overlap.gathers import version_of
 
 SKIP, NOW, LATER = "skip", "now", "later"
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HALF = (torch.bfloat16, torch.float16)
 
 
@@ -64,7 +65,7 @@ class Gradients:
         self._engine = engine
         self.data = data
         self.local: dict[int, _Local] = {}
-        self._hooks: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._hooks: dict[int, list[tuple[Any, dict[int, Any]]]] = {}  # each parameter's: its dicts, what they held
         self._arriving: deque[Pending] = deque()
         self._count = 0
 
@@ -97,10 +98,13 @@ class Gradients:
     def _begin(self, parameter: torch.Tensor) -> None:
         self._engine.arm()
         self._count += 1
-        hooks = parameter._backward_hooks
-        if hooks:  # autograd would run them now, with None; they run on the complete gradient
-            self._hooks[id(parameter)] = (parameter, hooks)
-            parameter._backward_hooks = None
+        # Autograd would run hooks now, with None; they run on the complete gradient. It looks into these very dicts.
+        tables = [getattr(parameter, name) for name in _HOOKS]
+        if any(tables):
+            self._hooks[id(parameter)] = [(table, dict(table or {})) for table in tables]
+            for table in tables:
+                if table:
+                    table.clear()
 
     def _send_weight(self, exchange: Any, parameter: torch.Tensor, room: Any) -> None:
         if exchange.size("z") == 1:
@@ -174,15 +178,18 @@ class Gradients:
         self._count = 0
         hooks = self._give_hooks_back()
         for parameter, grad in totals.values():
-            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter)))
+            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter), ({}, {})))
 
     def _give_hooks_back(self) -> dict[int, Any]:
-        hooks, self._hooks = self._hooks, {}
-        for parameter, each in hooks.values():
-            if parameter._backward_hooks:
-                each.update(parameter._backward_hooks)  # registered meanwhile
-            parameter._backward_hooks = each
-        return {key: each for key, (_, each) in hooks.items()}
+        taken, self._hooks = self._hooks, {}
+        for tables in taken.values():
+            for table, hooks in tables:
+                if hooks:
+                    meanwhile = dict(table)
+                    table.clear()
+                    table.update(hooks)
+                    table.update(meanwhile)
+        return {key: [hooks for _, hooks in tables] for key, tables in taken.items()}
 
     def drop(self) -> int:
         """Forget what is pending; how many gradients that were."""
@@ -194,7 +201,8 @@ class Gradients:
 
 
 def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any) -> None:
-    for hook in list(hooks.values()) if hooks else ():
+    before, after = hooks
+    for hook in list(before.values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed
@@ -202,8 +210,7 @@ def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any) -> None:
         parameter.grad = grad
     else:
         parameter.grad.add_(grad)
-    after = getattr(parameter, "_post_accumulate_grad_hooks", None)
-    for hook in list(after.values()) if after else ():
+    for hook in list(after.values()):
         hook(parameter)
 
 

@@ -1,0 +1,40 @@
+"""Refuse an optimizer step that has no gradients to use, before anything is changed.
+
+torch lets ``step`` pass over parameters without gradients in silence. Where none of a model's parameters has one, and
+its last forward pass in training was not followed by a backward, or gradients still wait for a backward outside of
+``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
+model goes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+def watch(engine: Any, parameters: list[torch.Tensor]) -> None:
+    """Check each optimizer step on any of ``parameters`` against what ``engine`` has seen."""
+    seen = weakref.ref(engine)
+    mine = frozenset(id(parameter) for parameter in parameters)
+
+    def check(optimizer: Any, args: Any, options: Any) -> None:
+        engine = seen()
+        if engine is None or not (engine.gradients.local or engine.awaits_backward):
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+        if any(id(p) in engine.gradients.local for p in stepped):
+            raise RuntimeError(
+                "step(): gradients of micro-batches inside axo.no_sync wait to be reduced; run the last backward of the"
+                " step outside of it"
+            )
+        if stepped and all(p.grad is None for p in stepped):
+            raise RuntimeError(
+                "step() without backward: the model has run forward, and none of its parameters has a gradient; call"
+                " backward on the loss first"
+            )
+
+    handle = register_optimizer_step_pre_hook(check)
+    weakref.finalize(engine, handle.remove)

@@ -1,0 +1,289 @@
+"""The engine: overlap changes when things happen, not what comes out.
+
+Oracles: the run without any overlap, of the same model on the same grid; DESIGN's counts of gathered weights; serial
+layers where modules run out of order; and the engine's record for what comes before what.
+"""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import axo
+from tests.gpt import LLAMA, NEOX, batch
+from tests.launcher import run_ranks
+from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
+
+OFF = axo.Overlap(False, False, False, "none", 0)
+ALL = [axo.Overlap(*switches, cache) for *switches, cache in itertools.product(*[(False, True)] * 3, ("none", "all"))]
+CHECKPOINTS = ("no", "reentrant", "not reentrant")
+# Sums are taken in the same order with and without overlap; what may differ is how a tensor is cut for a collective.
+LIMIT = 1e-6
+
+
+def selective(save):
+    def policy(_, op, *args, **options):
+        return CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return partial(create_selective_checkpoint_contexts, policy)
+
+
+def build(comms, config, overlap, recompute="no"):
+    seed_apart(comms)
+    model = axo.parallelize(GPT(config), comms, overlap=overlap)
+    options = {
+        "reentrant": {"use_reentrant": True},
+        "not reentrant": {"use_reentrant": False},
+        "selective": {"use_reentrant": False, "context_fn": selective({torch.ops.aten.mm.default})},
+    }
+    for block in model.transformer.h if recompute != "no" else ():
+        block.forward = partial(checkpoint, block.forward, **options[recompute])
+    return model
+
+
+def loss_of(comms, model, step):
+    ids, targets = (my_rows(comms, part) for part in batch(model.config, step))
+    return axo.nn.cross_entropy(model(ids), targets, comms=comms, columns=model.config.padded_vocab_size)
+
+
+def train(comms, config, overlap, recompute, steps, optimizer=torch.optim.AdamW):
+    """Losses, all gradients, and the gathers of each step."""
+    model = build(comms, config, overlap, recompute)
+    stepper = optimizer(model.parameters(), lr=1e-3)
+    losses, gradients, gathers = [], [], []
+    for step in range(steps):
+        with axo.count_collectives() as counts:
+            loss = loss_of(comms, model, step)
+            stepper.zero_grad()
+            loss.backward()
+        gathers.append(counts["all_gather", "z"].calls)
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        stepper.step()
+        losses.append(loss.item())
+    return losses, gradients, gathers
+
+
+def compare(comms, config, overlap, recompute, steps, expected):
+    losses, gradients, gathers = train(comms, config, overlap, recompute, steps)
+    what = f"{overlap}, checkpointing {recompute}"
+    for mine, theirs in zip(gradients[:2], expected[1], strict=False):
+        for a, b in zip(mine, theirs, strict=True):
+            assert_close(a, b, LIMIT, what)
+    assert max(abs(a - b) for a, b in zip(losses, expected[0], strict=True)) <= 1e-5, what
+    return losses, gathers
+
+
+def combinations(grid, cases, steps):
+    comms = axo.connect(grid)
+    config = Config(**LLAMA)
+    expected = train(comms, config, OFF, "no", steps)
+    linears = 5 * config.n_layer + 1
+    for overlap, recompute in cases:
+        losses, gathers = compare(comms, config, overlap, recompute, steps, expected)
+        assert gathers == [1 + linears * (1 if overlap.gather_cache == "all" else 2)] * steps, (overlap, recompute)
+        assert losses == compare(comms, config, overlap, recompute, steps, expected)[0], "two runs differ"
+    return len(cases)
+
+
+def test_a_sample_of_the_combinations():
+    cases = [(ALL[-2], "not reentrant"), (ALL[-1], "reentrant"), (ALL[6], "no")]
+    run_ranks(combinations, 8, "2x2x2x1", cases, 3, timeout=120)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("recompute", CHECKPOINTS)
+def test_all_sixteen_combinations_for_fifty_steps(recompute):
+    cases = [(overlap, recompute) for overlap in ALL]
+    assert run_ranks(combinations, 8, "2x2x2x1", cases, 50, timeout=1800) == [16] * 8
+
+
+def cache_sizes(grid):
+    comms = axo.connect(grid)
+    config = Config(**NEOX)
+    linears = 4 * config.n_layer + 1
+    block = 4 * config.n_embd // comms.grid.x * config.n_embd // comms.grid.y * 4  # bytes of a gathered MLP weight
+    found = {}
+    for recompute in ("no", "reentrant", "not reentrant"):
+        for cache, kept in (("none", 0), (0, 0), (3, 3), (99, linears), ("all", linears), (f"{2 * block}B", None)):
+            _, _, gathers = train(comms, config, axo.Overlap(gather_cache=cache), recompute, 3)
+            assert len(set(gathers)) == 1, (cache, gathers)
+            if kept is not None:
+                assert gathers[0] == 1 + 2 * linears - kept, (cache, recompute, gathers)
+            found[cache] = gathers[0]
+        assert 1 + linears < found[f"{2 * block}B"] < 1 + 2 * linears
+    return True
+
+
+def test_gathers_a_step_for_every_cache():
+    assert all(run_ranks(cache_sizes, 4, "1x2x2x1", timeout=120))
+
+
+def buckets(grid):
+    comms = axo.connect(grid)
+    config = Config(**NEOX)
+    expected = train(comms, config, OFF, "no", 3)
+    calls = {}
+    for size in (0, 1 << 13, 1 << 20):
+        overlap = axo.Overlap(bucket_bytes=size)
+        compare(comms, config, overlap, "no", 3, expected)
+        model = build(comms, config, overlap)
+        with axo.count_collectives() as counts:
+            loss_of(comms, model, 0).backward()
+        calls[size] = counts["all_reduce", "data"].calls, counts["all_reduce", "data"].elements
+    assert calls[0][0] == len(list(model.parameters())) > calls[1 << 13][0] > calls[1 << 20][0], calls
+    assert len({elements for _, elements in calls.values()}) == 1, calls
+    return calls
+
+
+@pytest.mark.parametrize("grid", ["1x1x1x4", "1x1x2x2"])
+def test_gradients_travel_over_data_in_buckets(grid):
+    run_ranks(buckets, 4, grid, timeout=90)
+
+
+def order(grid):
+    comms = axo.connect(grid)
+    model = build(comms, Config(**LLAMA), axo.Overlap(gather_cache="none"))
+    for step in range(2):
+        with axo.overlap.record(model) as events:
+            loss_of(comms, model, step).backward()
+    names = [(e.what, e.op, e.axis, e.layer) for e in events]
+
+    def at(*name):
+        return names.index(name)
+
+    forward = [e.layer for e in events if (e.what, e.op) == ("compute", "forward")]
+    assert len(forward) == 11
+    for layer, following in itertools.pairwise(forward):
+        issued = at("issue", "all_gather", "z", following)
+        assert issued < at("compute", "forward", "", layer), f"{following} is gathered behind {layer}"
+    backward = [e.layer for e in events if (e.what, e.op) == ("compute", "dI")]
+    assert backward == forward[::-1]
+    for layer in backward:
+        axis = "y" if layer.endswith("proj") else "x"
+        issued = at("issue", "all_reduce", axis, layer)
+        assert at("compute", "dI", "", layer) < issued < at("compute", "dW", "", layer), layer
+        waited = [n for n, e in enumerate(names) if e == ("wait", "all_reduce", axis, layer) and n > issued]
+        assert all(wait > at("compute", "dW", "", layer) for wait in waited), layer
+    last_product = max(n for n, e in enumerate(names) if e[0] == "compute")
+    assert sum(e[:2] == ("issue", "reduce_scatter") for e in names) == 12
+    assert all(n > last_product for n, e in enumerate(names) if e[:2] == ("wait", "reduce_scatter"))
+    return True
+
+
+def test_the_record_shows_the_order():
+    assert all(run_ranks(order, 8, "2x2x2x1"))
+
+
+def groups(grid):
+    comms = axo.connect(grid)
+    model = build(comms, Config(**LLAMA), axo.Overlap(gather_cache="none"))
+    opened = []
+    enter = axo.group.__enter__
+    axo.group.__enter__ = lambda self: (opened.append(self), enter(self))[1]
+    for step in range(3):
+        opened.clear()
+        loss_of(comms, model, step).backward()
+    return len(opened)
+
+
+def test_a_block_is_gathered_as_one_group():
+    assert run_ranks(groups, 2, "1x1x2x1") == [4] * 2  # two blocks, forward and backward
+
+
+def routes(grid):
+    """Modules used twice, skipped, and out of order; a pass in evaluation between."""
+    comms = axo.connect(grid)
+
+    class Net(torch.nn.Module):
+        def __init__(self, make):
+            super().__init__()
+            self.layers = torch.nn.ModuleList(make(8, 8) for _ in range(4))
+
+        def forward(self, x, route):
+            for number in route:
+                x = self.layers[number](x).tanh()
+            return x
+
+    serial_seed()
+    serial = Net(torch.nn.Linear)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    for overlap in (axo.Overlap(), axo.Overlap(gather_cache="none"), axo.Overlap(gather_cache=2)):
+        net = Net(partial(axo.nn.Linear, comms=comms))
+        for mine, theirs in zip(net.layers, serial.layers, strict=True):
+            mine.load_state_dict(theirs.state_dict())
+        axo.overlap.attach(net, comms, overlap)
+        for route in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 2, 3], [3, 2, 1, 0], [1], [0, 1, 2, 3], [0, 0, 1, 1]):
+            for module, rows in ((serial, x), (net, my_rows(comms, x))):
+                module.zero_grad()
+                module(rows, route).square().sum(1).mean().backward()
+            for mine, theirs in zip(net.layers, serial.layers, strict=True):
+                assert (mine.weight.grad is None) == (theirs.weight.grad is None), route
+                if theirs.weight.grad is not None:
+                    assert_gradients_match(mine, theirs, 1e-6, f"{overlap}, {route}")
+            with torch.no_grad():
+                assert_close(net(my_rows(comms, x), route), my_rows(comms, serial(x, route)), 1e-6, str(route))
+                for each in (serial, net):  # what an optimizer does; then nothing gathered before may be used
+                    for parameter in each.parameters():
+                        parameter.mul_(0.9)
+    return True
+
+
+def test_modules_used_twice_skipped_and_out_of_order():
+    assert all(run_ranks(routes, 4, "1x1x4x1"))
+
+
+def selective_checkpoints(grid):
+    comms = axo.connect(grid)
+    config = Config(**LLAMA)
+    expected = train(comms, config, OFF, "no", 2)
+    for cache in ("none", "all"):
+        compare(comms, config, axo.Overlap(gather_cache=cache), "selective", 2, expected)
+    return True
+
+
+def test_selective_checkpointing():
+    assert all(run_ranks(selective_checkpoints, 8, "2x2x2x1"))
+
+
+def copies_and_changes(grid):
+    """Nothing gathered is ever stale: load_state_dict, changes in place, another tensor, another dtype, evaluation."""
+    comms = axo.connect(grid)
+    model = build(comms, Config(**LLAMA), axo.Overlap())
+    ids = my_rows(comms, batch(model.config, 0)[0])
+
+    def fresh():
+        twin = build(comms, model.config, OFF)
+        twin.load_state_dict(model.state_dict())
+        with torch.no_grad():
+            return twin(ids)
+
+    state = {name: value + 0.01 for name, value in model.state_dict().items()}
+    for change in (
+        lambda: model.load_state_dict(state),
+        lambda: model.load_state_dict({n: v * 0.9 for n, v in state.items()}, assign=True),
+        lambda: [p.data.mul_(1.1) for p in model.parameters()],
+        lambda: [setattr(p, "data", p.data * 0.9) for p in model.parameters()],
+        lambda: torch._foreach_mul_([p.data for p in model.parameters()], 1.05),
+    ):
+        loss_of(comms, model, 0).backward()
+        change()
+        with torch.no_grad():
+            assert_close(model(ids), fresh(), 0, "after a change")
+        assert_close(model(ids), fresh(), 0, "after a change, recording")
+    loss_of(comms, model, 0).backward()
+    model.eval()
+    with torch.inference_mode():
+        assert_close(model(ids), fresh(), 0, "inference")
+    return True
+
+
+def test_nothing_gathered_is_stale():
+    assert all(run_ranks(copies_and_changes, 4, "1x2x2x1"))
