@@ -105,11 +105,11 @@ def test_gathers_a_step_with_and_without_the_cache() -> None:
 
 
 def test_order_of_one_layer_with_every_overlap() -> None:
-    """OAG: the next gather is issued with this product; OAR: dW runs beside the all-reduce; ORS: nothing waits."""
+    """OAG: the next block is gathered before this one's first product; OAR: dW runs beside dI's sum; ORS: no wait."""
     workload, on = readers.read("gpt-5b"), machine.load("frontier")
     operations = schedule.build(workload, Grid(2, 2, 4, 2), on, Run(2**20)).operations
     number = {operation.name: i for i, operation in enumerate(operations)}
-    gather, product = operations[number["1.attn.proj forward gather"]], number["1.attn.qkv forward"]
+    gather, product = operations[number["2.mlp.proj forward gather"]], number["1.attn.qkv forward"]
     assert set(gather.after) == set(operations[product].after) - {number["1.attn.qkv forward gather"]}
     weight, reduced = number["1.mlp.fc dW"], number["1.mlp.fc dI all-reduce"]
     assert operations[weight].after == operations[reduced].after == (number["1.mlp.fc dI"],)

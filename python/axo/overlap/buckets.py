@@ -1,9 +1,10 @@
 """Gradients on their way over the axes that replicate them: in buckets, started while backward still runs.
 
-A gradient gets a slot in the open bucket of its kind (dtype and axes) in the order in which layers ask: the same on all
-ranks. A bucket closes when it is full and is then all-reduced in place, one axis after the other. Where its parts are
-still on their way (reduce-scattered over z into their slots), that waits until the next bucket of the kind closes, or
-for the end of backward: what is issued when depends on sizes and order alone, never on time.
+A gradient that is reduced over data gets a slot in the open bucket of its kind (dtype and axes) in the order in which
+layers ask: the same on all ranks. Others have a bucket each. A full bucket closes and is then all-reduced in place, one
+axis after the other. Where its parts are still on their way (reduce-scattered over z into their slots), that waits
+until the next bucket of the kind closes, or for the end of backward: what is issued when depends on sizes and order
+alone, never on time.
 
 ``DataAxis`` is what the engine wants of it, so that something else can take the shards reduced over z from here on
 (ZeRO-2: a reduce-scatter over data, and a gradient for this rank's part only).
@@ -142,7 +143,7 @@ class AllReduceBuckets:
     def _capacity(self, kind: Any, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, stages = kind
-        if not stages:
+        if not any(axis == "data" for axis, _ in stages):
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)

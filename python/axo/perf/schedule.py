@@ -2,7 +2,7 @@
 
 A rank has a compute stream and one stream for each axis; operations of a stream run in order. With every overlap on:
 
-    forward     gather z of the next layer is issued when this layer's product is (OAG); outputs are all-reduced at once
+    forward     the first gather of a block issues those of the next block too (OAG); outputs are all-reduced at once
     backward    a checkpointed block runs forward again first; all-reduce of dI beside the dW product (OAR);
                 reduce-scatters of dW follow behind on z and nothing waits for them before the end (ORS)
     end         all-reduces over data, layer by layer; optimizer
@@ -23,6 +23,7 @@ from axo.perf.workload import Block, Layer, Workload
 
 COMPUTE = "compute"
 STREAMS = (COMPUTE, *AXES)
+Gather = tuple[int, int, str]  # number of the block, place of the layer in it, phase
 
 
 @dataclass(slots=True)
@@ -72,15 +73,22 @@ class _Builder:
         self.operations = self.schedule.operations
         self.costs: dict[Layer, LayerCost] = {}
         self.path: tuple[int, ...] = ()  # what the next operation on the path of the step waits for
-        self.issued: tuple[int, ...] = ()  # what the path waited for when the last gathered layer began
+        self.asked: list[Gather] = []  # of this pass: the gathers that layers wait for, in order
+        self.position = 0  # of the next one to be waited for
+        self.ahead: dict[Gather, tuple[int, ...]] = {}  # those that are issued already
         self.scattered: list[tuple[str, float, tuple[int, ...]]] = []
 
     def build(self) -> Schedule:
         blocks = list(enumerate(self.workload.unrolled()))
+        self.layers = [block.layers for _, block in blocks]
         for _ in range(self.run.micro_batches):
-            self.issued, self.scattered = self.path, []
+            self.scattered = []
+            self._begin([gather for number, block in blocks for gather in self._gathers(number, block, "forward")])
             for number, block in blocks:
                 self._forward(number, block, kept=not block.checkpointed)
+            self._begin(
+                [gather for number, block in reversed(blocks) for gather in self._backward_gathers(number, block)]
+            )
             for number, block in reversed(blocks):
                 if block.checkpointed:
                     self._forward(number, block, kept=True, again=True)
@@ -106,13 +114,43 @@ class _Builder:
             )
         return self.costs[layer]
 
-    def _gather(self, layer: Layer, name: str, seconds: float) -> tuple[int, ...]:
-        """Issue the gather of a weight, one layer ahead of the path with OAG."""
-        ahead = "oag" in self.run.overlap
-        after = self.issued if ahead else self.path
-        gathered = self._add(f"{name} gather", "z", seconds, after, takes=self._gathered(layer))
-        self.issued = self.path
-        return gathered
+    def _begin(self, asked: list[Gather]) -> None:
+        self.asked, self.position, self.ahead = asked, 0, {}
+
+    def _gathers(self, number: int, block: Block, phase: str) -> list[Gather]:
+        """The gathers that a forward of ``block`` waits for."""
+        if phase == "recompute" and self._cached(number, block):
+            return []
+        return [(number, place, phase) for place, layer in enumerate(block.layers) if self._cost(layer).gather]
+
+    def _backward_gathers(self, number: int, block: Block) -> list[Gather]:
+        if block.checkpointed:  # what it gathers again serves its backward
+            return self._gathers(number, block, "recompute")
+        if self._cached(number, block):
+            return []
+        linears = [place for place, layer in enumerate(block.layers) if layer.kind == "linear"]
+        return [(number, place, "backward") for place in reversed(linears) if self._cost(block.layers[place]).gather]
+
+    def _gather(self, number: int, block: Block, place: int, phase: str) -> tuple[int, ...]:
+        """Wait for the gather of a weight. With OAG it is issued with the block before, whose first gather does it."""
+        wanted = (number, place, phase)
+        if wanted not in self.ahead:
+            self._issue(wanted)
+        self.position = self.asked.index(wanted, self.position) + 1
+        if "oag" in self.run.overlap:
+            following = next((other[0] for other in self.asked[self.position :] if other[0] != number), number)
+            for other in self.asked[self.position :]:
+                if other[0] not in (number, following):
+                    break
+                if other not in self.ahead:
+                    self._issue(other)
+        return self.ahead[wanted]
+
+    def _issue(self, gather: Gather) -> None:
+        number, place, phase = gather
+        layer = self.layers[number][place]
+        name = f"{number}.{layer.name} {phase} gather"
+        self.ahead[gather] = self._add(name, "z", self._cost(layer).gather, self.path, takes=self._gathered(layer))
 
     def _blocking(self, name: str, what: str, by_axis: dict[str, float]) -> None:
         for axis, seconds in by_axis.items():
@@ -124,11 +162,11 @@ class _Builder:
         if not kept:
             size = memory.block_input(block, self.grid, self._my_rows())
             self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
-        for layer in block.layers:
+        for place, layer in enumerate(block.layers):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()
             if cost.gather and not (again and cached):
-                gathered = self._gather(layer, f"{name} {phase}", cost.gather)
+                gathered = self._gather(number, block, place, phase)
             if layer.kind in ("norm", "loss"):
                 self._blocking(name, f"{phase} statistics", cost.output)
             saved = memory.saved(layer, self.grid, self._my_rows()) if kept else 0.0
@@ -140,11 +178,11 @@ class _Builder:
 
     def _backward(self, number: int, block: Block) -> None:
         cached = block.checkpointed or self._cached(number, block)
-        for layer in reversed(block.layers):
+        for place, layer in reversed(list(enumerate(block.layers))):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()
             if cost.gather and layer.kind == "linear" and not cached:
-                gathered = self._gather(layer, f"{name} backward", cost.gather)
+                gathered = self._gather(number, block, place, "backward")
             frees = memory.saved(layer, self.grid, self._my_rows())  # taken by the forward, or by the recomputation
             if cost.gather and layer.kind == "linear":
                 frees += self._gathered(layer)
