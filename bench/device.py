@@ -96,8 +96,9 @@ class StandIn:
 class Rank:
     """One rank, on a thread: its communicators, all over the same ranks."""
 
-    def __init__(self, gpu: Any, store: Any, rank: int, size: int) -> None:
+    def __init__(self, gpu: Any, store: Any, rank: int, size: int, meet_here: Callable[[], int]) -> None:
         self.gpu, self.rank, self.size = gpu, rank, size
+        self.meet_here = meet_here  # returns when the threads of all ranks have come
         self.device = gpu.place(rank, size)
         torch.accelerator.set_device_index(self.device.index)
         torch.accelerator.set_stream(torch.Stream(device=self.device))
@@ -117,15 +118,17 @@ class Rank:
 def on_ranks(gpu: Any, size: int, work: Callable[[Rank], None]) -> None:
     """Call ``work`` on so many ranks; the first error ends the others and is raised."""
     store, errors, ranks = dist.HashStore(), [], []
+    threads_met = threading.Barrier(size)
 
     def run(number: int) -> None:
         try:
-            rank = Rank(gpu, store, number, size)
+            rank = Rank(gpu, store, number, size, threads_met.wait)
             ranks.append(rank)
             work(rank)
             rank.close()
         except BaseException as error:
             errors.append(error)
+            threads_met.abort()
             for other in list(ranks):
                 for line in other.lines:
                     line.abort(f"rank {number}: {error}")
@@ -255,7 +258,8 @@ def graph(gpu: Any, size: int, table: Table) -> None:
         for line, tensor in zip(rank.lines, tensors, strict=True):
             line.all_reduce(tensor)  # the library connects before the capture
         rank.synchronize()
-        rank.world.barrier()
+        # Nobody may ask for an event while another thread captures.
+        rank.meet_here()
         context, replay = gpu.capture()
         with context:
             for tensor in tensors:
@@ -263,6 +267,7 @@ def graph(gpu: Any, size: int, table: Table) -> None:
             works = [line.all_reduce(t, async_op=True) for line, t in zip(rank.lines, tensors, strict=True)]
             for work in works:
                 work.wait()
+        rank.meet_here()
         start = time.perf_counter()
         for number in range(gpu.replays):
             source.fill_(float(number % 7))

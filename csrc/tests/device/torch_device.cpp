@@ -220,9 +220,11 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
     // Holds memory, not tensors: the last reference to one that Python has made would want the GIL, under the lock.
     const auto run = [to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = to.nbytes(),
                       held = std::make_pair(from.storage(), to.storage())] { std::memmove(to, from, bytes); };
-    std::lock_guard<std::recursive_mutex> hold(standin::lock());
-    standin::enqueue(*standin::stream_of(stream_now()), [run] { return standin::Action{{}, run}; });
-    return to;
+    {
+      std::lock_guard<std::recursive_mutex> hold(standin::lock());
+      standin::enqueue(*standin::stream_of(stream_now()), [run] { return standin::Action{{}, run}; });
+    }
+    return to;  // a new reference: torch may take the GIL for it
   }
   TORCH_CHECK(!capturing(), "standin: only plain copies can be captured");
   standin::synchronize(stream_now());
