@@ -16,6 +16,7 @@ import axo
 import axo_kernels.choice as choice_module
 import axo_kernels.tuner as tuner_module
 from axo.matmul.local import products_of
+from axo_kernels.choice import Choice
 from axo_kernels.timing import Timing
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
@@ -66,11 +67,12 @@ ALL_THREE = {"forward": LAYERS, "grad_input": LAYERS, "grad_weight": LAYERS}
 
 @pytest.mark.parametrize("mode", [None, "first-step", "off"])
 def test_every_product_of_a_gpt_goes_through_the_kernels(mode):
-    for calls, found, measured in run_ranks(count_products, 8, "2x2x2x1", mode):
+    size, grid = (8, "2x2x2x1") if mode is None else (4, "2x2x1x1")
+    for calls, found, measured in run_ranks(count_products, size, grid, mode):
         assert calls == ALL_THREE
         assert found == (mode or "cached")
-        # qkv, proj, fc (fc_1 and fc_2 are alike), mlp.proj and the head, three products each
-        assert measured == {None: 0, "first-step": 15, "off": None}[mode]
+        # qkv, proj, fc (fc_1 and fc_2 are alike), mlp.proj and the head: three products each, two with an all-reduce
+        assert measured == {None: 0, "first-step": 25, "off": None}[mode]
 
 
 def test_on_one_rank_too():
@@ -86,11 +88,12 @@ def same_with_and_without(grid):
     rigged()
     tuned = axo.connect(grid)
     got, gradients, products = gpt_step(tuned)
-    assert products.tuner.measured == 15 and products.calls == ALL_THREE
+    assert products.calls == ALL_THREE
+    assert products.fused.calls == (2 * LAYERS if comms.grid.world_size > 1 else 0), "split/8 is the last of the fused"
     assert_close(got, logits, LIMIT, "logits")
     for name, gradient in gradients.items():
         assert_close(gradient, expected[name], LIMIT, name)
-    return sorted(choice.layout for choice in products.tuner._choices.values())
+    return sorted(choice.layout for name, choice in products.tuner._choices.items() if name.startswith("matmul "))
 
 
 @pytest.mark.parametrize("size, grid", [(4, "2x2x1x1"), (1, "1x1x1x1")])
@@ -133,6 +136,7 @@ def test_ranks_with_unequal_shares_decide_together_and_once():
     assert all(each == found[0] for each in found)
     own_way, measured, names = found[0]
     assert own_way[0] > own_way[1] == own_way[2] == 1
+    # on 2x1x2x1 the forward product has no sum, and the input needs no gradient
     assert measured == 3 - 1 and "TN vendor" in names, "the input needs no gradient: forward and grad_weight"
 
 
@@ -146,6 +150,42 @@ def rank_0_decides():
 
 def test_the_mode_of_rank_0_holds_for_all():
     assert run_ranks(rank_0_decides, 2) == ["off", "off"]
+
+
+def fused_wins(calls, device, rounds=0, warmup=0, budget=0):
+    """Stands for the clock: a fused product in four chunks wins, of plain ones torch's own."""
+    choices = [next(each for each in call.args if isinstance(each, Choice)) for call in calls]
+    won = [(choice.strategy, choice.chunks) == ("split", 4) for choice in choices]
+    return [Timing(1.0 - 0.5 * each, 1.0 - 0.5 * each, 0.9 if each else 1.0) for each in won]
+
+
+def fused_gpt(folder):
+    """First plainly, then measured at the first step, then from the file that rank 0 wrote and nobody else has."""
+    comms = axo.connect("2x2x1x1")
+    logits, expected, plain = gpt_step(comms)
+    os.environ["AXO_TUNE_CACHE"] = f"{folder}/{comms.rank}"
+    found = []
+    for mode in ("first-step", "cached"):
+        rigged(mode, clock=fused_wins)
+        tuned = axo.connect("2x2x1x1")
+        got, gradients, products = gpt_step(tuned)
+        assert products.calls == plain.calls == ALL_THREE
+        assert_close(got, logits, LIMIT, f"{mode}: logits")
+        for name, gradient in gradients.items():
+            assert_close(gradient, expected[name], LIMIT, f"{mode}: {name}")
+        records = {(axis, each.strategy, each.chunks) for axis in "xy" for each in products.fused.on(axis).ran}
+        found.append((products.fused.calls, products.tuner.measured, records))
+    assert plain.fused.calls == 0
+    return found
+
+
+def test_layers_run_a_fused_choice_and_all_ranks_take_it(tmp_path):
+    for (first, measured, records), (later, none, kept) in run_ranks(fused_gpt, 4, str(tmp_path)):
+        # every layer has one all-reduce forward and one backward over an axis of two ranks
+        assert first == later == 2 * LAYERS
+        # 5 kinds of layers: three plain products and two fused ones each
+        assert measured == 25 and none == 0
+        assert kept == {("x", "split", 4), ("y", "split", 4)} <= records
 
 
 def one_rank_alone():

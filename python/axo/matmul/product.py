@@ -91,11 +91,13 @@ class _Product(torch.autograd.Function):
         rows = input.to(dtype).reshape(-1, input.shape[-1])
         block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
         bias_cast = None if bias is None else bias.to(dtype)
+        partial = exchange.size(matmul.in_axis) > 1
         with span(events, "compute", "forward", "", exchange.name):
-            partial = exchange.size(matmul.in_axis) > 1
-            output = products.forward(rows, block, None if partial else bias_cast)
+            fused = products.fused_forward(rows, block, matmul.in_axis) if partial else None
+            output = products.forward(rows, block, None if partial else bias_cast) if fused is None else fused
         if partial:
-            output = exchange.reduce(output, matmul.in_axis)
+            if fused is None:
+                output = exchange.reduce(output, matmul.in_axis)
             if bias_cast is not None:
                 with hidden():
                     output += bias_cast
@@ -121,8 +123,10 @@ class _Product(torch.autograd.Function):
             if needs_input:
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
                 with span(events, "compute", "dI", "", exchange.name):
-                    partial = products.grad_input(grad, block)
-                grad_input = exchange.start_reduce(partial, matmul.out_axis)
+                    grad_input = products.start_fused_grad_input(grad, block, matmul.out_axis)
+                    partial = products.grad_input(grad, block) if grad_input is None else None
+                if partial is not None:
+                    grad_input = exchange.start_reduce(partial, matmul.out_axis)
                 del block
                 ctx.held = None
                 exchange.release_block()
