@@ -19,8 +19,9 @@ What Fabric's parts become:
 ``fabric.world_size`` counts ranks. A trainer that takes every rank for a data rank (LitGPT) wants ``counts="data"``:
 then a data rank, its Gx*Gy ranks together, is what Fabric calls a device. Environment: AXO_GRID, AXO_VOCAB_LOSS.
 
-Not here: skipping the reduction of gradients while accumulating (``no_backward_sync`` does nothing, gradients are
-right without it), FSDP's and DDP's options, models that the plan does not know (refused by name).
+``fabric.no_backward_sync`` is ``axo.no_sync``: gradients of all but the last micro-batch are added up unreduced.
+
+Not here: FSDP's and DDP's options, models that the plan does not know (refused by name).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class AxoStrategy(ParallelStrategy):
         self._columns = 0  # of whole logits
         self._timeout = timeout
         self._num_nodes = 1
-        self._backward_sync_control = _ReduceAlways()
+        self._backward_sync_control = _NoSync()
 
     # --- who is here --------------------------------------------------------------------------------------------
 
@@ -367,11 +368,11 @@ class AxoStrategy(ParallelStrategy):
             raise RuntimeError(f"AxoStrategy: fabric.{what}() came before fabric.launch(); launch first")
 
 
-class _ReduceAlways(_BackwardSyncControl):
-    """Every backward reduces: accumulated gradients are the same, at the price of the communication."""
+class _NoSync(_BackwardSyncControl):
+    """Gradients of a backward inside stay unreduced until the next one outside."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return nullcontext()
+        return axo.no_sync(module) if enabled else nullcontext()
 
 
 def _grid(grid: Grid | str | None) -> Grid:
