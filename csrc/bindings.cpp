@@ -10,6 +10,9 @@
 #include <condition_variable>
 
 #include "bindings_calls.h"
+#include "flight_recorder.h"
+#include "nccl_api.h"
+#include "reduce.h"
 #include "shared_buffers.h"
 
 namespace py = pybind11;
@@ -163,6 +166,15 @@ PYBIND11_MODULE(_C, m) {
   m.def("group_end", &axo::group_end, py::call_guard<py::gil_scoped_release>());
   m.def("item_size", [](int dtype) { return axo::item_size(axo::dtype_of(dtype)); });
   m.def("can_reduce", [](int dtype, int op) { return axo::can_reduce(axo::dtype_of(dtype), axo::op_of(op)); });
+  m.def("set_flight_directory", &axo::set_flight_directory, py::call_guard<py::gil_scoped_release>());
+  m.def("write_flight_file", &axo::write_flight_file, py::call_guard<py::gil_scoped_release>());
+  // "nccl 2.32.3, /path/libnccl.so.2"; throws where there is none.
+  m.def("collective_library", [](bool amd) {
+    const auto api = axo::NcclApi::open(amd ? axo::GpuVendor::hip : axo::GpuVendor::cuda);
+    return std::string(api->transport()) + " " + api->version_text() + ", " + api->path();
+  });
+  m.def("reduce_instruction_set", &axo::reduce_instruction_set);
+  m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());
   axo::bind_c10d(m);
   axo::bind_device(m);
 }

@@ -1,17 +1,8 @@
 // C10dBackend: see c10d_backend.h. Its life, and the collectives without parts; the others are in c10d_collectives.cpp.
 // Each collective reads: checks, a Launch, buffers, one core call (or several as a group), end.
 #include "c10d_launch.h"
-#include "host_communicator.h"
 
 namespace axo {
-
-c10::intrusive_ptr<C10dBackend> C10dBackend::create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                    const std::string& name, Milliseconds timeout) {
-  C10dStore adapter(store);
-  const std::string key = "axo/" + name;
-  return c10::make_intrusive<C10dBackend>(
-      store, key, create_host_communicator(adapter, key, rank, size, HostOptions{name, timeout}), timeout);
-}
 
 C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
                          std::shared_ptr<Communicator> communicator, Milliseconds timeout)

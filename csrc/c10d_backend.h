@@ -97,8 +97,6 @@ class C10dBackend final : public c10d::Backend {
   };
   using WorkHandle = c10::intrusive_ptr<c10d::Work>;
 
-  static c10::intrusive_ptr<C10dBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                                const std::string& name, Milliseconds timeout);
   C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key, std::shared_ptr<Communicator> communicator,
               Milliseconds timeout);
   ~C10dBackend() override;

@@ -46,6 +46,8 @@ struct ProcessPage {
   alignas(64) std::atomic<std::uint32_t> blocked_version;  // odd while it changes
   std::atomic<std::int32_t> blocked_on;                    // the process that it waits for; 0 when it is not blocked
   std::atomic<std::uint64_t> blocked_text[kBlockedWords];
+  // When the host's link to other hosts is free again (link_limit.h); the page of one process of a host counts.
+  alignas(64) std::atomic<std::uint64_t> link_free;
 };
 inline constexpr std::size_t kPageBytes = 4096;
 

@@ -8,10 +8,12 @@
 #include <atomic>
 #include <cerrno>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
 #include "engine.h"
 #include "error.h"
+#include "host_identity.h"
 
 namespace axo {
 namespace host {
@@ -41,6 +43,14 @@ void append_quoted(std::string* to, const std::string& text) {
 }
 
 double seconds(FlightEntry::Time t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
+
+// RANK as torchrun sets it, or null.
+std::string world_rank() {
+  const char* text = std::getenv("RANK");
+  char* end = nullptr;
+  const long rank = text == nullptr ? -1 : std::strtol(text, &end, 10);
+  return rank >= 0 && end != text ? std::to_string(rank) : "null";
+}
 
 void append_time(std::string* to, const char* key, FlightEntry::Time t) {
   char text[64];
@@ -84,18 +94,21 @@ void FlightRecorder::failure(const std::string& text) {
 }
 
 void FlightRecorder::append_lines(std::string* to) const {
-  const double epoch = std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count() -
-                       seconds(std::chrono::steady_clock::now());
+  const auto now = std::chrono::steady_clock::now();
+  const double epoch =
+      std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count() - seconds(now);
+  std::string where = ", \"id\": \"" + std::to_string(id_) + "\", \"rank\": " + std::to_string(rank_) +
+                      ", \"size\": " + std::to_string(size_) + ", \"world_rank\": " + world_rank() + ", \"host\": ";
+  append_quoted(&where, host_name());
+  where += ", \"pid\": " + std::to_string(::getpid());
   std::lock_guard<std::mutex> lock(mutex_);
   for (std::uint64_t i = next_ > kEntries ? next_ - kEntries : 0; i < next_; ++i) {
     const FlightEntry& e = ring_[i % kEntries];
     const bool ended = e.ended != FlightEntry::Time{}, started = e.started != FlightEntry::Time{};
     *to += "{\"communicator\": ";
     append_quoted(to, name_);
-    *to += ", \"rank\": " + std::to_string(rank_) + ", \"size\": " + std::to_string(size_) +
-           ", \"pid\": " + std::to_string(::getpid()) + ", \"op\": \"" + e.op +
-           "\", \"sequence\": " + std::to_string(e.sequence) + ", \"dtype\": \"" + name_of(e.dtype) +
-           "\", \"count\": " + std::to_string(e.count) + ", \"reduce\": ";
+    *to += where + ", \"op\": \"" + e.op + "\", \"sequence\": " + std::to_string(e.sequence) + ", \"dtype\": \"" +
+           name_of(e.dtype) + "\", \"count\": " + std::to_string(e.count) + ", \"reduce\": ";
     *to += e.reduce ? "\"" + std::string(e.reduce) + "\"" : "null";
     *to += ", \"root\": " + (e.root < 0 ? "null" : std::to_string(e.root)) + ", \"tag\": " + std::to_string(e.tag) +
            ", \"state\": \"" +
@@ -107,6 +120,7 @@ void FlightRecorder::append_lines(std::string* to) const {
     append_time(to, "issued", e.issued);
     append_time(to, "started", e.started);
     append_time(to, "ended", e.ended);
+    append_time(to, "written", now);
     char text[48];
     std::snprintf(text, sizeof(text), ", \"epoch\": %.6f, \"failure\": ", epoch);
     *to += text;

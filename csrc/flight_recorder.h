@@ -2,12 +2,12 @@
 // signal.
 //
 // A file is JSON lines, one operation a line, so that the files of all ranks can be concatenated and sorted:
-// communicator, rank, size, pid, op, sequence (collectives and messages count separately), dtype, count, reduce, root,
-// tag, state
+// communicator, id (one for all its ranks), rank, size, world_rank (of the launcher, or null), host, pid, op, sequence
+// (collectives and messages count separately), dtype, count, reduce, root, tag, state
 // ("queued", "running", "done", "failed"), issued, started, ended (seconds of CLOCK_MONOTONIC, which all processes of a
-// host share; null where it has not happened), epoch (what to add for seconds since 1970), failure (null or text).
-// Recording is always on and costs three short critical sections an operation. Nothing is written to disk before a
-// directory is set.
+// host share; null where it has not happened), written (the time of writing), epoch (what to add for seconds since
+// 1970), failure (null or text). Recording is always on and costs three short critical sections an operation. Nothing
+// is written to disk before a directory is set.
 #pragma once
 
 #include <chrono>
@@ -50,7 +50,9 @@ class FlightRecorder {
  public:
   static constexpr std::uint64_t kEntries = 256;
 
-  FlightRecorder(std::string name, int rank, int size) : name_(std::move(name)), rank_(rank), size_(size) {}
+  // `id` is equal on all ranks of a communicator, and differs between communicators of one name; 0: unknown.
+  FlightRecorder(std::string name, int rank, int size, std::uint64_t id = 0)
+      : name_(std::move(name)), rank_(rank), size_(size), id_(id) {}
   // Returns the number to give to started() and ended().
   std::uint64_t issued(const FlightEntry& entry);
   void started(std::uint64_t number);
@@ -63,6 +65,7 @@ class FlightRecorder {
 
   const std::string name_;
   const int rank_, size_;
+  const std::uint64_t id_;
   mutable std::mutex mutex_;
   std::vector<FlightEntry> ring_{kEntries};
   std::uint64_t next_ = 0;

@@ -12,7 +12,7 @@ HostCore::HostCore(Membership membership)
       m_(std::move(membership)),
       layout_(m_.size),
       base_(m_.segment->base()),
-      flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size)),
+      flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size, layout_.header(base_)->id)),
       rounds_(*this),
       messages_(*this) {
   engine_.has_ranks(m_.size);

@@ -13,6 +13,9 @@ namespace axo::host {
 std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int rank, int size,
                                       const HostOptions& options);
 
+// The communicator over a core (host_communicator.cpp).
+std::shared_ptr<Communicator> wrap_core(std::shared_ptr<HostCore> core);
+
 // All-gathers equally long strings over the parent.
 using GatherBytes = std::function<std::string(const std::string&)>;
 

@@ -93,6 +93,7 @@ struct SegmentHeader {
   std::uint32_t version;
   std::int32_t ranks;
   std::uint64_t bytes;
+  std::uint64_t id;                               // random: tells communicators of one name apart in flight files
   alignas(64) std::atomic<std::uint32_t> aborts;  // number of abort records; the ticket counter
 };
 

@@ -3,7 +3,6 @@
 
 #include <poll.h>
 #include <sys/syscall.h>
-#include <sys/utsname.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -36,19 +35,6 @@ bool exiting(int pid, int tid) {
   return rest && (state == 'Z' || state == 'X' || (flags & kExiting) != 0);
 }
 
-std::string read_line(const char* path) {
-  std::ifstream file(path);
-  std::string line;
-  std::getline(file, line);
-  return line;
-}
-
-std::string read_link(const char* path) {
-  char text[256];
-  const ssize_t n = ::readlink(path, text, sizeof(text));
-  return n > 0 ? std::string(text, static_cast<std::size_t>(n)) : std::string();
-}
-
 }  // namespace
 
 void Meeting::raise(const Refusal& r) const {
@@ -77,18 +63,6 @@ bool Caller::gone() const {
   if (pid_ == 0) return false;
   pollfd p{pidfd_.get(), POLLIN, 0};
   return (pidfd_ && ::poll(&p, 1, 0) > 0) || exiting(pid_, tid_);
-}
-
-std::string host_identity() {
-  utsname names{};
-  ::uname(&names);
-  return std::string(names.nodename) + " " + read_line("/proc/sys/kernel/random/boot_id") + " " +
-         read_link("/proc/self/ns/net") + " uid " + std::to_string(::geteuid());
-}
-
-std::string process_space() {
-  const std::string link = read_link("/proc/self/ns/pid");
-  return link.empty() ? "unknown" : link;
 }
 
 }  // namespace axo::host

@@ -5,6 +5,7 @@
 
 #include "communicator.h"
 #include "engine.h"
+#include "host_identity.h"
 #include "host_layout.h"
 
 namespace axo::host {
@@ -41,9 +42,5 @@ class Caller {
   Fd pidfd_;
   int pid_ = 0, tid_ = 0;
 };
-
-// hostname, boot id, network and user namespace: two ranks that differ in it are not on one host.
-std::string host_identity();
-std::string process_space();  // the namespace of process ids, never empty
 
 }  // namespace axo::host

@@ -153,6 +153,7 @@ std::shared_ptr<Mapping> make_segment(int size, Fd* fd) {
   header->version = SegmentHeader::kVersion;
   header->ranks = size;
   header->bytes = layout.bytes();
+  header->id = std::stoull(random_hex().substr(0, 16), nullptr, 16);
   header->magic = SegmentHeader::kMagic;
   return mapping;
 }

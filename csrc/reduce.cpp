@@ -39,6 +39,11 @@ detail::ReduceFn find(DType dtype, ReduceOp op) {
 
 }  // namespace
 
+const char* reduce_instruction_set() {
+  const Isa isa = detect();
+  return isa == Isa::avx512 ? "AVX-512" : isa == Isa::avx2 ? "AVX2" : "baseline";
+}
+
 detail::ReduceFn detail::reduce_baseline(DType dtype, ReduceOp op) { return baseline::pick(dtype, op); }
 
 void reduce(const void* const* inputs, int n, void* out, std::size_t count, DType dtype, ReduceOp op) {

@@ -14,6 +14,9 @@ namespace axo {
 
 void reduce(const void* const* inputs, int n, void* out, std::size_t count, DType dtype, ReduceOp op);
 
+// The instruction set whose loops this machine runs: "AVX-512", "AVX2" or "baseline".
+const char* reduce_instruction_set();
+
 namespace detail {
 using ReduceFn = void (*)(const char* const* inputs, int n, char* out, std::size_t count);
 // The loop for one instruction set, or null where the operation is not defined.

@@ -214,16 +214,28 @@ def info(
     grid: Annotated[
         str, typer.Option(metavar="XxYxZxDATA", help="Start these local ranks and check each axis.")
     ] = "1x1x1x1",
+    flight: Annotated[bool, typer.Option("--flight", help="Put ranks' flight files together instead.")] = False,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="With --flight: axo-flight-PID.jsonl of the ranks.")
+    ] = None,
 ) -> None:
-    """Show versions and cores, and check that the ranks of a grid can talk."""
+    """Show versions, libraries and settings, and check that the ranks of a grid can talk; or read flight files."""
     with _one_message("info"):
         from axo import config, report
         from axo.grid import Grid
 
+        if flight:
+            from axo import flight_report
+
+            if not files:
+                raise ValueError("info: --flight wants files, such as FOLDER/axo-flight-*.jsonl")
+            flight_report.render(files, Console())
+            return
+        if files:
+            raise ValueError(f"info: {files[0]} is a flight file only with --flight before it")
         for name, value in report.facts().items():
             _say(f"{name:<12} {value}")
-        for name, value in config.settings().items():
-            _say(f"{name}={value}")
+        Console().print(report.settings_table(config.VARIABLES, config.settings()))
         for line in report.check_grid(Grid.parse(grid)):
             _say(line)
 

@@ -1,12 +1,14 @@
-"""What ``axo info`` shows: versions, cores, and whether every axis of a grid carries a sum between local ranks."""
+"""What ``axo info`` shows: versions, libraries, settings, and whether every axis of a grid carries a sum."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
+from axo.config import Variable
 from axo.grid import AXES, Grid
 
 
@@ -18,8 +20,40 @@ def facts() -> dict[str, str]:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = "not installed"
+    found |= _libraries()
     found["cores"] = f"{len(os.sched_getaffinity(0))} usable of {os.cpu_count()}"
     return found
+
+
+def _libraries() -> dict[str, str]:
+    """What the compiled part found on this machine: loops of the CPU's reductions, the GPU's collective library."""
+    import torch
+
+    try:
+        from axo.extension import _C
+    except ImportError as error:
+        return {"compiled": f"does not load: {error}"}
+    from axo.errors import Error
+
+    found = {"cpu loops": _C.reduce_instruction_set(), "host": _C.host_name()}
+    amd = torch.version.hip is not None
+    try:
+        found["rccl" if amd else "nccl"] = _C.collective_library(amd)
+    except Error:
+        found["rccl" if amd else "nccl"] = "not found; GPUs need it, CPUs do not"
+    return found
+
+
+def settings_table(variables: Sequence[Variable], settings: dict[str, str]) -> Any:
+    """The environment variables, as a table of rich: those that are set with their values."""
+    from rich.table import Table
+
+    table = Table(title="environment", title_justify="left")
+    for column in ("variable", "set to", "default", "meaning"):
+        table.add_column(column, overflow="fold", no_wrap=column == "variable")
+    for variable in variables:
+        table.add_row(variable.name, settings.get(variable.name, "-"), variable.default, variable.meaning)
+    return table
 
 
 def check_grid(grid: Grid) -> Iterator[str]:

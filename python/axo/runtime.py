@@ -25,6 +25,7 @@ from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.errors import PeerLost, Timeout
 from axo.extension import _C
 from axo.grid import AXES, Coords, Grid
+from axo.hosts import create_core
 from axo.presence import gone, present
 from axo.transports import alone, meet, resolve_device
 
@@ -361,4 +362,6 @@ def create_c10d_backend(options: Any) -> Any:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
     timeout_ms = int(options.timeout.total_seconds() * 1000)
     name = str(options.group_id) or "default"
-    return _C.C10dBackend(options.store, options.group_rank, options.group_size, name, timeout_ms)
+    key = f"axo/{name}"
+    core = create_core(options.store, key, options.group_rank, options.group_size, name, timeout_ms)
+    return _C.C10dBackend(options.store, key, core, timeout_ms)

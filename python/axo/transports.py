@@ -1,6 +1,7 @@
 """Which transport serves a communicator: the one place that decides it, and the device that a rank uses.
 
-cpu     shared memory of one host       axo.collectives.Communicator
+cpu     shared memory of one host; of several hosts, with Gloo between them (axo.hosts)
+                                        axo.collectives.Communicator
 cuda    NCCL or RCCL, over any hosts    axo.devices.DeviceCommunicator
 """
 
@@ -14,6 +15,7 @@ import torch
 from axo.collectives import Communicator
 from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.extension import _C
+from axo.hosts import create_core
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -67,7 +69,7 @@ def meet(
     """
     milliseconds = int(seconds * 1000)
     if device.type == "cpu":
-        core = _C.create_host_communicator(store, key, rank, size, "world", milliseconds)
+        core = create_core(store, key, rank, size, "world", milliseconds)
         return Communicator(core, name="world", axis="world")
     core_options = options.for_core("world", milliseconds, device.index)
     core = _C.create_device_communicator(store, key, rank, size, core_options, threads)

@@ -1,0 +1,180 @@
+"""Collectives of CPU ranks over a limited link: against what the formulas say, and hidden behind products.
+
+    axo bench link --ranks 8 --ranks-per-host 2 --limit 200M
+
+Ranks of this machine are told to be on different hosts (AXO_RANKS_PER_HOST), and what leaves a host is held to the rate
+(AXO_LINK_LIMIT). ``expected`` is the bytes that leave a host over the rate, plus the latency of each step: for H hosts
+all_reduce 2 (H-1)/H N in two steps, all_gather and reduce_scatter (H-1)/H N in one, with N the whole message; ``3 at
+once`` are three communicators of the same ranks that all-reduce N/3 bytes each. ``#wrong`` counts wrong elements.
+
+Overlap: an all_reduce issued before a product and waited for after it. ``hidden`` is the share of the communication's
+time that the product covers, (comm + compute - both) / comm: 1 is all of it. Medians over rounds of the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .table import Table, environment
+
+COLUMNS = {
+    "what": "s",
+    "ranks": "d",
+    "hosts": "d",
+    "size": "d",
+    "ms": ".2f",
+    "expected": ".2f",
+    "ratio": ".3f",
+    "compute": ".2f",
+    "both": ".2f",
+    "hidden": ".2f",
+    "#wrong": "d",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the bench; returns 1 when a result is wrong."""
+    from axo.launch import launch_local
+
+    parser = argparse.ArgumentParser(prog="axo bench link", description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--limit", default="200M", help="bytes a second that leave a host")
+    parser.add_argument("--latency", default="", help="of each step between hosts, such as 200us")
+    parser.add_argument("--sizes", default="1000000,4000000,16000000", help="bytes of the whole message")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
+    options = parser.parse_args(arguments)
+    if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
+        parser.error(f"{options.ranks} ranks do not make several hosts of {options.ranks_per_host}")
+    os.environ.update(AXO_RANKS_PER_HOST=str(options.ranks_per_host), AXO_LINK_LIMIT=options.limit)
+    if options.latency:
+        os.environ["AXO_LINK_LATENCY"] = options.latency
+    rows = launch_local(measure, options.ranks, options)
+    header = environment(torch.device("cpu")) | {"limit": options.limit, "latency": options.latency or "0"}
+    table = Table(COLUMNS, options.json, header)
+    for row in rows:
+        table.add(**row)
+    return int(any(row["#wrong"] for row in rows))
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows, on every rank."""
+    import axo
+
+    torch.set_num_threads(1)
+    hosts = options.ranks // options.ranks_per_host
+    rate = float(options.limit[:-1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[options.limit[-1]]
+    latency = _seconds(options.latency)
+    rows = []
+    with axo.connect(f"{options.ranks}x1x1x1") as comms:
+        world = comms.world
+        three = [world.split(0, world.rank, name=f"part{i}") for i in range(3)]
+        for size in (int(text) for text in options.sizes.split(",")):
+            count = size // 4 // options.ranks // 3 * options.ranks * 3
+            whole, part = torch.zeros(count), torch.zeros(count // options.ranks)
+            thirds = list(whole.chunk(3))
+            share = (hosts - 1) / hosts * whole.nbytes / rate
+            calls: dict[str, tuple[Callable[[], Any], float]] = {
+                "all_reduce": (lambda whole=whole: world.all_reduce(whole), 2 * share + _steps(hosts) * latency),
+                "all_gather": (lambda whole=whole, part=part: world.all_gather(part, whole), share + latency),
+                "reduce_scatter": (lambda whole=whole, part=part: world.reduce_scatter(whole, part), share + latency),
+                "all_reduce 3 at once": (
+                    lambda thirds=thirds: [
+                        work.wait()
+                        for work in [c.all_reduce(t, async_op=True) for c, t in zip(three, thirds, strict=True)]
+                    ],
+                    2 * share + _steps(hosts) * latency,
+                ),
+            }
+            for what, (call, expected) in calls.items():
+                seconds = _median(world, call, options.rounds)
+                wrong = _wrong(world, what, whole, part)
+                rows.append(
+                    {"what": what, "ranks": options.ranks, "hosts": hosts, "size": whole.nbytes, "ms": seconds * 1e3,
+                     "expected": expected * 1e3, "ratio": seconds / expected, "#wrong": wrong}
+                )  # fmt: skip
+            rows.append(_overlap(world, whole, options, hosts, 2 * share + _steps(hosts) * latency))
+    return rows
+
+
+def _steps(hosts: int) -> int:
+    return 1 if hosts == 2 else 2
+
+
+def _overlap(
+    world: Any, whole: torch.Tensor, options: argparse.Namespace, hosts: int, expected: float
+) -> dict[str, Any]:
+    """The all_reduce beside products that take about as long on this machine, all ranks computing."""
+    matrix = torch.randn(192, 192)
+
+    def compute(repeats: int) -> None:
+        for _ in range(repeats):
+            matrix @ matrix
+
+    once = _median(world, lambda: compute(20), options.rounds) / 20
+    repeats = max(1, int(1.5 * expected / once))
+
+    def both() -> None:
+        work = world.all_reduce(whole, async_op=True)
+        compute(repeats)
+        work.wait()
+
+    alone = _median(world, lambda: world.all_reduce(whole), options.rounds)
+    computing = _median(world, lambda: compute(repeats), options.rounds)
+    together = _median(world, both, options.rounds)
+    return {
+        "what": "all_reduce behind products", "ranks": options.ranks, "hosts": hosts, "size": whole.nbytes,
+        "ms": alone * 1e3, "expected": expected * 1e3, "ratio": alone / expected, "compute": computing * 1e3,
+        "both": together * 1e3, "hidden": (alone + computing - together) / alone,
+        "#wrong": _wrong(world, "all_reduce", whole, whole),
+    }  # fmt: skip
+
+
+def _median(world: Any, call: Callable[[], Any], rounds: int) -> float:
+    """Seconds of one call: median over rounds of the slowest rank; the first round warms up."""
+    values = []
+    for _ in range(rounds + 1):
+        world.barrier()
+        start = time.perf_counter()
+        call()
+        spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
+        values.append(world.all_reduce(spent, "max").item())
+    return statistics.median(values[1:])
+
+
+def _wrong(world: Any, what: str, whole: torch.Tensor, part: torch.Tensor) -> int:
+    """Elements that differ from what whole numbers must give, over all ranks."""
+    base = (torch.arange(whole.numel()) % 5).float()
+    total = world.size * base + sum(range(world.size))
+    each = whole.numel() // world.size
+    mine = slice(world.rank * each, (world.rank + 1) * each)
+    if what == "all_gather":
+        got, expected = (
+            world.all_gather(base[mine] + world.rank),
+            base + torch.arange(world.size).repeat_interleave(each),
+        )
+    elif what == "reduce_scatter":
+        got, expected = world.reduce_scatter(base + world.rank), total[mine]
+    else:
+        got, expected = world.all_reduce(base + world.rank), total
+    return int(world.all_reduce((got != expected).sum().reshape(1)))
+
+
+def _seconds(text: str) -> float:
+    for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
+        if text.endswith(unit):
+            return float(text[: -len(unit)]) * factor
+    return 0.0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

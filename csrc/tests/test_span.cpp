@@ -1,0 +1,199 @@
+// Communicators that span hosts, over a wire in memory: ranks are threads, so the sanitizers see all of them.
+// Oracle: sums of whole numbers in closed form.
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <tuple>
+
+#include "../link_limit.h"
+#include "../span_communicator.h"
+#include "ranks.h"
+
+using namespace axo;
+using ranks::blocking;
+using ranks::Comm;
+
+namespace {
+
+// What lies between ranks, by (from, to, channel).
+class Net {
+ public:
+  void put(int from, int to, int channel, const void* data, std::size_t bytes) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (gone_[from] || gone_[to]) return;
+      const char* p = static_cast<const char*>(data);
+      queues_[{from, to, channel}].emplace_back(p, p + bytes);
+    }
+    changed_.notify_all();
+  }
+  void take(int from, int to, int channel, void* data, std::size_t bytes) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto& queue = queues_[{from, to, channel}];
+    changed_.wait(lock, [&] { return !queue.empty() || gone_[from] || gone_[to]; });
+    if (queue.empty()) throw Error("gone");
+    CHECK_EQ(queue.front().size(), bytes);
+    std::memcpy(data, queue.front().data(), bytes);
+    queue.pop_front();
+  }
+  void cut(int rank) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      gone_[rank] = true;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> queues_;
+  std::map<int, bool> gone_;
+};
+
+class MemoryWire final : public Wire {
+ public:
+  MemoryWire(std::shared_ptr<Net> net, int rank, int size) : net_(std::move(net)), rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::unique_ptr<Sending> send(int to, int channel, const void* data, std::size_t bytes) override {
+    struct Sent final : Sending {
+      void wait(std::chrono::steady_clock::time_point) override {}
+    };
+    net_->put(rank_, to, channel, data, bytes);
+    return std::make_unique<Sent>();
+  }
+  void receive(int from, int channel, void* data, std::size_t bytes) override {
+    net_->take(from, rank_, channel, data, bytes);
+  }
+  void close() override { net_->cut(rank_); }
+
+ private:
+  const std::shared_ptr<Net> net_;
+  const int rank_, size_;
+};
+
+// Runs fn on n ranks, `each` on a host.
+void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Milliseconds timeout = Milliseconds(60000)) {
+  ranks::TableStore store;
+  auto net = std::make_shared<Net>();
+  std::vector<std::string> hosts;
+  for (int r = 0; r < n; ++r) hosts.push_back("host" + std::to_string(r / each));
+  ranks::threads(n, [&](int r) {
+    HostOptions options;
+    options.timeout = timeout;
+    Comm comm = create_span_communicator(store, "span", std::make_unique<MemoryWire>(net, r, n), hosts, hosts, options);
+    fn(comm, *net);
+    comm->shutdown();
+  });
+}
+
+void check_all(const std::vector<float>& x, float value) {
+  for (float v : x) CHECK_EQ(v, value);
+}
+
+void collectives(Comm c, Net&) {
+  const int n = c->size(), me = c->rank();
+  const float total = static_cast<float>(n * (n + 1) / 2), mine = static_cast<float>(me + 1);
+  for (const std::size_t count : {std::size_t{0}, std::size_t{1}, std::size_t{1000}, std::size_t{40001}}) {
+    const std::size_t all = count * static_cast<std::size_t>(n);
+    std::vector<float> x(count, mine), whole(all, mine), part(count);
+    c->all_reduce(x.data(), x.data(), count, DType::float32, ReduceOp::sum, blocking());
+    check_all(x, total);
+    c->reduce_scatter(whole.data(), part.data(), count, DType::float32, ReduceOp::avg, blocking());
+    check_all(part, total / static_cast<float>(n));
+    part.assign(count, mine);
+    c->all_gather(part.data(), whole.data(), count, DType::float32, blocking());
+    for (std::size_t i = 0; i < all; ++i) CHECK_EQ(whole[i], static_cast<float>(i / count + 1));
+    part.assign(count, mine);
+    c->broadcast(part.data(), count, DType::float32, n - 1, blocking());
+    check_all(part, static_cast<float>(n));
+    x.assign(count, mine);
+    c->reduce(x.data(), x.data(), count, DType::float32, ReduceOp::max, 1, blocking());
+    if (me == 1) check_all(x, static_cast<float>(n));
+    whole.assign(all, mine);
+    std::vector<float> got(all);
+    c->all_to_all(whole.data(), got.data(), count, DType::float32, blocking());
+    for (std::size_t i = 0; i < all; ++i) CHECK_EQ(got[i], static_cast<float>(i / count + 1));
+    c->barrier(blocking());
+  }
+}
+
+}  // namespace
+
+TEST(span_collectives_on_two_hosts_of_two) { on_hosts(4, 2, collectives); }
+TEST(span_collectives_on_three_hosts_of_one) { on_hosts(3, 1, collectives); }
+TEST(span_collectives_on_uneven_hosts) { on_hosts(5, 3, collectives); }
+
+TEST(span_pending_operations_of_several_communicators) {
+  on_hosts(4, 2, [](Comm c, Net&) {
+    Comm across = c->split(c->rank() % 2, c->rank(), "across");
+    Comm inside = c->split(c->rank() / 2, c->rank(), "inside");
+    CHECK_EQ(std::string(inside->transport()), "shared-memory");
+    CHECK_EQ(std::string(across->transport()), "2 hosts over gloo");
+    std::vector<std::vector<float>> data(30, std::vector<float>(500, 1.0f));
+    std::vector<WorkPtr> works;
+    for (std::size_t i = 0; i < data.size(); ++i) {
+      Comm& on = i % 3 == 0 ? c : i % 3 == 1 ? across : inside;
+      works.push_back(on->all_reduce(data[i].data(), data[i].data(), 500, DType::float32, ReduceOp::sum, {}));
+    }
+    std::vector<float> theirs(3000), mine(3000, static_cast<float>(c->rank()));
+    const int peer = (c->rank() + 2) % 4;
+    WorkPtr got = c->recv(theirs.data(), 3000, DType::float32, peer, 3, {});
+    WorkPtr sent = c->send(mine.data(), 3000, DType::float32, peer, 3, {});
+    for (auto it = works.rbegin(); it != works.rend(); ++it) (*it)->wait();
+    for (std::size_t i = 0; i < data.size(); ++i) check_all(data[i], i % 3 == 0 ? 4.0f : 2.0f);
+    got->wait();
+    sent->wait();
+    check_all(theirs, static_cast<float>(peer));
+    inside->shutdown();
+    across->shutdown();
+  });
+}
+
+TEST(span_a_rank_that_is_cut_off_is_lost) {
+  on_hosts(4, 2, [](Comm c, Net& net) {
+    c->barrier(blocking());
+    std::vector<float> x(1000);
+    if (c->rank() == 3) {
+      net.cut(3);
+      CHECK_THROWS(Error, "", c->all_reduce(x.data(), x.data(), 1000, DType::float32, ReduceOp::sum, blocking()));
+      return;
+    }
+    CHECK_THROWS(PeerLost, "rank 3 (host host1)",
+                 c->all_reduce(x.data(), x.data(), 1000, DType::float32, ReduceOp::sum, blocking()));
+    CHECK_THROWS(Aborted, "rank 3", c->barrier(blocking()));
+  });
+}
+
+TEST(span_operations_that_differ) {
+  on_hosts(4, 2, [](Comm c, Net&) {
+    std::vector<float> x(10);
+    const std::size_t count = c->rank() == 2 ? 9 : 10;
+    CHECK_THROWS(Mismatch, "", c->all_reduce(x.data(), x.data(), count, DType::float32, ReduceOp::sum, blocking()));
+  });
+}
+
+TEST(span_a_time_limit_names_who_is_missing) {
+  on_hosts(
+      4, 2,
+      [](Comm c, Net&) {
+        if (c->rank() == 1) {
+          std::this_thread::sleep_for(std::chrono::milliseconds(900));
+          CHECK_THROWS(Error, "", c->barrier(blocking()));
+          return;
+        }
+        CHECK_THROWS(Timeout, "not arrived: rank 1 (host host0)", c->barrier(blocking()));
+      },
+      Milliseconds(300));
+}
+
+TEST(span_rates_and_times_of_the_environment) {
+  CHECK_EQ(span::parse_rate("200M"), 2e8);
+  CHECK_EQ(span::parse_rate("1.5G"), 1.5e9);
+  CHECK_EQ(span::parse_seconds("50us"), 50 * 1e-6);
+  for (const char* bad : {"", "fast", "-1M", "0", "1T", "nan", "1 M"})
+    CHECK_THROWS(Error, "AXO_LINK_LIMIT", span::parse_rate(bad));
+  for (const char* bad : {"", "3", "1h", "100s"}) CHECK_THROWS(Error, "AXO_LINK_LATENCY", span::parse_seconds(bad));
+}
