@@ -84,7 +84,15 @@ class SpanCommunicator final : public host::RequestCommunicator {
       return work;
     }
     core_->submit({work});
-    if (options.blocking) work->wait();
+    if (!options.blocking) return work;
+    try {
+      work->wait();
+    } catch (...) {
+      // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
+      if (!work->is_completed()) core_->abort(core_->describe(*work) + " was interrupted");
+      work->settle();
+      throw;
+    }
     return work;
   }
 

@@ -61,6 +61,7 @@ class SpanWork final : public Work {
   // For the core.
   void issued(std::uint64_t number);
   void complete(std::exception_ptr error);
+  void settle();  // waits until it has ended, whatever comes
   Clock::time_point issue_time() const { return issue_time_; }
   Clock::time_point deadline() const { return deadline_; }
 

@@ -1,4 +1,5 @@
 // Waiting for an operation of a communicator that spans hosts; see work.h.
+#include <algorithm>
 #include <cstdio>
 
 #include "span_core.h"
@@ -38,9 +39,22 @@ void SpanWork::complete(std::exception_ptr error) {
 }
 
 bool SpanWork::wait_until(Clock::time_point deadline) {
+  constexpr auto kAskPeriod = std::chrono::milliseconds(250);
+  for (;;) {
+    {
+      std::unique_lock<std::mutex> lock(mutex_);
+      if (!issued_) throw Error("wait: the operation is recorded in a group that has not ended; call group_end first");
+      const auto until = std::min(deadline, Clock::now() + kAskPeriod);
+      if (changed_.wait_until(lock, until, [this] { return done_; })) return true;
+    }
+    if (Clock::now() >= deadline) return false;
+    host::check_interrupt();
+  }
+}
+
+void SpanWork::settle() {
   std::unique_lock<std::mutex> lock(mutex_);
-  if (!issued_) throw Error("wait: the operation is recorded in a group that has not ended; call group_end first");
-  return changed_.wait_until(lock, deadline, [this] { return done_; });
+  changed_.wait(lock, [this] { return done_; });
 }
 
 void SpanWork::finish_wait() {
@@ -55,8 +69,7 @@ void SpanWork::finish_wait() {
 }
 
 void SpanWork::wait() {
-  while (!wait_until(Clock::now() + std::chrono::hours(24))) {
-  }
+  wait_until(Clock::time_point::max());
   finish_wait();
 }
 

@@ -127,7 +127,8 @@ def lateness(line: Line) -> list[Late]:
 
 def _late(line: Line, sequence: int) -> Late:
     here = {rank: operations[sequence] for rank, operations in line.ranks.items() if sequence in operations}
-    missing, unknown = [], []
+    missing: list[int] = []
+    unknown: list[int] = []
     for rank in range(line.size):
         if rank in here:
             continue
@@ -179,11 +180,11 @@ def render(paths: list[Path], console: Any) -> None:
     waiting = stuck(lines)
     if waiting:
         table = Table(title="not complete", title_justify="left")
-        for column in ("communicator", "operation", "state", "first waited", "not arrived", "no record"):
-            table.add_column(column)
+        for column in ("communicator", "operation", "state", "waited", "not arrived", "no record"):
+            table.add_column(column, no_wrap=column == "operation")
         for late in waiting:
             table.add_row(
-                f"{late.line.name} ({late.line.size} ranks)",
+                f"{late.line.name} of {late.line.size}",
                 f"{late.op} #{late.sequence}",
                 late.state,
                 f"{late.waited:.3f} s",
@@ -204,11 +205,11 @@ def render(paths: list[Path], console: Any) -> None:
             )
     table = Table(title="last to come, by how long after the first", title_justify="left")
     for column in ("communicator", "operation", "last rank", "late by"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     for late in latest(lines):
         assert late.last is not None and late.seconds is not None
         table.add_row(
-            f"{late.line.name} ({late.line.size} ranks)",
+            f"{late.line.name} of {late.line.size}",
             f"{late.op} #{late.sequence}",
             late.line.called(late.last),
             f"{late.seconds * 1e3:.3f} ms",

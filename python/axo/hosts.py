@@ -10,6 +10,8 @@ tell ranks of one machine that they are on different hosts, for tests and benche
 from __future__ import annotations
 
 import time
+import zlib
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,11 +23,15 @@ from axo.flight import arm
 from axo.presence import gone, present
 
 _MEETING_TIMEOUT_MS = 60_000
-_LOOK_S = 0.25  # how often a waiting rank looks for dead ones
+_FIRST_PAUSE_S, _LOOK_S = 0.001, 0.05  # between looks at who has come, and who has died
 
 
-def create_core(store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int) -> Any:
+def create_core(
+    store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int, members: Sequence[int] = ()
+) -> Any:
     """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
+
+    ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
 
     Raises:
         Timeout: Ranks have not come; names them. PeerLost: One came and died. Error: The hosts cannot reach each other.
@@ -33,8 +39,9 @@ def create_core(store: Any, key: str, rank: int, size: int, name: str, timeout_m
     arm()
     if size == 1:
         return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
-    # How many times this rank has met here: a store outlives its groups, and a later one may have the same name.
-    round_ = f"{key}/hosts/{store.add(f'{key}/hosts/{rank}', 1)}"
+    # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
+    place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
+    round_ = f"{place}/{store.add(f'{place}/{rank}', 1)}"
     identities, names = _exchange(store, round_, rank, size, name, timeout_ms)
     if len(set(identities)) == 1:
         return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
@@ -55,11 +62,11 @@ def _exchange(store: Any, round_: str, rank: int, size: int, name: str, timeout_
     store.set(keys[rank], "\n".join((_C.host_name(), _C.host_identity(), present())))
     start = time.monotonic()
     cards: dict[int, list[str]] = {}
+    pause = _FIRST_PAUSE_S
     while len(cards) < size:
-        try:
-            store.wait(keys, timedelta(seconds=_LOOK_S))
-        except dist.DistStoreError:
-            pass
+        if not store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
         for other, key in enumerate(keys):
             if other not in cards and store.check([key]):
                 cards[other] = store.get(key).decode().split("\n")
@@ -78,7 +85,7 @@ def _exchange(store: Any, round_: str, rank: int, size: int, name: str, timeout_
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
     """A Gloo group of these ranks. Hosts that are one machine in truth use loopback."""
-    group = dist.ProcessGroupGloo
+    group: Any = dist.ProcessGroupGloo
     machines = {identity.partition(" ")[2] for identity in identities}
     device = group.create_device(hostname="127.0.0.1") if len(machines) == 1 else group.create_default_device()
     options = group._Options()

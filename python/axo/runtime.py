@@ -363,5 +363,7 @@ def create_c10d_backend(options: Any) -> Any:
     timeout_ms = int(options.timeout.total_seconds() * 1000)
     name = str(options.group_id) or "default"
     key = f"axo/{name}"
-    core = create_core(options.store, key, options.group_rank, options.group_size, name, timeout_ms)
+    core = create_core(
+        options.store, key, options.group_rank, options.group_size, name, timeout_ms, options.global_ranks_in_group
+    )
     return _C.C10dBackend(options.store, key, core, timeout_ms)
