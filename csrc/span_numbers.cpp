@@ -11,7 +11,7 @@
 namespace axo::span {
 namespace {
 
-#include "reduce_kernels.inc"
+#include "number_formats.inc"
 
 template <class From, class To, class Convert>
 void convert(const char* from, char* to, std::size_t count, const Convert& f) {
