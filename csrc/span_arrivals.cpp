@@ -197,12 +197,16 @@ std::string SpanCore::timeout_text(const SpanWork& work) const {
 
 // Under mutex_.
 std::exception_ptr SpanCore::error_for(const SpanWork& work) const {
-  const std::string where = describe(work) + ": ";
+  return error_at(describe(work) + ": ", "; waited " + seconds_since(work.issue_time()));
+}
+
+// Under mutex_.
+std::exception_ptr SpanCore::error_at(const std::string& where, const std::string& waited) const {
+  raised_ = true;
   switch (failure_.kind) {
     case FailureKind::peer_lost:
-      return std::make_exception_ptr(PeerLost(
-          where + rank_text(failure_.peer) + " " + failure_.text + "; waited " + seconds_since(work.issue_time()),
-          failure_.peer));
+      return std::make_exception_ptr(
+          PeerLost(where + rank_text(failure_.peer) + " " + failure_.text + waited, failure_.peer));
     case FailureKind::timeout:
       return std::make_exception_ptr(Timeout(where + failure_.text));
     case FailureKind::mismatch:
@@ -216,6 +220,8 @@ void SpanCore::check_usable(const char* what) const {
   const std::string where = std::string(what) + " on '" + p_.name + "' (rank " + std::to_string(p_.rank) + " of " +
                             std::to_string(size()) + "): ";
   Lock lock(mutex_);
+  // A rank that comes after the failure learns of it as those who waited did; what it calls then is Aborted.
+  if (failure_.kind != FailureKind::none && !raised_) std::rethrow_exception(error_at(where, ""));
   if (failure_.kind != FailureKind::none) {
     const std::string who = failure_.kind == FailureKind::peer_lost ? rank_text(failure_.peer) + " " : "";
     throw Aborted(where + "the communicator is aborted: " + who + failure_.text);

@@ -166,6 +166,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   std::string rank_text(int rank) const;
   std::string timeout_text(const SpanWork& work) const;
   std::exception_ptr error_for(const SpanWork& work) const;
+  std::exception_ptr error_at(const std::string& where, const std::string& waited) const;
   bool await_readers(Lock& lock);
   void await_told(Lock& lock);
 
@@ -186,7 +187,8 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   std::uint64_t next_sequence_ = 0, next_message_ = 0;
   std::map<std::uint64_t, Signature> mine_;  // of collectives that some peer has not come to
   Failure failure_;
-  bool told_ = false;  // the peers know of the failure
+  bool told_ = false;            // the peers know of the failure
+  mutable bool raised_ = false;  // the caller knows of it
   bool closing_ = false, ended_ = false;
 
   std::map<Key, std::deque<SpanWorkPtr>> sends_, recvs_;
