@@ -169,11 +169,12 @@ def test_wrong_input_is_one_line_and_starts_no_rank(arguments: list[str], messag
 
 def test_what_the_plan_refuses_is_said_once(text: str, tmp_path: Path) -> None:
     code, lines = run_axo(
-        "train", "--grid", "8x1x1x1", "--data", text, "--out", str(tmp_path), "--model-override", "n_query_groups=4"
+        "train", "--grid", "6x1x1x1", "--data", text, "--out", str(tmp_path), "--model-override", "n_head=12",
+        "--model-override", "n_embd=192", "--model-override", "n_query_groups=4",
     )  # fmt: skip
     errors = [line for line in lines if "error" in line.lower()]
     assert code == 2 and len(errors) == 1 and "Traceback" not in "\n".join(lines), lines
-    assert "n_query_groups" in errors[0] and "x=8" in errors[0], errors
+    assert "n_query_groups" in errors[0] and "x=6" in errors[0], errors
 
 
 def main_that_kills_rank_1_in_a_step(*arguments: str) -> int:

@@ -75,7 +75,7 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"model_overrides": {"n_layer": "three"}}, r"n_layer='three' is not a whole number"),
         ({"model_overrides": {"n_embd": 100}}, r"LitGPT refuses .*n_embd=100 does not divide over n_head=8"),
         ({"model_overrides": {"vocab_size": 200, "padded_vocab_size": 200}}, r"has 256 tokens, more than .*\(200\)"),
-        ({"grid": Grid(8, 1, 1, 1)}, r"n_query_groups=4 is less than x=8"),
+        ({"grid": Grid(3, 1, 1, 1)}, r"n_head=8 does not divide over x=3"),
         ({"grid": Grid(1, 3, 1, 1)}, r"n_embd=64 does not divide over y=3"),
         (
             {"model_overrides": SMALL | {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2}},
