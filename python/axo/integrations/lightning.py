@@ -34,28 +34,22 @@ from typing import Any
 
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
-from lightning.fabric.utilities.distributed import _init_dist_connection
-from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _Stateful
-from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
 import axo
 from axo.grid import Grid
 from axo.integrations import checkpoint
+from axo.integrations.fabric import GridRanks
 from axo.integrations.loader import SharedLoader
 from axo.integrations.materialize import is_parallel, materialize
-from axo.integrations.scaler import agree_on_overflow
 
-COUNTS = ("ranks", "data")
 _TIMEOUT = timedelta(minutes=30)
 
 
-class AxoStrategy(ParallelStrategy):
+class AxoStrategy(GridRanks):
     """Train on a grid of ranks.
 
     Args:
@@ -84,111 +78,13 @@ class AxoStrategy(ParallelStrategy):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
-        if counts not in COUNTS:
-            raise ValueError(f"AxoStrategy: counts={counts!r} is not known; use one of {COUNTS}")
-        self.grid = _grid(grid)
+        super().__init__(
+            grid, counts, timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
+        )
         self.plan = plan
         self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
-        self.counts = counts
-        self.comms: Any = None
         self._columns = 0  # of whole logits
-        self._timeout = timeout
-        self._num_nodes = 1
         self._backward_sync_control = _NoSync()
-
-    # --- who is here --------------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return self.grid.world_size // self._num_nodes
-
-    @property
-    def data_ranks(self) -> int:
-        """Ranks that see different batches: Gz * Gdata."""
-        return self.grid.z * self.grid.data
-
-    @property
-    def world_size(self) -> int:
-        return self.data_ranks if self.counts == "data" else self.grid.world_size
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        coords = self.grid.coords(self.global_rank)
-        return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
-
-    def _set_world_ranks(self) -> None:
-        """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
-        self._spread_devices()
-        environment = self.cluster_environment
-        if environment is None:
-            return
-        environment.set_world_size(self.grid.world_size)
-        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        if environment.world_size() != self.grid.world_size:
-            raise ValueError(
-                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
-                f" started; start {self.grid.world_size}, or use another grid"
-            )
-        decorators: tuple[Any, ...] = (rank_zero_only, utilities_rank_zero_only)
-        for decorator in decorators:
-            decorator.rank = self.global_rank
-
-    def _spread_devices(self) -> None:
-        if self.grid.world_size % self._num_nodes:
-            raise ValueError(
-                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, which do not divide over"
-                f" num_nodes={self._num_nodes}"
-            )
-        given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
-        fitting = {1, wanted} | ({self.data_ranks // self._num_nodes} if self.counts == "data" else set())
-        if len(given) not in fitting:
-            raise ValueError(
-                f"AxoStrategy: devices={len(given)} does not fit grid {self.grid}; leave devices out (the grid says how"
-                f" many ranks there are), or use devices={wanted}"
-            )
-        if len(given) < wanted:
-            kind = given[0].type
-            given = [torch.device(kind) if kind == "cpu" else torch.device(kind, index) for index in range(wanted)]
-        self.parallel_devices = given
-
-    # --- launch -------------------------------------------------------------------------------------------------
-
-    def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
-        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self.comms is not None:
-            return
-        environment = self.cluster_environment
-        assert environment is not None
-        # The ranks are the environment's: self.world_size may count something else.
-        _init_dist_connection(
-            environment, "axo", environment.global_rank(), environment.world_size(), timeout=self._timeout
-        )
-        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout)
-        agree_on_overflow(self.precision, self.comms)
-
-    def teardown(self) -> None:
-        if self.comms is not None:
-            self.comms.close()
-        super().teardown()
 
     # --- model and optimizer ------------------------------------------------------------------------------------
 
@@ -273,50 +169,6 @@ class AxoStrategy(ParallelStrategy):
         self._check_launched("setup_dataloaders")
         return SharedLoader(dataloader, self.comms)
 
-    # --- collectives of the user ---------------------------------------------------------------------------------
-
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce in place over ranks (or data ranks: see ``counts``); a given group of torch's is torch's business."""
-        if not isinstance(tensor, torch.Tensor) or self.comms is None:
-            return tensor
-        if group not in (None, torch.distributed.group.WORLD):
-            from lightning.fabric.utilities.distributed import _sync_ddp
-
-            return _sync_ddp(tensor, group, reduce_op)
-        op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
-        mean = op in ("mean", "avg")
-        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.world,)
-        result = tensor.reshape(-1).clone()
-        for line in lines:
-            line.all_reduce(result, "sum" if mean else op)
-        tensor.copy_((result / self.world_size if mean else result).view_as(tensor))
-        return tensor
-
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        gathered = super().all_gather(tensor, group, sync_grads)
-        if self.counts == "data" and group in (None, torch.distributed.group.WORLD) and self.comms is not None:
-            first = [rank for rank in range(self.grid.world_size) if self.grid.coords(rank)[:2] == (0, 0)]
-            gathered = gathered[first]
-        return gathered
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over all ranks of the grid, whatever ``counts`` says: peers must decide alike."""
-        if self.comms is None:
-            return decision
-        vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
-        return bool(self.comms.world.all_reduce(vote, "min" if all else "max").item())
-
-    def barrier(self, name: str | None = None) -> None:
-        if self.comms is not None:
-            self.comms.world.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self.comms is None:
-            return obj
-        box = [obj]
-        torch.distributed.broadcast_object_list(box, src)
-        return box[0]
-
     # --- checkpoints ---------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
@@ -363,24 +215,12 @@ class AxoStrategy(ParallelStrategy):
         else:
             target.load_state_dict(value)
 
-    def _check_launched(self, what: str) -> None:
-        if self.comms is None:
-            raise RuntimeError(f"AxoStrategy: fabric.{what}() came before fabric.launch(); launch first")
-
 
 class _NoSync(_BackwardSyncControl):
     """Gradients of a backward inside stay unreduced until the next one outside."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         return axo.no_sync(module) if enabled else nullcontext()
-
-
-def _grid(grid: Grid | str | None) -> Grid:
-    if grid is None:
-        grid = os.environ.get("AXO_GRID")
-        if not grid:
-            raise ValueError("AxoStrategy: no grid; pass grid='2x2x2x1', or set AXO_GRID")
-    return Grid.parse(grid) if isinstance(grid, str) else grid
 
 
 def _holds_meta(module: nn.Module) -> bool:
