@@ -10,6 +10,24 @@
 #include "span_core.h"
 
 namespace axo {
+namespace span {
+
+Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank) : wire(std::move(wire_ranks)) {
+  for (std::size_t r = 0; r < wire.size(); ++r) {
+    const auto known = std::find(names.begin(), names.end(), host_of_rank[r]);
+    const auto h = static_cast<std::size_t>(known - names.begin());
+    if (known == names.end()) {
+      names.push_back(host_of_rank[r]);
+      hosts.emplace_back();
+    }
+    host.push_back(static_cast<int>(h));
+    local.push_back(static_cast<int>(hosts[h].size()));
+    hosts[h].push_back(static_cast<int>(r));
+  }
+}
+
+}  // namespace span
+
 namespace {
 
 using host::Request;

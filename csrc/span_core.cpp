@@ -18,20 +18,6 @@ Signature signature_of(const Request& r) {
 
 }  // namespace
 
-Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank) : wire(std::move(wire_ranks)) {
-  for (std::size_t r = 0; r < wire.size(); ++r) {
-    const auto known = std::find(names.begin(), names.end(), host_of_rank[r]);
-    const auto h = static_cast<std::size_t>(known - names.begin());
-    if (known == names.end()) {
-      names.push_back(host_of_rank[r]);
-      hosts.emplace_back();
-    }
-    host.push_back(static_cast<int>(h));
-    local.push_back(static_cast<int>(hosts[h].size()));
-    hosts[h].push_back(static_cast<int>(r));
-  }
-}
-
 SpanCore::SpanCore(SpanParts parts)
     : p_(std::move(parts)),
       flight_(
@@ -128,15 +114,6 @@ void SpanCore::finish(const SpanWorkPtr& work) {
     queue_.pop_front();
     if (failure_.kind != FailureKind::none) {
       await_told(lock);
-      if (!await_readers(lock)) {
-        lock.unlock();
-        p_.mesh->close();  // a peer stopped in the middle of a frame that goes to the caller's memory
-        lock.lock();
-        changed_.wait(lock, [this] {
-          return std::none_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.reading; });
-        });
-      }
-      for (Peer& peer : peers_) peer.want = nullptr;
       error = error_for(*work);
     }
     const auto behind = std::min_element(peers_.begin(), peers_.end(), [this](const Peer& a, const Peer& b) {
@@ -151,10 +128,18 @@ void SpanCore::finish(const SpanWorkPtr& work) {
   changed_.notify_all();
 }
 
-bool SpanCore::await_readers(Lock& lock) {
-  return changed_.wait_until(lock, Clock::now() + kPatience, [this] {
+// Of a collective that has failed: nobody writes to its memory from here on.
+void SpanCore::end_readers(Lock& lock) {
+  const auto idle = [this] {
     return std::none_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.reading; });
-  });
+  };
+  if (!changed_.wait_until(lock, Clock::now() + kPatience, idle)) {
+    lock.unlock();
+    p_.mesh->close();  // a peer stopped in the middle of a frame that goes there
+    lock.lock();
+    changed_.wait(lock, idle);
+  }
+  for (Peer& peer : peers_) peer.want = nullptr;
 }
 
 void SpanCore::tell_all(Head head) {
@@ -302,13 +287,19 @@ void SpanCore::exchange(const SpanWork& work, const std::vector<Piece>& out, con
       drain(peer);
     }
   }
-  send_pieces(work, FrameKind::data, out);
-  Lock lock(mutex_);
-  for (const Piece& piece : in) {
-    if (piece.bytes == 0) continue;
-    Peer& peer = peers_[static_cast<std::size_t>(piece.rank)];
-    await(lock, work, piece.rank, [&] { return peer.got == peer.bytes; });
-    peer.want = nullptr;
+  try {
+    send_pieces(work, FrameKind::data, out);
+    Lock lock(mutex_);
+    for (const Piece& piece : in) {
+      if (piece.bytes == 0) continue;
+      Peer& peer = peers_[static_cast<std::size_t>(piece.rank)];
+      await(lock, work, piece.rank, [&] { return peer.got == peer.bytes; });
+      peer.want = nullptr;
+    }
+  } catch (...) {  // `in` may be memory of the collective, which unwinding frees
+    Lock lock(mutex_);
+    end_readers(lock);
+    throw;
   }
 }
 

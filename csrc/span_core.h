@@ -167,7 +167,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   std::string timeout_text(const SpanWork& work) const;
   std::exception_ptr error_for(const SpanWork& work) const;
   std::exception_ptr error_at(const std::string& where, const std::string& waited) const;
-  bool await_readers(Lock& lock);
+  void end_readers(Lock& lock);
   void await_told(Lock& lock);
 
   // Messages (span_messages.cpp).
