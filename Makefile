@@ -1,7 +1,7 @@
 # make demo     train a small GPT on 8 local ranks, grid 2x2x2x1, and compare it with serial training
 # make test     everything but the long proofs
 # make check    lint, types, house rules and the quick tests: under a minute
-# make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
+# make soak     the long proofs        make gpu    what needs a GPU, in 8 minutes        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 #
 # The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
@@ -56,7 +56,7 @@ compile-matrix: $(V)/.built
 
 gpu: $(V)/.built
 	$(PYTEST) -m gpu -ra $(ARGS) || test $$? -eq 5  # 5: no test wants a GPU yet
-	$(V)/bin/axo bench kernels
+	$(V)/bin/axo bench gpu
 
 bench: $(V)/.built
 	$(V)/bin/axo bench collectives $(ARGS)
