@@ -9,8 +9,9 @@
 
 The attention module computes with n_head/Gx heads and n_query_groups/Gx groups (fewer groups than x: with one, which
 the ranks whose queries attend to it all hold): it alone gets a shallow copy of the
-configuration. ``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping, scaled
-embeddings, rotary variants, sliding windows) need nothing. A norm over each head's queries and keys is replicated over
+configuration. ``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping of logits,
+scaled embeddings, rotary variants, sliding windows) need nothing; soft-capped scores get a right mask with a KV cache
+(``axo.plans.litgpt_attention``). A norm over each head's queries and keys is replicated over
 x, so its gradient is summed there; OLMo 2's norm over all heads is split over x.
 
 A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
@@ -139,6 +140,10 @@ def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
     for child, module in list(mlp.named_children()):
         if isinstance(module, nn.Linear):
             replacer.linear(mlp, child, f"{name}.mlp.{child}", transposed=child == "proj")
+    if config.attention_logit_softcapping is not None:
+        from axo.plans.litgpt_attention import SoftcappedAttention
+
+        attn.__class__ = SoftcappedAttention
     attn.config = copy.copy(config)
     attn.config.n_head //= parts
     attn.config.n_query_groups //= parts // copies
