@@ -110,20 +110,29 @@ class Observed(NamedTuple):
     work: Any
 
 
+class Awaited(NamedTuple):
+    """A wait for ``work``, a pending collective: seconds of ``time.perf_counter``."""
+
+    axis: str
+    start: float
+    end: float
+    work: Any
+
+
 class _Watch:
     """Who watches the collectives of this process as they are issued and waited for (a trace does)."""
 
     def __init__(self) -> None:
         self.issued: list[Observed] | None = None
-        self.waits: list[tuple[str, float, float]] = []
+        self.waits: list[Awaited] = []
         self._next: tuple[str, int] = ("", 0)
 
     def open(self) -> None:
         """Begin to watch."""
         self.issued, self.waits = [], []
 
-    def close(self) -> tuple[list[Observed], list[tuple[str, float, float]]]:
-        """End, and give what was issued and (axis, from, to) of what was waited for."""
+    def close(self) -> tuple[list[Observed], list[Awaited]]:
+        """End, and give what was issued and what was waited for."""
         issued, self.issued = self.issued or [], None
         return issued, self.waits
 
@@ -137,10 +146,10 @@ class _Watch:
             op, size = self._next
             self.issued.append(Observed(op, axis, size, start, time.perf_counter(), work))
 
-    def waited(self, axis: str, start: float) -> None:
-        """This rank was blocked for a pending one since ``start``."""
+    def waited(self, axis: str, start: float, work: Any) -> None:
+        """This rank was blocked for ``work``, a pending one, since ``start``."""
         if self.issued is not None:
-            self.waits.append((axis, start, time.perf_counter()))
+            self.waits.append(Awaited(axis, start, time.perf_counter(), work))
 
 
 watch = _Watch()

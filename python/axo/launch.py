@@ -72,14 +72,20 @@ def set_threads(threads: int, local_ranks: int) -> None:
 
 
 class Termination:
-    """A context of a rank in which the first SIGTERM is only noted; a second one ends the process.
+    """A context of a rank in which the first SIGTERM is only noted; a later one ends the process.
+
+    One that comes within ``SAME_SIGNAL`` seconds is the first again: whoever signals a process group (``timeout``,
+    batch systems) reaches the rank, and its launcher, which passes it on.
 
     Attributes:
         asked: Whether it has come.
     """
 
+    SAME_SIGNAL = 5.0
+
     def __init__(self) -> None:
         self.asked = False
+        self._since = 0.0
 
     def __enter__(self) -> Termination:
         signal.signal(signal.SIGTERM, self._note)
@@ -89,8 +95,11 @@ class Termination:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def _note(self, number: int, frame: Any) -> None:
-        self.asked = True
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if not self.asked:
+            self.asked, self._since = True, time.monotonic()
+        elif time.monotonic() - self._since > self.SAME_SIGNAL:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def launch_local(

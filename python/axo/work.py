@@ -58,7 +58,7 @@ class Work:
                 raise
             finally:
                 self._communicator._blocked += time.perf_counter() - start
-            watch.waited(self._communicator.axis, start)
+            watch.waited(self._communicator.axis, start, self)
         self._finish()
         return self._result
 

@@ -36,7 +36,8 @@ from axo.trainer.recipe import (
     set_learning_rate,
     wanted_targets,
 )
-from axo.trainer.trace import StepTrace, gather, write
+from axo.trainer.trace import StepTrace, gather
+from axo.trainer.trace_file import write
 
 _AXES = (*AXES, "world")
 WARM_STEPS = 3  # before the one that is traced

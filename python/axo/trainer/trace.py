@@ -1,12 +1,10 @@
-"""A trace of one training step: what this rank computed and what went over each axis, when.
+"""A record of one training step: what this rank computed, what it issued over each axis, and what it waited for.
 
-    chrome trace (JSON)  one process a rank, a thread a stream: compute, x, y, z, data, world; open it in Perfetto
-    picture (PNG)        the same of rank 0, a lane a stream; hatched where the rank was blocked
-
-compute has the forward of each module that has parameters of its own, its backward, the optimizer and clipping; what a
-module waits for lies inside its span. A collective lasts from its issue to its completion where that is known (blocking
-ones, and those that the transport times), else until somebody waited for it. Recording costs some microseconds an
-event, so a traced step is a little longer.
+compute has the forward of each module that has parameters of its own, its backward, the products inside them (product,
+dI, dW), the optimizer and clipping. A collective lasts from its issue to its completion where that is known (blocking
+ones, and those that the transport times), else until somebody waited for it. A wait is what the rank was blocked for; a
+collective found complete has none. Collectives and waits of the engine (``axo.overlap``) carry the layer's name.
+Recording costs some microseconds an event, so a traced step is a little longer. Not here: files (``trace_file``).
 """
 
 from __future__ import annotations
@@ -14,22 +12,23 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from axo.counting import Observed, watch
-from axo.grid import AXES
+from axo.counting import Awaited, Observed, watch
+from axo.overlap import Events, record
 
-STREAMS = ("compute", *AXES, "world")
+_PRODUCTS = {"forward": "product", "dI": "dI", "dW": "dW"}
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that lasted: seconds of this process's clock. ``blocked``: the rank waited meanwhile."""
+    """Something that lasted: seconds of this process's clock. ``blocked``: the rank waited meanwhile; ``layer``: whose
+    it is, where that is known."""
 
     stream: str
     name: str
@@ -37,6 +36,7 @@ class Span:
     end: float
     bytes: int = 0
     blocked: bool = False
+    layer: str = ""
 
 
 class StepTrace:
@@ -51,20 +51,28 @@ class StepTrace:
         self.spans: list[Span] = []
         self._open: dict[tuple[str, str], float] = {}
         self._hooks: list[Any] = []
+        self._stack = ExitStack()
+        self._events: Events = []
 
     def __enter__(self) -> StepTrace:
         for name, module in self._model.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 self._watch(name or type(module).__name__, module)
+        self._events = self._stack.enter_context(record(self._model))
         watch.open()
         return self
 
     def __exit__(self, *error: Any) -> None:
         issued, waits = watch.close()
+        self._stack.close()
         for hook in self._hooks:
             hook.remove()
-        self.spans += [_collective(one, waits) for one in issued]
-        self.spans += [Span(axis, "wait", start, end, blocked=True) for axis, start, end in waits]
+        self.spans += communication(issued, waits, self._events)
+        self.spans += [
+            Span("compute", f"{event.layer} {_PRODUCTS[event.op]}", event.start, event.end, layer=event.layer)
+            for event in self._events
+            if event.what == "compute"
+        ]
         self.spans.sort(key=lambda span: (span.start, -span.end))
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -96,82 +104,40 @@ class StepTrace:
         return result
 
 
-def _collective(one: Observed, waits: list[tuple[str, float, float]]) -> Span:
-    end = one.end
-    if one.work is not None:
-        lasted = one.work.duration() if one.work.is_completed() else None
-        later = [stop for axis, begin, stop in waits if axis == one.axis and stop >= one.start]
-        end = one.start + lasted if lasted is not None else min(later, default=one.end)
-    return Span(one.axis, one.op, one.start, end, one.bytes, blocked=one.work is None)
+def communication(issued: list[Observed], waits: list[Awaited], events: Events) -> list[Span]:
+    """The spans of collectives and of waits, from what the communicators saw and what the engine recorded of it."""
+    layers = _layers(issued, events)
+    blocked = [event for event in events if event.what == "wait"]
+    spans = []
+    for number, one in enumerate(issued):
+        mine = [wait for wait in waits if one.work is not None and wait.work is one.work]
+        lasted = one.work.duration() if one.work is not None and one.work.is_completed() else None
+        end = one.start + lasted if lasted is not None else min((wait.end for wait in mine), default=one.end)
+        layer = layers.get(number, "")
+        spans.append(Span(one.axis, one.op, one.start, end, one.bytes, blocked=one.work is None, layer=layer))
+        for wait in mine:
+            # The engine also lets go of what it finds complete, which is no wait.
+            if layer and not any(event.start <= wait.start and wait.end <= event.end for event in blocked):
+                continue
+            spans.append(Span(one.axis, f"wait {one.op}", wait.start, wait.end, blocked=True, layer=layer))
+    return spans
 
 
-def write(spans: list[list[Span]], path: Path, title: str) -> Path:
-    """Write the trace of all ranks to ``path`` and the picture of the first beside it. Returns the picture's path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(spans)}), encoding="utf-8")
-    picture = path.with_suffix(".png")
-    draw(spans[0], picture, title)
-    return picture
-
-
-def events(spans: list[list[Span]]) -> list[dict[str, Any]]:
-    """The events of a chrome trace; microseconds since the first event of each rank."""
-    found: list[dict[str, Any]] = []
-    for rank, of_rank in enumerate(spans):
-        found.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}})
-        used = {span.stream for span in of_rank}
-        for thread, stream in enumerate(STREAMS):
-            if stream in used:
-                found.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": thread, "args": {"name": stream}})
-        first = min((span.start for span in of_rank), default=0.0)
-        for span in of_rank:
-            found.append(
-                {
-                    "ph": "X",
-                    "name": span.name,
-                    "cat": "blocked" if span.blocked else "compute" if span.stream == "compute" else "communication",
-                    "pid": rank,
-                    "tid": STREAMS.index(span.stream),
-                    "ts": round(1e6 * (span.start - first), 3),
-                    "dur": round(1e6 * (span.end - span.start), 3),
-                    "args": {"bytes": span.bytes} if span.bytes else {},
-                }
-            )
+def _layers(issued: list[Observed], events: Events) -> dict[int, str]:
+    """Whose collectives they are, by their places in ``issued``: the engine records each right after it is issued, or
+    from before until after it where the rank is blocked."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.what == "compute":
+            continue
+        for number in range(len(issued) - 1, -1, -1):
+            one = issued[number]
+            if number in found or (one.op, one.axis) != (event.op, event.axis) or one.start > event.end:
+                continue
+            if (one.work is not None) == (event.what == "issue") and (one.work is not None or one.start >= event.start):
+                found[number] = event.layer
+            break
     return found
-
-
-def draw(spans: list[Span], path: Path, title: str) -> None:
-    """A lane for each stream that has something in it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
-    first = min((span.start for span in spans), default=0.0)
-    figure, axes = pyplot.subplots(figsize=(12, 0.6 * len(lanes) + 1.4), layout="constrained")
-    colours = {"forward": "tab:blue", "backward": "tab:orange"}
-    for lane, stream in enumerate(lanes):
-        for span in (span for span in spans if span.stream == stream):
-            usual = "tab:green" if stream == "compute" else "tab:purple"
-            colour = colours.get(span.name.rpartition(" ")[2], usual)
-            bar = (1e3 * (span.start - first), max(1e3 * (span.end - span.start), 1e-3))
-            waits = span.name == "wait"
-            axes.broken_barh(
-                [bar],
-                (lane - 0.4, 0.8),
-                facecolors="none" if waits else colour,
-                edgecolor="black" if waits else "white",
-                hatch="////" if waits else None,
-                linewidth=0.3,
-            )
-    axes.set_yticks(range(len(lanes)), lanes)
-    axes.invert_yaxis()
-    axes.set_xlabel("ms")
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
 
 
 def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
