@@ -14,8 +14,15 @@ from axo_kernels.layout import LAYOUTS, Product, as_row_major, relayout, stored_
 from axo_kernels.tiles import Config, candidates, fused_candidates
 
 STRATEGIES = ("serial", "split", "signal")
-# The last is dI's: what has not travelled by the end of the product does so behind the product dW.
-FUSED = ("all_gather_matmul", "matmul_all_reduce", "matmul_reduce_scatter", "matmul_all_reduce_behind_dw")
+# "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
+# gathered is wanted in rank order too, for the backward pass.
+FUSED = (
+    "all_gather_matmul",
+    "all_gather_matmul_kept",
+    "matmul_all_reduce",
+    "matmul_all_reduce_behind_dw",
+    "matmul_reduce_scatter",
+)
 # Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
 _FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
 # Tiles tried for a signalling product, each with every chunk count.
@@ -126,7 +133,7 @@ def fused_choices(
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out).
     """
     whole = product
-    if operation == "all_gather_matmul":
+    if operation.startswith("all_gather"):
         rows = getattr(product, _ROWS[gather])
         whole = replace(product, **{_ROWS[gather]: size * rows})
     else:
@@ -147,7 +154,7 @@ def fused_choices(
 
 def fused_name(operation: str, gather: str, size: int, product: Product) -> str:
     """What a fused operation is called in the cache."""
-    return f"{operation} {gather if operation == 'all_gather_matmul' else ''} size={size} {product.name}"
+    return f"{operation} {gather if operation.startswith('all_gather') else ''} size={size} {product.name}"
 
 
 def _described(product: Product) -> bool:

@@ -83,4 +83,5 @@ def run_fused(
         return out
     if operation == "matmul_reduce_scatter":
         return run_reduce_scatter(*arguments, choice.strategy, choice.chunks, **how)
-    return run_all_gather(*arguments, gather, choice.strategy, choice.chunks, keep=False, **how)[0]
+    keep = operation == "all_gather_matmul_kept"
+    return run_all_gather(*arguments, gather, choice.strategy, choice.chunks, keep=keep, **how)[0]

@@ -120,14 +120,19 @@ def start_reduce_scatter(
     chunks: int,
     config: Config | None = None,
     multiply: Multiply | None = None,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Finish]:
-    """Begin this rank's block of rows of ``sum over ranks of A B``: ``(M / size, N)``, complete after ``finish()``."""
+    """Begin this rank's block of rows of ``sum over ranks of A B``: ``(M / size, N)``, complete after ``finish()``.
+
+    ``out``: contiguous, where it goes.
+    """
     product = product_of(a, b, layout)
     check_strategy("matmul_reduce_scatter", strategy, chunks, a.device)
     schedule = plan("reduce_scatter", product.m, chunks, comm.rank, comm.size, _multiple(strategy, a.device))
     comm.ran.append(Ran("matmul_reduce_scatter", strategy, chunks, layout, engine(strategy, a.device, multiply)))
     multiply = multiply or partial(vendor_matmul, layout=layout)
-    out = torch.empty((schedule.rows, product.n), dtype=a.dtype, device=a.device)
+    if out is None:
+        out = torch.empty((schedule.rows, product.n), dtype=a.dtype, device=a.device)
     if strategy == "serial":
         return out, comm.reduce_scatter(out, multiply(a, b)).wait
     workspace = comm.workspaces.get("matmul_reduce_scatter", schedule, product, a.device)
@@ -166,9 +171,10 @@ def run_reduce_scatter(
     chunks: int,
     config: Config | None = None,
     multiply: Multiply | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Do the same and wait for it."""
-    out, finish = start_reduce_scatter(a, b, comm, layout, strategy, chunks, config, multiply)
+    out, finish = start_reduce_scatter(a, b, comm, layout, strategy, chunks, config, multiply, out)
     finish()
     return out
 

@@ -16,6 +16,7 @@ Layers call nothing else. When things are issued and awaited is the business of 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,16 +80,23 @@ class Exchange:
     # --- weights --------------------------------------------------------------------------------------------------
 
     def forward_block(
-        self, weight: torch.Tensor, dtype: torch.dtype, *, recording: bool, wanted: bool
+        self,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        recording: bool,
+        wanted: bool,
+        gather: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Gathered | None]:
         """This rank's block in ``dtype``, (rows/Gz, ...) -> (rows, c), and what the node is to hold on to for backward.
 
         Args:
             recording: Grad mode is on around the Function.
             wanted: Its backward will want the block.
+            gather: Gives the block in another way, where the layer would have to gather it now and wait.
         """
         if self.size("z") > 1:
-            return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted)
+            return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted, gather=gather)
         block = weight.detach().flatten(1).to(dtype)
         keeps = wanted and self.engine.overlap.gather_cache != "none"
         return block, Gathered(weight, dtype, block, None) if keeps else None
@@ -103,6 +111,14 @@ class Exchange:
         """The product of backward is done with the block."""
         if self.size("z") > 1:
             self.engine.gathers.release(self)
+
+    def waits_for_gather(self) -> bool:
+        """Whether nothing but the layer itself would issue the gather of its weight: the engine foretells none."""
+        return self.size("z") > 1 and not self.engine.gathers.looks_ahead
+
+    def shard(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's rows as they travel, where shares are equal: (rows/Gz, ...) -> (rows/Gz, c), contiguous."""
+        return weight.detach().flatten(1).to(dtype).contiguous()
 
     def start_gather(self, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
         """Gather this rank's rows over z, in ``dtype``."""
@@ -173,6 +189,29 @@ class Exchange:
             room = self.comms.axis("z").reduce_scatter(room, op=self.op)
         grad = self._now(room, self.weight_stages, self.weight_copies())
         return grad[: self.shard_rows].to(weight.dtype).view(weight.shape)
+
+    def waits_for_scatter(self, how: str, weight: torch.Tensor) -> bool:
+        """Whether the layer would wait for the reduce-scatter of this gradient where it issues it."""
+        if self.size("z") == 1:
+            return False
+        return how == wants.NOW or (
+            not self.engine.overlap.reduce_scatter and self.engine.gradients.takes_shard_of(weight)
+        )
+
+    def shard_room(self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        """Room for this rank's rows of a gradient that is reduced over z already: as ``room``."""
+        if how == wants.LATER:
+            slot = self.engine.gradients.shard_room(self, weight, columns, like)
+            return slot, slot.tensor
+        shard = like.new_empty((self.shard_rows, columns))
+        return shard, shard
+
+    def shard_gradient(self, how: str, weight: torch.Tensor, room: Any) -> torch.Tensor | None:
+        """What ``shard_room`` gave is filled: reduce it over data; None: it comes to .grad later."""
+        if how == wants.LATER:
+            self.engine.gradients.add_shard(self, room)
+            return None
+        return self._now(room, self.weight_stages, self.weight_copies()).to(weight.dtype).view(weight.shape)
 
     def start_scatter(self, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
         """Reduce-scatter the padded gradient of the block over z, into ``out``; None when that is done already."""

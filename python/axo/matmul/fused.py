@@ -1,7 +1,15 @@
-"""Products of a layer that run chunk by chunk with their all-reduce, where the tuner measured that as faster.
+"""Products of a layer that run chunk by chunk with their collective, where the tuner measured that as faster.
 
     forward      O = sum over the in axis  of I W^T     the chunks of O travel while the next are computed
     grad_input   dI = sum over the out axis of dO W     the same, and the last ones behind the product dW
+    gathered     O = I W^T, W gathered over z           the first shards are multiplied while the next travel
+    grad_weight  dW = scattered over z, dO^T I          the chunks of dW travel while the next are computed
+
+The last two are for a layer that would wait for its own collective: where the engine (``axo.overlap``) issues a gather
+ahead of its block, or lets a reduce-scatter run behind the layers before, it hides all of it, and nothing is fused. So
+they are asked for only where the engine has no order to foretell (a layer that is in no model's engine) or the option
+is off, or where a gradient is wanted at once; and shares must be equal, since a padded buffer has no whole chunks. A
+product that is summed over the in axis in chunks does not gather in chunks too.
 
 The ranks of the axis must take the same decision at the same call, so it never hangs on what one rank has on disk:
 ``cached`` uses what rank 0 has on disk, which all ranks read when the first layer is built; ``first-step`` measures
@@ -9,9 +17,10 @@ together (``axo.matmul.local``). Sizes that name an entry are equal on the ranks
 and y, features that do not divide count as the largest share.
 
 A layer's own way is always a candidate: product and then all-reduce for the forward pass, and for dI what the engine
-does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused.
+does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused. Bytes are
+the same either way; a collective in C chunks is C calls.
 
-Not here: the reduce-scatter of dW, which the engine buckets over layers and hides behind the rest of the backward pass.
+Not here: when the engine can hide a collective (``axo.matmul.exchange`` says).
 """
 
 from __future__ import annotations
@@ -26,10 +35,16 @@ from axo_kernels.choice import FUSED, Choice, from_json, fused_name
 from axo_kernels.comm import FusedCommunicator, adapt, gather_max
 from axo_kernels.layout import DTYPES, Product
 from axo_kernels.runners import fused_arguments
-from axo_kernels.strategies import start_all_reduce
+from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.tuner import Tuner
 
-OPERATION = {"forward": "matmul_all_reduce", "grad_input": "matmul_all_reduce_behind_dw"}
+OPERATION = {
+    "forward": "matmul_all_reduce",
+    "grad_input": "matmul_all_reduce_behind_dw",
+    "gathered": "all_gather_matmul_kept",
+    "grad_weight": "matmul_reduce_scatter",
+}
+_GATHERED = "b"  # the weight is the second operand
 
 
 class Sum:
@@ -61,7 +76,7 @@ class FusedProducts:
         self._comms = comms
         self._tuner = tuner
         self._entries = entries
-        self._adapted: dict[str, FusedCommunicator] = {}
+        self._adapted: dict[tuple[str, str], FusedCommunicator] = {}
         self._sites: dict[Any, Choice | None] = {}
         self.calls = 0
 
@@ -70,22 +85,23 @@ class FusedProducts:
         """Whether any product could be fused at all."""
         return bool(self._entries) or self._tuner is not None
 
-    def on(self, axis: str) -> FusedCommunicator:
-        """The fused operations' view of an axis; ``on(axis).ran`` tells what ran."""
-        if axis not in self._adapted:
-            self._adapted[axis] = adapt(self._comms.axis(axis))
-        return self._adapted[axis]
+    def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
+        """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
+        if (axis, op) not in self._adapted:
+            self._adapted[axis, op] = comm = adapt(self._comms.axis(axis))
+            comm.op = op  # type: ignore[attr-defined]
+        return self._adapted[axis, op]
 
     def choice(self, kind: str, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
-        """How to compute ``product`` summed over ``axis``; None: the layer's own way.
+        """How to compute ``product`` with its collective over ``axis``; None: the layer's own way.
 
-        ``kind`` is ``"forward"`` or ``"grad_input"``, ``site`` what all ranks call the place by; ``product`` has the
-        largest share of each size but the rows.
+        ``kind`` is one of ``OPERATION``, ``site`` what all ranks call the place by; ``product`` has the largest share
+        of each size but the rows.
         """
         if product.dtype not in DTYPES or not product.flops:
             return None
         if self._tuner is None:
-            name = fused_name(OPERATION[kind], "", self._comms.grid.size(axis), product)
+            name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product)
             if name not in self._sites:
                 self._sites[name] = _fused(from_json(self._entries[name]) if name in self._entries else None)
             found = self._sites[name]
@@ -94,15 +110,40 @@ class FusedProducts:
                 assert self._tuner.comm is not None
                 m, n, k = (int(size) for size in gather_max(self._tuner.comm, [product.m, product.n, product.k]))
                 largest = replace(product, m=m, n=n, k=k)
-                self._sites[site] = _fused(self._tuner.choose_fused(OPERATION[kind], largest, device, on=self.on(axis)))
+                found = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
+                self._sites[site] = _fused(found)
             found = self._sites[site]
-        return found if found is None or found.chunks <= product.m else None
+        return found if found is None or found.chunks <= self._travelling(kind, product, axis) else None
+
+    def _travelling(self, kind: str, product: Product, axis: str) -> int:
+        """The rows that are cut into chunks."""
+        if kind == "gathered":
+            return product.n
+        return product.m // (self._comms.grid.size(axis) if kind == "grad_weight" else 1)
 
     def start(self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, layout: str) -> Sum:
         """Begin the product and its sum over ``axis``."""
         self.calls += 1
         comm, how = self.on(axis), fused_arguments(choice, layout)
         return Sum(*start_all_reduce(a, b, comm, layout, choice.strategy, choice.chunks, **how))
+
+    def gather(
+        self, choice: Choice, a: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, axis: str
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(m, k), (n / size, k), (n,) -> (m, n), and the (n, k) gathered over ``axis``."""
+        self.calls += 1
+        how = fused_arguments(choice, "NT")
+        found = run_all_gather(a, shard, self.on(axis), "NT", _GATHERED, choice.strategy, choice.chunks, bias, **how)
+        assert found[1] is not None
+        return found[0], found[1]
+
+    def scatter(
+        self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, op: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        """(m, n), (m, k) -> this rank's (n / size, k) of the product reduced over ``axis``, in ``out``."""
+        self.calls += 1
+        comm, how = self.on(axis, op), fused_arguments(choice, "TN")
+        return run_reduce_scatter(a, b, comm, "TN", choice.strategy, choice.chunks, out=out, **how)
 
 
 def _fused(choice: Choice | None) -> Choice | None:

@@ -116,6 +116,7 @@ class LayerProducts:
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
         self._features = _largest_share(comms, placement)
+        self._even = _even_shares(comms, placement)
         self._runs: dict[Any, Run] = {}
         self._whole: dict[Any, bool] = {}
 
@@ -147,19 +148,51 @@ class LayerProducts:
         return self._start("grad_input", grad, block, axis)
 
     def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
+        choice = self._fused_choice(kind, a, axis)
+        if choice is None or axis is None:
+            return None
+        self._calls[kind] += 1
+        return self.products.fused.start(choice, a, block, axis, LAYOUT[kind])
+
+    def gathering(self, rows: torch.Tensor, in_axis: str | None) -> Choice | None:
+        """How to multiply (m, k) with a weight that is gathered over z meanwhile; None: gather, then multiply."""
+        if not self._even or (in_axis is not None and self._fused_choice("forward", rows, in_axis) is not None):
+            return None
+        return self._fused_choice("gathered", rows, "z")
+
+    def gather_forward(
+        self, choice: Choice, rows: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(m, k), this rank's (n/Gz, k), (n,) -> (m, n) and the whole (n, k)."""
+        self._calls["forward"] += 1
+        return self.products.fused.gather(choice, rows, shard, bias, "z")
+
+    def scattering(self, grad: torch.Tensor) -> Choice | None:
+        """How to compute the gradient of the weight while it is scattered over z; None: one after the other."""
+        return self._fused_choice("grad_weight", grad, "z") if self._even else None
+
+    def scatter_grad_weight(
+        self, choice: Choice, grad: torch.Tensor, rows: torch.Tensor, op: str, out: torch.Tensor
+    ) -> None:
+        """(m, n), (m, k) -> this rank's (n/Gz, k), reduced over z by ``op``, into ``out``."""
+        self._calls["grad_weight"] += 1
+        self.products.fused.scatter(choice, grad, rows, "z", op, out)
+
+    def _fused_choice(self, kind: str, a: torch.Tensor, axis: str | None) -> Choice | None:
         fused = self.products.fused
         if axis is None or not fused.possible or fused.on(axis).size == 1 or torch.compiler.is_compiling():
             return None
         if torch._C._len_torch_dispatch_stack():
             return None  # a mode, such as selective checkpointing, wants to see the product by itself
-        n, k = self._features
-        sizes = (a.shape[0], n, k) if kind == "forward" else (a.shape[0], k, n)
-        product = Product(LAYOUT[kind], *sizes, a.dtype)
-        choice = fused.choice(kind, ("fused", kind, a.dtype, *self._site), axis, product, a.device)
-        if choice is None:
-            return None
-        self._calls[kind] += 1
-        return fused.start(choice, a, block, axis, LAYOUT[kind])
+        (n, k), m = self._features, a.shape[0]
+        sizes = {
+            "forward": (m, n, k),
+            "grad_input": (m, k, n),
+            "gathered": (m, n // fused.on(axis).size, k),
+            "grad_weight": (n, k, m),
+        }[kind]
+        product = Product(LAYOUT["forward" if kind == "gathered" else kind], *sizes, a.dtype)
+        return fused.choice(kind, ("fused", kind, a.dtype, *self._site), axis, product, a.device)
 
     def alone(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The layer on a grid of one rank, differentiable: (..., k), (n, k), (n,) -> (..., n)."""
@@ -212,6 +245,13 @@ def _largest_share(comms: Any, placement: Placement) -> tuple[int, int]:
     whole, grid = placement.without("z"), comms.grid
     shapes = [whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)]
     return max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
+
+
+def _even_shares(comms: Any, placement: Placement) -> bool:
+    """Whether all blocks of the weight are of one size, and cut over z into equal shards. The same on all ranks."""
+    whole, grid = placement.without("z"), comms.grid
+    shapes = {whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)}
+    return len(shapes) == 1 and shapes.pop()[0] % grid.z == 0
 
 
 def _keep_short(found: dict[Any, Any]) -> None:

@@ -89,12 +89,18 @@ class _Product(torch.autograd.Function):
         events = exchange.engine.events
         needs_input, needs_weight, *_ = ctx.needs_input_grad
         rows = input.to(dtype).reshape(-1, input.shape[-1])
-        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
         bias_cast = None if bias is None else bias.to(dtype)
         partial = exchange.size(matmul.in_axis) > 1
-        with span(events, "compute", "forward", "", exchange.name):
-            fused = products.fused_forward(rows, block, matmul.in_axis) if partial else None
-            output = products.forward(rows, block, None if partial else bias_cast) if fused is None else fused
+        first_bias = None if partial else bias_cast
+        gathering = _Gathering(matmul, rows, weight, first_bias)
+        block, held = exchange.forward_block(
+            weight, dtype, recording=recording, wanted=needs_input, gather=gathering if gathering.choice else None
+        )
+        output, fused = gathering.output, None
+        if output is None:
+            with span(events, "compute", "forward", "", exchange.name):
+                fused = products.fused_forward(rows, block, matmul.in_axis) if partial else None
+                output = products.forward(rows, block, first_bias) if fused is None else fused
         if partial:
             if fused is None:
                 output = exchange.reduce(output, matmul.in_axis)
@@ -130,7 +136,15 @@ class _Product(torch.autograd.Function):
                 del block
                 ctx.held = None
                 exchange.release_block()
-            if how_weight != SKIP:
+            scattering = None
+            if how_weight != SKIP and exchange.waits_for_scatter(how_weight, weight):
+                scattering = products.scattering(grad)
+            if scattering is not None:
+                room, shard = exchange.shard_room(how_weight, weight, rows.shape[1], grad)
+                with span(events, "compute", "dW", "", exchange.name):
+                    products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
+                grad_weight = exchange.shard_gradient(how_weight, weight, room)
+            elif how_weight != SKIP:
                 room, grad_block = exchange.room(how_weight, weight, rows.shape[1], grad)
                 with span(events, "compute", "dW", "", exchange.name):
                     products.grad_weight(grad, rows, out=grad_block)
@@ -144,6 +158,27 @@ class _Product(torch.autograd.Function):
             None,
             None,
         )
+
+
+class _Gathering:
+    """The forward product while its weight is gathered: called only if the engine has the block from nowhere else."""
+
+    def __init__(
+        self, matmul: DistributedMatmul, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> None:
+        self.matmul, self.rows, self.weight, self.bias = matmul, rows, weight, bias
+        self.output: torch.Tensor | None = None
+        waits = matmul.exchange.waits_for_gather()
+        self.choice = matmul.products.gathering(rows, matmul.in_axis) if waits else None
+
+    def __call__(self) -> torch.Tensor:
+        """The block; the product is in ``output``."""
+        exchange, products = self.matmul.exchange, self.matmul.products
+        assert self.choice is not None
+        shard = exchange.shard(self.weight, self.rows.dtype)
+        with span(exchange.engine.events, "compute", "forward", "", exchange.name):
+            self.output, block = products.gather_forward(self.choice, self.rows, shard, self.bias)
+        return block
 
 
 def check_unchanged(owner: str, weight: torch.Tensor, version: int) -> None:

@@ -14,6 +14,7 @@ version, its memory or the tensor itself) is gathered again.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,17 +113,25 @@ class Gathers:
     # --- what layers ask for --------------------------------------------------------------------------------------
 
     def forward(
-        self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype, *, recording: bool, wanted: bool
+        self,
+        exchange: Any,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        recording: bool,
+        wanted: bool,
+        gather: Callable[[], torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, Gathered | None]:
         """The block for a forward product, and what its node is to hold on to, if anything.
 
         Args:
             recording: Grad mode is on, outside of the Function.
             wanted: Backward will want the block.
+            gather: Gives the block where it would be gathered now and waited for.
         """
         found = self._kept(exchange, weight, dtype)
         if found is None:
-            found = self._ask(exchange, weight, dtype)
+            found = self._ask(exchange, weight, dtype, gather)
         block = found.wait()
         if _in_backward() != -1:
             if recording and wanted:
@@ -177,12 +186,25 @@ class Gathers:
             self._admitted[exchange] = block.nbytes
         return True
 
-    def _ask(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered:
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether gathers are issued ahead in the pass under way."""
+        return self._pass is not None and self._engine.overlap.all_gather
+
+    def _ask(
+        self,
+        exchange: Any,
+        weight: torch.Tensor,
+        dtype: torch.dtype,
+        gather: Callable[[], torch.Tensor] | None = None,
+    ) -> Gathered:
         found = self._ahead.pop(exchange, None)
         if found is not None and not found.matches(weight, dtype):
             found = None
-        looks_ahead = self._pass is not None and self._engine.overlap.all_gather
-        if found is None:
+        looks_ahead = self.looks_ahead
+        if found is None and gather is not None and not looks_ahead:
+            found = Gathered(weight, dtype, gather(), None)
+        elif found is None:
             found = exchange.start_gather(weight, dtype, blocking=not looks_ahead)
         if self._pass is not None:
             self._asked.append(exchange)

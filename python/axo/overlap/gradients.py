@@ -86,6 +86,21 @@ class Gradients:
         self._take_local(parameter, buffer)
         self._send_weight(exchange, parameter, room)
 
+    def takes_shard_of(self, parameter: torch.Tensor) -> bool:
+        """Whether this gradient goes over z by itself: not in ``no_sync``, and not with what that has left."""
+        return self._engine.synchronizing and id(parameter) not in self.local
+
+    def shard_room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
+        """Where a gradient goes that its product reduces over z: this rank's rows."""
+        self._begin(parameter)
+        shape = (exchange.shard_rows, columns)
+        return self.data.slot(parameter, shape, exchange.shard_rows, like, exchange.weight_stages)
+
+    def add_shard(self, exchange: Any, slot: Slot) -> None:
+        """What ``shard_room`` gave is filled."""
+        slot.copies = exchange.weight_copies()
+        self.data.ready(slot)
+
     def add_vector(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
         """The gradient of a parameter that z and data replicate: reduce it over ``stages`` in time."""
         self._begin(parameter)
