@@ -93,6 +93,9 @@ def train(
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Run each block again in backward.", rich_help_panel="Optimizer")
     ] = False,
+    zero: Annotated[
+        int, typer.Option(help="1: optimizer state cut over data; 2: gradients too.", rich_help_panel="Optimizer")
+    ] = 0,
     out: Annotated[
         str, typer.Option(metavar="DIR", help="Where the log and the plot go.", rich_help_panel="Output")
     ] = "runs/train",
@@ -156,6 +159,7 @@ def train(
             seed=seed,
             precision=precision,
             recompute=recompute,
+            zero=zero,
             threads=threads,
             out=out,
             log_every=log_every,

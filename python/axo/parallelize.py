@@ -16,6 +16,7 @@ from axo.nn.agree import ranks_that_differ
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.overlap import Overlap, attach
+from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
 
 __all__ = ["init_weights", "parallelize"]
@@ -33,6 +34,7 @@ def parallelize(
     gather_cache: str | int | None = None,
     gather_logits: bool = False,
     sequence_parallel: bool = False,
+    zero: int = 0,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -53,6 +55,9 @@ def parallelize(
         sequence_parallel: Of plan "litgpt".
             Split the tokens of the residual stream over x: norms keep 1/Gx of their activations, for the
             same bytes. Sequence lengths must divide over x. Each rank still takes and returns whole sequences.
+        zero: 1 cuts the optimizer's state over the data axis, 2 the gradients too: each data rank updates its rows,
+            which are then gathered. Give the model's parameters to any torch optimizer that updates element by
+            element. With 2, ``.grad`` holds this rank's rows; clip by ``axo.clip_grad_norm_``.
 
     Raises:
         ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
@@ -60,6 +65,7 @@ def parallelize(
     for option, value, known in (
         ("plan", plan if isinstance(plan, str) else "auto", PLANS),
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
+        ("zero", zero, STAGES),
     ):
         if value not in known:
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
@@ -80,12 +86,12 @@ def parallelize(
         from axo.plans import auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-        attach(model, comms, overlap)
+        attach(model, comms, overlap, zero=zero)
         return model
     from axo.plans import litgpt
 
     model = litgpt.apply(model, replacer, gather_logits=gather_logits)
-    attach(model, comms, overlap)
+    attach(model, comms, overlap, zero=zero)
     return model
 
 

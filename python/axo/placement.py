@@ -15,6 +15,7 @@ Not here: moving data between ranks (``axo.sharding``).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -85,6 +86,7 @@ class Placement:
         comms: The communicators that ``axo.shard`` and ``axo.unshard`` use; no part of equality.
         block_dim: Which dim the blocks are of: 0, or 1 for a weight that is stored as [in, out].
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
+        zero: What cuts the optimizer's state of the tensor over data (``axo.overlap.zero``); None: nothing does.
 
     Raises:
         ValueError: The description contradicts itself.
@@ -96,6 +98,7 @@ class Placement:
     comms: Any = field(default=None, compare=False, repr=False)
     copies: tuple[int, ...] | None = None
     block_dim: int = 0
+    zero: Any = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(int(size) for size in self.global_shape)
@@ -135,6 +138,20 @@ class Placement:
     def axes(self) -> frozenset[str]:
         """The axes that split any dim; over the others the tensor is replicated."""
         return frozenset(axis for axes in self.splits for axis in axes)
+
+    @property
+    def state_dim(self) -> int:
+        """The dim that ZeRO cuts: that which z splits, else the first."""
+        return next((dim for dim, axes in enumerate(self.splits) if "z" in axes), 0)
+
+    @cached_property
+    def state(self) -> Placement:
+        """Where the optimizer's state of the tensor lies: with ZeRO cut once more, over data."""
+        if self.zero is None or not self.global_shape:
+            return self
+        splits = list(self.splits)
+        splits[self.state_dim] += ("data",)
+        return replace(self, splits=tuple(splits), zero=None)
 
     def without(self, *axes: str) -> Placement:
         """The same tensor with these axes not splitting it: ``without("z")`` is the block of a weight."""

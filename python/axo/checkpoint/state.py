@@ -129,6 +129,8 @@ def _state_parts(optimizer: Optimizer, name: str, key: str, value: torch.Tensor,
     if own is not None:
         return Parts(value, own)
     placement = placement_of(parameter)
+    if placement is not None and value.dim() and tuple(value.shape) == placement.state.local_shape():
+        return Parts(value, placement.state)
     if value.shape == parameter.shape:
         return Parts(value, placement)
     split = placement is not None and tuple(value.shape) != () and tuple(parameter.shape) != placement.global_shape
@@ -154,8 +156,8 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata
                 placement = placement_of(parameter)
                 if isinstance(have, torch.Tensor) and placement_of(have) is not None:
                     placement = placement_of(have)
-                if placement is not None and tuple(saved.size) != placement.global_shape:
-                    placement = None
+                if placement is not None:
+                    placement = placement.state if tuple(saved.size) == placement.global_shape else None
                 shape = saved.size if placement is None else placement.local_shape()
                 # Single numbers stay in host memory, where torch's optimizers keep their step.
                 device = parameter.device if saved.size else torch.device("cpu")

@@ -254,11 +254,13 @@ class Exchange:
     def _now(self, tensor: torch.Tensor, stages: tuple[Stage, ...], copies: Copies | None) -> torch.Tensor:
         if stages:
             self.engine.gradients.data.drain()
+            if self.engine.zero is not None and self.engine.zero.stage == 2:
+                self.engine.arm()  # the gradient goes to autograd whole: its rows are cut out at the end
         for axis, op in stages:
             tensor = self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
         if copies is not None:
             tensor = tensor.contiguous()
-            for work in copies.start(tensor):
+            for work in copies.start(tensor, 0, tensor.shape[0]):
                 work.wait()
         return tensor
 

@@ -74,9 +74,18 @@ def _communicators(parameters: list[torch.Tensor]) -> Any:
     return found[0] if found else None
 
 
+def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Any:
+    """How the gradient lies: as the parameter, or (ZeRO-2) cut once more, over data."""
+    own = getattr(grad, "placement", None)
+    placement = getattr(parameter, "placement", None)
+    if own is None and placement is not None and grad.shape != parameter.shape:
+        return placement.state
+    return placement if own is None else own
+
+
 def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Any) -> list[torch.Tensor]:
     """What this rank counts of a gradient: nothing where it is not the first holder, less rows that others count."""
-    placement = getattr(parameter, "placement", None)
+    placement = _placement(parameter, grad)
     split = frozenset() if placement is None else placement.axes
     if not grad.numel() or any(getattr(comms.coords, axis) for axis in AXES if axis not in split):
         return []

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from axo.overlap.engine import Engine
 from axo.overlap.events import Event, Events
 from axo.overlap.guard import watch
 from axo.overlap.options import Overlap, cache_limits
+from axo.overlap.zero import STAGES
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]
 
@@ -36,21 +38,40 @@ def engines(model: nn.Module) -> list[Engine]:
     return list(dict.fromkeys(exchange.engine for _, exchange in exchanges(model)))
 
 
-def attach(model: nn.Module, comms: Any, overlap: Overlap | None = None) -> None:
+def attach(model: nn.Module, comms: Any, overlap: Overlap | None = None, *, zero: int = 0) -> None:
     """Give the parallel layers of ``model`` one engine, whose passes are the forward passes of ``model``.
 
     Layers of one repeated block (an entry of an ``nn.ModuleList`` or ``nn.Sequential``) are gathered together.
+    ``zero`` is as for ``axo.parallelize``.
+
+    Raises:
+        ValueError: ``zero`` is not a stage.
     """
+    if zero not in STAGES or isinstance(zero, bool):
+        raise ValueError(f"zero={zero!r} is not known; use 0, 1 or 2, and the axis z for what ZeRO-3 does")
     if comms.grid.world_size == 1:
         return
-    engine = Engine(comms, overlap or Overlap())
+    engine = Engine(comms, overlap or Overlap(), zero)
     for name, exchange in exchanges(model):
         exchange.engine = engine
         exchange.name = name
         block = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
         exchange.group = block[0] if block else name
+    if engine.zero is not None:
+        _cut_state(model, engine.zero)
     engine.root_at(model)
     watch(engine, list(model.parameters()))
+
+
+def _cut_state(model: nn.Module, zero: Any) -> None:
+    """Let the placements of all parameters say what cuts their optimizer state."""
+    for module in model.modules():
+        placements: dict[str, Any] = getattr(module, "placements", {})
+        for name, placement in placements.items():
+            placements[name] = replace(placement, zero=zero)
+            parameter: Any = module._parameters.get(name)
+            if getattr(parameter, "placement", None) is placement:
+                parameter.placement = placements[name]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ until the next bucket of the kind closes, or for the end of backward: what is is
 alone, never on time.
 
 ``DataAxis`` is what the engine wants of it, so that something else can take the shards reduced over z from here on
-(ZeRO-2: a reduce-scatter over data, and a gradient for this rank's part only).
+(ZeRO-2, ``axo.overlap.scatter``: a reduce-scatter over data, and a gradient for this rank's rows only).
 """
 
 from __future__ import annotations
@@ -29,25 +29,30 @@ class Copies(NamedTuple):
     rows: list[tuple[int, int]]
     holders: Any
 
-    def start(self, tensor: torch.Tensor) -> list[Any]:
-        """Begin to add the parts up, in place."""
-        return [self.holders.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in self.rows]
+    def start(self, tensor: torch.Tensor, first: int, rows: int) -> list[Any]:
+        """Begin to add the parts up, in place; ``tensor`` holds ``rows`` rows from row ``first`` on."""
+        spans = [(max(a, first) - first, min(b, first + rows) - first) for a, b in self.rows]
+        return [self.holders.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in spans if a < b]
 
 
 class Slot:
-    """Where one gradient of ``parameter`` lies: ``tensor``, padded rows included; ``rows`` of them are real."""
+    """Where one gradient of ``parameter`` lies: ``tensor``, padded rows included; ``rows`` of them are real.
 
-    __slots__ = ("arriving", "bucket", "copies", "parameter", "rows", "tensor")
+    ``first`` is the row of the parameter that its first row belongs to.
+    """
+
+    __slots__ = ("arriving", "bucket", "copies", "first", "parameter", "rows", "tensor")
 
     def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, bucket: Any) -> None:
         self.parameter, self.tensor, self.rows, self.bucket = parameter, tensor, rows, bucket
+        self.first = 0
         self.arriving: Pending | None = None
         self.copies: Copies | None = None
 
     def gradient(self) -> torch.Tensor:
         """The finished gradient, padding dropped: a view of the bucket unless that has room to spare."""
-        found = self.tensor[: self.rows].view(self.parameter.shape)
-        return found if self.bucket.used == self.bucket.capacity else found.clone()
+        found = self.tensor[: self.rows].view(self.rows, *self.parameter.shape[1:])
+        return found if self.bucket.exact else found.clone()
 
 
 class DataAxis(Protocol):
@@ -79,6 +84,11 @@ class Bucket:
         self.slots: list[Slot] = []
         self.under_way: Pending | None = None
 
+    @property
+    def exact(self) -> bool:
+        """Whether the buffer has no room to spare, so that gradients may stay in it."""
+        return self.used == self.capacity
+
     def arrived(self) -> bool:
         return all(slot.arriving is None for slot in self.slots)
 
@@ -96,10 +106,14 @@ class Bucket:
         if not self.stages or not self.used:
             return False
         axis, op = self.stages.pop(0)
-        part = self.buffer[: self.used]
-        work = engine.comms.axis(axis).all_reduce(part, op, async_op=True)
-        self.under_way = Pending(engine, work, part, "all_reduce", axis, f"{len(self.slots)} gradients")
+        work, part, name = self.start(engine, axis, op)
+        self.under_way = Pending(engine, work, part, name, axis, f"{len(self.slots)} gradients")
         return True
+
+    def start(self, engine: Any, axis: str, op: str) -> tuple[Any, torch.Tensor, str]:
+        """Issue one reduction: its work, what it completes, and its name."""
+        part = self.buffer[: self.used]
+        return engine.comms.axis(axis).all_reduce(part, op, async_op=True), part, "all_reduce"
 
 
 class AllReduceBuckets:
@@ -127,13 +141,17 @@ class AllReduceBuckets:
             self._close(kind)
             bucket = None
         if bucket is None:
-            bucket = self._open[kind] = Bucket(kind, stages, self._capacity(kind, size), like, self._engine.pool)
+            bucket = self._open[kind] = self.bucket(kind, stages, self._capacity(kind, size), like)
         tensor = bucket.buffer[bucket.used : bucket.used + size].view(shape)
         slot = Slot(parameter, tensor, rows, bucket)
         bucket.used += size
         bucket.slots.append(slot)
         self._slots.append(slot)
         return slot
+
+    def bucket(self, kind: Any, stages: tuple[Stage, ...], capacity: int, like: torch.Tensor) -> Bucket:
+        """An empty bucket."""
+        return Bucket(kind, stages, capacity, like, self._engine.pool)
 
     def ready(self, slot: Slot, arriving: Pending | None = None) -> None:
         slot.arriving = arriving
@@ -185,7 +203,12 @@ class AllReduceBuckets:
         for slot in slots:
             if slot.arriving is not None:
                 slot.arriving.wait()
-        works = [work for slot in slots if slot.copies is not None for work in slot.copies.start(slot.tensor)]
+        works = [
+            work
+            for slot in slots
+            if slot.copies is not None
+            for work in slot.copies.start(slot.tensor, slot.first, slot.rows)
+        ]
         for work in works:
             work.wait()
         for slot in slots:

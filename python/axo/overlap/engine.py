@@ -25,6 +25,8 @@ from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits
 from axo.overlap.pool import Pool
+from axo.overlap.scatter import ScatterBuckets
+from axo.overlap.zero import Zero
 
 _in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
@@ -53,34 +55,49 @@ class Engine:
         overlap: The options.
         gathers, gradients: Its two halves.
         pool: Buffers.
+        zero: What cuts optimizer state over data, if anything does.
         events: The record under way, if any.
         synchronizing: False inside ``axo.no_sync``.
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
-    def __init__(self, comms: Any, overlap: Overlap) -> None:
+    def __init__(self, comms: Any, overlap: Overlap, zero: int = 0) -> None:
         self.comms, self.overlap = comms, overlap
+        self.zero = Zero(self, zero) if zero and comms.grid.data > 1 else None
         self.pool = Pool()
         self.gathers = Gathers(self, *cache_limits(overlap.gather_cache))
-        self.gradients = Gradients(self, AllReduceBuckets(self, overlap.bucket_bytes))
+        buckets = ScatterBuckets if self.zero is not None and zero == 2 else AllReduceBuckets
+        self.gradients = Gradients(self, buckets(self, overlap.bucket_bytes))
         self.events: Events | None = None
         self.synchronizing = True
         self.awaits_backward = False
         self._rooted = False
+        self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_End] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        new = memo[id(self)] = Engine(self.comms, self.overlap)
+        new = memo[id(self)] = Engine(self.comms, self.overlap, 0 if self.zero is None else self.zero.stage)
         new._rooted = self._rooted
+        copied = (
+            None if self._root is None else memo.get(id(self._root()))
+        )  # not there where a part of the model is copied
+        new._root = weakref.ref(copied) if copied is not None else None
         return new
 
     def root_at(self, model: torch.nn.Module) -> None:
         """Let the forward passes of ``model`` begin and end passes of this engine."""
-        self._rooted = True
+        self._rooted, self._root = True, weakref.ref(model)
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_forward)
 
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """The parameters of the model as they are now: those of a meta model are made anew when it is filled."""
+        root = None if self._root is None else self._root()
+        return iter(()) if root is None else root.parameters()
+
     def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+        if self.zero is not None:
+            self.zero.restore()
         if _in_backward() == -1:
             self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
 
@@ -105,6 +122,8 @@ class Engine:
         self._end = weakref.ref(end)
         self.awaits_backward = False
         Variable._execution_engine.queue_callback(end)
+        if self.zero is not None:
+            self.zero.begin_backward()
         if self._rooted:
             self.gathers.begin(BACKWARD)
 
@@ -127,6 +146,8 @@ class Engine:
         self._end = None
         self.gathers.drop()
         count = self.gradients.drop()
+        if self.zero is not None:
+            self.zero.end_backward()
         if count and not quiet:
             warnings.warn(
                 f"axo: backward raised with {count} gradients under way; they are dropped, and .grad is not complete",

@@ -192,8 +192,12 @@ class Gradients:
         self._arriving.clear()
         self._count = 0
         hooks = self._give_hooks_back()
+        zero = self._engine.zero
+        if zero is not None:
+            zero.end_backward()
+        give = _give if zero is None else zero.give
         for parameter, grad in totals.values():
-            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter), ({}, {})))
+            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
 
     def _give_hooks_back(self) -> dict[int, Any]:
         taken, self._hooks = self._hooks, {}
@@ -215,14 +219,18 @@ class Gradients:
         return count
 
 
-def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any) -> None:
+def _give(parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    parameter.grad = grad
+
+
+def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any, give: Any) -> None:
     before, after = hooks
     for hook in list(before.values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed
     if parameter.grad is None:
-        parameter.grad = grad
+        give(parameter, grad)
     else:
         parameter.grad.add_(grad)
     for hook in list(after.values()):

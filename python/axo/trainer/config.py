@@ -42,6 +42,7 @@ class TrainConfig:
         seed: Chooses initial weights and the order of the data.
         precision: One of ``PRECISIONS``.
         recompute: Run each block's forward again in backward (activation checkpointing).
+        zero: 1 cuts optimizer state over the data axis, 2 gradients too.
         device: ``cpu``.
         threads: CPU threads of a rank; 0: cores divided by the ranks of this host, at least 1.
         out: Folder for the log and the plot.
@@ -75,6 +76,7 @@ class TrainConfig:
     seed: int = 0
     precision: str = "bf16-mixed"
     recompute: bool = False
+    zero: int = 0
     device: str = "cpu"
     threads: int = 0
     out: str = "runs/train"
@@ -98,6 +100,8 @@ def check(config: TrainConfig) -> None:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
     _check_numbers(config)
+    if config.zero not in (0, 1, 2):
+        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
     if config.precision not in PRECISIONS:
         raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
     if config.device != "cpu":

@@ -179,7 +179,7 @@ def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
     model_config = models.resolve(config.model, config.model_overrides)
     model = models.build_empty(model_config)
     model.max_seq_length = config.seq_len
-    axo.parallelize(model, comms, plan="litgpt")
+    axo.parallelize(model, comms, plan="litgpt", zero=config.zero)
     torch.manual_seed(config.seed)
     axo.init_weights(model, model._init_weights)  # LitGPT's own, layer by layer
     finish_model(model, config)

@@ -1,0 +1,257 @@
+"""ZeRO on the data axis: of G data ranks each keeps 1/G of the optimizer's state (stage 1), and of the gradients (2).
+
+    backward   gradients are all-reduced over data (1), or reduce-scattered in buckets (2: ``axo.overlap.scatter``)
+    step       each rank updates its rows of each parameter
+    then       all-gather of the updated rows over data, in buckets, the next packed while one is under way
+
+No wrapper and no other optimizer: hooks that torch runs around every ``step`` let each parameter be its rows only while
+the optimizer works, so that its state is made for these alone. That is right for updates that are elementwise (SGD,
+Adam, AdamW, ...); optimizers known not to be are refused. Rows are cut as ``torch.chunk`` does, after what x, y and z
+have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO or without.
+
+With stage 2 a parameter's ``.grad`` holds this rank's rows only. A gradient that autograd itself adds up (a penalty on
+a weight, say) comes whole; its rows are cut out at the end of backward.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models". Stage 3 is what the
+axis z does.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from axo.placement import chunk_bounds, chunk_size
+
+STAGES = (0, 1, 2)
+_NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
+_UNDER_WAY = 2  # buckets that are gathered at a time
+
+
+class _Narrowed:
+    """A parameter that is its rows only, and what it was."""
+
+    __slots__ = ("grad", "parameter", "whole")
+
+    def __init__(self, parameter: torch.Tensor, whole: torch.Tensor, grad: torch.Tensor | None) -> None:
+        self.parameter, self.whole, self.grad = parameter, whole, grad
+
+
+class Zero:
+    """Cuts optimizer state, and gradients, of the parameters whose placements name it.
+
+    Args:
+        engine: Communicators, pool and options.
+        stage: 1 or 2.
+    """
+
+    def __init__(self, engine: Any, stage: int) -> None:
+        self.stage = stage
+        self._engine = weakref.ref(engine)
+        self._narrowed: list[_Narrowed] = []
+        self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters, and their rows' gradients
+        me = weakref.ref(self)
+
+        def before(optimizer: Any, args: Any, options: Any) -> Any:
+            zero = me()
+            return None if zero is None else zero._before_step(optimizer, args, options)
+
+        def after(optimizer: Any, args: Any, options: Any) -> None:
+            zero = me()
+            if zero is not None:
+                zero._after_step()
+
+        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
+            weakref.finalize(self, handle.remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        import copy
+
+        return copy.deepcopy(self._engine(), memo).zero  # type: ignore[union-attr]
+
+    def mine(self, parameter: torch.Tensor) -> bool:
+        """Whether this cuts the state of ``parameter``."""
+        placement = getattr(parameter, "placement", None)
+        return placement is not None and placement.zero is self and parameter.dim() > 0
+
+    # --- the step -------------------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
+        self.restore()
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if self.mine(p)]
+        if not parameters:
+            return None
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if kinds & _NOT_ELEMENTWISE:
+            raise ValueError(
+                f"ZeRO: {type(optimizer).__name__} does not update element by element, and ZeRO gives each data rank"
+                " some rows of each parameter; use zero=0, or an optimizer such as AdamW or SGD"
+            )
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if closure is None:
+            self._narrow(parameters)
+            return None
+
+        def whole() -> Any:
+            self.restore()
+            loss = closure()
+            self._narrow(parameters)
+            return loss
+
+        return (args[0], whole, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
+
+    @torch.no_grad()
+    def _narrow(self, parameters: list[torch.Tensor]) -> None:
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            whole, rows = parameter.data, self.rows_of(parameter)
+            is_whole = grad.shape == whole.shape
+            self._narrowed.append(_Narrowed(parameter, whole, grad if is_whole else None))
+            parameter.data = rows
+            parameter.grad = self._placed(parameter, self.rows_of(parameter, grad)) if is_whole else grad
+
+    def restore(self) -> None:
+        """Make parameters whole that a step has left as rows because it raised."""
+        for each in self._narrowed:
+            each.parameter.data = each.whole
+            if each.grad is not None:
+                each.parameter.grad = each.grad
+        self._narrowed = []
+
+    def _after_step(self) -> None:
+        parameters = [each.parameter for each in self._narrowed]
+        self.restore()
+        if parameters:
+            with torch.no_grad():
+                self._gather(parameters)
+
+    def _gather(self, parameters: list[torch.Tensor]) -> None:
+        engine = self._engine()
+        assert engine is not None
+        under_way: list[Callable[[], None]] = []
+        for bucket in self._buckets(parameters, engine.overlap.bucket_bytes):
+            under_way.append(self._start_gather(engine, bucket))
+            if len(under_way) == _UNDER_WAY:
+                under_way.pop(0)()
+        for finish in under_way:
+            finish()
+
+    def _buckets(self, parameters: list[torch.Tensor], limit: int) -> Iterator[list[torch.Tensor]]:
+        """Parameters of one dtype and device, in order, up to ``limit`` bytes together."""
+        kinds: dict[Any, list[torch.Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+        for of_kind in kinds.values():
+            bucket: list[torch.Tensor] = []
+            size = 0
+            for parameter in of_kind:
+                bytes_here = self._longest(parameter) * self._ranks * parameter.itemsize
+                if bucket and size + bytes_here > limit:
+                    yield bucket
+                    bucket, size = [], 0
+                bucket.append(parameter)
+                size += bytes_here
+            yield bucket
+
+    def _start_gather(self, engine: Any, bucket: list[torch.Tensor]) -> Callable[[], None]:
+        first, ranks = bucket[0], self._ranks
+        sizes = [self._longest(parameter) for parameter in bucket]
+        mine = engine.pool.take((sum(sizes),), first.dtype, first.device)
+        parts = engine.pool.take((ranks, sum(sizes)), first.dtype, first.device)
+        for parameter, part in zip(bucket, mine.split(sizes), strict=True):
+            rows = self.rows_of(parameter)
+            part[: rows.numel()].view(rows.shape).copy_(rows)
+            part[rows.numel() :].zero_()
+        work = engine.comms.data.all_gather(mine, parts.view(-1), async_op=True)
+
+        def finish() -> None:
+            work.wait()
+            for parameter, part in zip(bucket, parts.split(sizes, 1), strict=True):
+                dim, whole = parameter.placement.state_dim, parameter.detach()  # type: ignore[attr-defined]
+                if dim == 0 and whole.shape[0] % ranks == 0 and whole.is_contiguous():
+                    whole.view(ranks, -1).copy_(part)
+                    continue
+                for index in range(ranks):
+                    low, high = chunk_bounds(whole.shape[dim], ranks, index)
+                    rows = whole.narrow(dim, low, high - low)
+                    rows.copy_(part[index, : rows.numel()].view(rows.shape))
+
+        return finish
+
+    # --- gradients of rows ----------------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Put rows' gradients aside: autograd may have whole ones to add up."""
+        if self.stage < 2:
+            return
+        engine = self._engine()
+        assert engine is not None
+        for parameter in engine.parameters():
+            grad = parameter.grad
+            if grad is not None and grad.shape != parameter.shape and self.mine(parameter):
+                self._aside[id(parameter)] = parameter, grad
+                parameter.grad = None
+
+    def end_backward(self) -> None:
+        """Cut whole gradients that autograd has left, and bring back what was put aside."""
+        if self.stage < 2:
+            return
+        engine = self._engine()
+        assert engine is not None
+        for parameter in engine.parameters():
+            if parameter.grad is not None and self.mine(parameter) and parameter.grad.shape == parameter.shape:
+                self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
+        aside, self._aside = self._aside, {}
+        for parameter, grad in aside.values():
+            if parameter.grad is None:
+                self.put(parameter, grad)
+            else:
+                self.put(parameter, grad.add_(parameter.grad))
+
+    def give(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Make a finished gradient the parameter's; with stage 2 it is of this rank's rows."""
+        if self.stage < 2 or not self.mine(parameter):
+            parameter.grad = grad
+        else:
+            self.put(parameter, grad)
+
+    def put(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Make a gradient of this rank's rows the parameter's."""
+        whole = parameter.data
+        parameter.grad = None
+        parameter.data = self.rows_of(parameter)  # torch compares shapes when a gradient is given, not later
+        parameter.grad = self._placed(parameter, grad)
+        parameter.data = whole
+
+    def rows_of(self, parameter: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
+        """This rank's rows of ``tensor``, which is shaped as the parameter; default: of the parameter itself."""
+        tensor = parameter.data if tensor is None else tensor
+        engine = self._engine()
+        assert engine is not None
+        dim = parameter.placement.state_dim  # type: ignore[attr-defined]
+        low, high = chunk_bounds(tensor.shape[dim], self._ranks, engine.comms.coords.data)
+        return tensor.narrow(dim, low, high - low)
+
+    def _placed(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        grad.placement = parameter.placement.state  # type: ignore[attr-defined]
+        return grad
+
+    def _longest(self, parameter: torch.Tensor) -> int:
+        """Elements of the first rank's rows."""
+        shape = list(parameter.shape)
+        dim = parameter.placement.state_dim  # type: ignore[attr-defined]
+        shape[dim] = chunk_size(shape[dim], self._ranks)
+        return math.prod(shape)
+
+    @property
+    def _ranks(self) -> int:
+        engine = self._engine()
+        assert engine is not None
+        return engine.comms.grid.data
