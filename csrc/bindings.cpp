@@ -104,6 +104,7 @@ void bind_work(py::module_& m) {
       .def("is_completed", &Work::is_completed, Release())
       .def("exception", &exception_of)
       .def("seconds", &Work::seconds, Release())
+      .def("source", &Work::source, Release())
       .def(
           "announce",
           [](Work& w, std::uint64_t number) { w.on_completion([number] { Completed::get().add(number); }); },

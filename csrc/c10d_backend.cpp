@@ -138,4 +138,14 @@ C10dBackend::WorkHandle C10dBackend::recv(Tensors& tensors, int peer, int tag) {
   return launch.end({t});
 }
 
+C10dBackend::WorkHandle C10dBackend::recvAnysource(Tensors& tensors, int tag) {
+  const at::Tensor& t = only("recv", tensors);
+  TORCH_CHECK_VALUE(t.device().is_cpu(), "recv: a tensor on ", t.device(), " cannot be received from any rank, since ",
+                    "NCCL and RCCL match messages by rank; pass src, or receive a CPU tensor");
+  Launch launch(*this, c10d::OpType::RECVANYSOURCE, "axo:recv_anysource", tensors, axo::kNoTimeout, true);
+  const auto [dtype, count] = moved(t);
+  launch.parts.push_back(launch.core().recv(launch.out(t).data_ptr(), count, dtype, kAnyPeer, tag, launch.options));
+  return launch.end({t});
+}
+
 }  // namespace axo

@@ -8,8 +8,8 @@
 // All collectives in their tensor, list, `_base` and coalesced forms; parts of unequal size where torch's API can state
 // them (all_gather, gather, scatter, reduce_scatter, all_to_all). Any tensor may be non-contiguous: it then travels
 // through a copy, and the result is exact. dtypes that cannot be reduced (fp8, complex, unsigned 16 to 64) still move,
-// as bytes; complex sums and averages go as their real and imaginary parts. It does not receive from any source: the
-// core matches messages by (peer, tag).
+// as bytes; complex sums and averages go as their real and imaginary parts. A receive from any source is for CPU
+// tensors of ranks on one host.
 //
 // Completion. The list forms need copies after the operation; whoever first sees it complete makes them (wait,
 // isCompleted, or, when a future was asked for, the thread that completes futures). Futures are completed on one thread
@@ -69,6 +69,7 @@ class C10dWork final : public c10d::Work {
   Tensors result() override;
   void synchronize() override;
   bool wait(std::chrono::milliseconds timeout) override;
+  int sourceRank() const override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   float getDuration() const override;
   std::uint64_t getSequencenumber() const override { return sequence_; }
@@ -141,6 +142,7 @@ class C10dBackend final : public c10d::Backend {
   WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
   WorkHandle send(Tensors& tensors, int peer, int tag) override;
   WorkHandle recv(Tensors& tensors, int peer, int tag) override;
+  WorkHandle recvAnysource(Tensors& tensors, int tag) override;
   WorkHandle barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 

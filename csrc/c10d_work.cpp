@@ -179,6 +179,13 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+int C10dWork::sourceRank() const {
+  for (const WorkPtr& part : parts_) {
+    if (part->source() >= 0) return part->source();
+  }
+  return c10d::Work::sourceRank();  // throws: not a recv, or not complete
+}
+
 void C10dWork::finish_copies() {
   std::lock_guard<std::mutex> lock(copies_mutex_);
   at::NoGradGuard no_grad;

@@ -2,7 +2,8 @@
 //
 // Ordering. Operations on one communicator match by issue order: the n-th call on one rank meets the n-th call on every
 //   other, and they complete in that order. send and recv match by (peer, tag) in issue order and are not ordered
-//   against collectives. Operations on different communicators are independent.
+//   against collectives. A recv from kAnyPeer takes the first message of its tag that no recv issued before it takes.
+//   Operations on different communicators are independent.
 //     right:  every rank: a.all_reduce(s); a.broadcast(t);
 //     wrong:  rank 0: a.all_reduce(s); a.broadcast(t);   rank 1: a.broadcast(t); a.all_reduce(s);   -> Mismatch on all
 //     right:  rank 0: w = a.all_reduce(s); b.barrier(); w.wait();   rank 1: b.barrier(); a.all_reduce(s).wait();
@@ -48,6 +49,9 @@
 #include "work.h"
 
 namespace axo {
+
+// The peer of a recv that takes a message from whichever rank sends one; Work::source() then says who it was.
+inline constexpr int kAnyPeer = -1;
 
 struct CallOptions {
   bool blocking = false;
@@ -96,11 +100,15 @@ class Communicator {
                                const CallOptions& options) = 0;
   virtual WorkPtr send(const void* data, std::size_t count, DType dtype, int peer, int tag,
                        const CallOptions& options) = 0;
+  // peer may be kAnyPeer on the CPUs of one host. A rank that died ends such a recv with PeerLost, since the message
+  // may have been its own; ranks that left do so once all others have.
   virtual WorkPtr recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) = 0;
   virtual WorkPtr barrier(const CallOptions& options) = 0;
 
   // Collective. Ranks of equal `color` form a new communicator, ordered by (key, rank); color < 0 takes no part and
   // gets null.
+  //   right:  every rank: part = c->split(c->rank() < 2 ? 0 : -1, c->rank(), "first two");
+  //   wrong:  if (c->rank() < 2) part = c->split(0, c->rank(), "first two");   -> Mismatch with the others' next call
   virtual std::shared_ptr<Communicator> split(int color, int key, const std::string& name) = 0;
 
   // Ends every pending operation of this communicator on every rank with Aborted(reason), from any thread, also while
@@ -113,6 +121,8 @@ class Communicator {
 
 // Between group_start and group_end, of one thread, operations are recorded; group_end issues them as one launch, on
 // whatever communicators they are. Groups nest; the outermost end issues. Blocking calls inside a group throw Error.
+//     right:  group_start(); a = x.all_reduce(s); b = y.broadcast(t); group_end(); a->wait(); b->wait();
+//     wrong:  group_start(); x.all_reduce(s)->wait(); ...   -> Error: nothing has been launched that could complete
 void group_start();
 void group_end();
 

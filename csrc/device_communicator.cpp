@@ -189,6 +189,10 @@ class Impl final : public DeviceCommunicator {
   }
 
   WorkPtr recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) override {
+    if (peer == kAnyPeer) {
+      throw Error("recv on '" + name() + "': " + std::string(transport()) +
+                  " matches messages by rank and cannot receive from any; name the peer, or move a CPU tensor");
+    }
     check_peer("recv", peer);
     need("recv: data", data, count);
     const auto m = nccl_moved(dtype, count);

@@ -27,6 +27,8 @@ DeviceWork::DeviceWork(std::shared_ptr<DeviceCore> core, Operation op, Launch ho
 
 DeviceWork::~DeviceWork() = default;
 
+int DeviceWork::source() const { return operation.kind == std::string("recv") ? operation.peer : -1; }
+
 void DeviceWork::start_turn(std::uint64_t sequence) {
   sequence_ = sequence;
   issue_time_ = Clock::now();

@@ -49,6 +49,7 @@ class DeviceWork final : public Work {
   std::exception_ptr exception() const override;
   void on_completion(std::function<void()> callback) override;
   double seconds() const override;
+  int source() const override;
 
   const Operation operation;
   const Launch launch;

@@ -169,8 +169,17 @@ void HostCore::ring(int peer) {
 
 void HostCore::complete(HostWorkPtr work) { ended_.emplace_back(std::move(work), nullptr); }
 
+// Whether `work` cannot end without `peer`, who is dead or has left.
 bool HostCore::waits_for(const HostWork& work, int peer) const {
-  if (work.request.point_to_point()) return work.request.root == peer;
+  if (work.request.point_to_point()) {
+    if (work.peer() != kAnyPeer) return work.peer() == peer;
+    const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
+    if (!left(peer)) return true;  // it died, perhaps before it sent the message that was to come
+    for (int p = 0; p < m_.size; ++p) {
+      if (p != m_.rank && !left(p)) return false;
+    }
+    return true;
+  }
   return rounds_.work().get() == &work && rounds_.needs(peer);
 }
 

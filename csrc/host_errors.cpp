@@ -20,7 +20,10 @@ std::string HostCore::title(const HostWork& work) {
   const Request& r = work.request;
   std::string text = name_of(r.kind);
   if (r.kind == Kind::send) text += " to rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
-  if (r.kind == Kind::recv) text += " from rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
+  if (r.kind == Kind::recv) {
+    text += " from " + (work.peer() == kAnyPeer ? "any rank" : "rank " + std::to_string(work.peer())) + " with tag " +
+            std::to_string(r.tag);
+  }
   return text + " #" + std::to_string(work.sequence);
 }
 
@@ -84,7 +87,7 @@ std::string HostCore::blocked_in(int* on) {
     messages_.for_each([&](const HostWorkPtr& work) {
       if (!text.empty()) return;
       text = describe(*work);
-      *on = m_.processes[static_cast<std::size_t>(work->request.root)]->pid();
+      if (work->peer() != kAnyPeer) *on = m_.processes[static_cast<std::size_t>(work->peer())]->pid();
     });
   }
   leave();
@@ -114,7 +117,14 @@ void HostCore::report_crossing() {
 std::string HostCore::timeout_text(const HostWork& work) const {
   std::string text = "timed out after " + seconds_since(work.issue_time()) + " in " + title(work);
   if (work.request.point_to_point()) {
-    const int peer = work.request.root;
+    const int peer = work.peer();
+    if (peer == kAnyPeer) {
+      std::string others;
+      for (int p = 0; p < m_.size; ++p) {
+        if (p != m_.rank) others += (others.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
+      }
+      return text + "; no rank has sent such a message: " + (others.empty() ? "there is no other" : others);
+    }
     return text + "; rank " + std::to_string(peer) + " did not answer (" + peer_position(peer) + ")";
   }
   std::string arrived, missing;

@@ -13,7 +13,7 @@
 // a header is never overwritten while somebody may read it.
 //
 // A channel carries point-to-point messages from one rank to another: envelopes with small payloads inside, and a ring
-// of chunks for the payload of the one message that the receiver has granted. See host_p2p.h.
+// of chunks for the payload of the one message that the receiver has granted. See host_messages.cpp.
 #pragma once
 
 #include <atomic>

@@ -3,7 +3,8 @@
 // The sender posts an envelope (tag, bytes, dtype); a payload of up to kInline bytes travels inside it and the send is
 // complete. Otherwise the receiver, once a matching recv is there, grants the message by its id, and the sender streams
 // it through the channel's ring of chunks. The receiver takes envelopes out of the channel as soon as it waits for
-// anything from that peer, so messages with other tags never block the way.
+// anything from that peer, so messages with other tags never block the way. A receive from any rank waits for all of
+// them; a message goes to the receive that was issued first among those that it fits.
 #include <algorithm>
 #include <cstring>
 
@@ -16,6 +17,10 @@ Messages::Messages(HostCore& core)
 
 void Messages::add(HostWorkPtr work) {
   ++pending_;
+  if (work->request.kind == Kind::recv && work->request.root == kAnyPeer) {
+    any_.push_back(std::move(work));
+    return;
+  }
   const auto peer = static_cast<std::size_t>(work->request.root);
   if (work->request.kind == Kind::send) {
     out_[peer].unposted.push_back(std::move(work));
@@ -43,6 +48,7 @@ void Messages::clear() {
     i.wanted.clear();
     i.receiving.reset();
   }
+  any_.clear();
   pending_ = 0;
 }
 
@@ -111,7 +117,11 @@ bool Messages::advance_out(int peer) {
 bool Messages::match(int peer) {
   Incoming& in = in_[static_cast<std::size_t>(peer)];
   Channel& ch = *core_.layout().channel(core_.base(), peer, core_.rank());
-  for (auto w = in.wanted.begin(); w != in.wanted.end(); ++w) {
+  auto own = in.wanted.begin(), open = any_.begin();
+  while (own != in.wanted.end() || open != any_.end()) {
+    const bool from_any =
+        own == in.wanted.end() || (open != any_.end() && (*open)->sequence < (*own)->sequence);  // in issue order
+    const auto w = from_any ? open++ : own++;
     const Request& r = (*w)->request;
     const auto a = std::find_if(in.arrived.begin(), in.arrived.end(), [&](const Arrived& x) { return x.tag == r.tag; });
     if (a == in.arrived.end()) continue;
@@ -126,7 +136,8 @@ bool Messages::match(int peer) {
       return false;
     }
     HostWorkPtr work = std::move(*w);
-    in.wanted.erase(w);
+    (from_any ? any_ : in.wanted).erase(w);
+    work->taken_from.store(peer, std::memory_order_release);
     if (a->inlined) {
       if (!a->payload.empty()) std::memcpy(r.out, a->payload.data(), a->payload.size());
       in.arrived.erase(a);
@@ -146,11 +157,12 @@ bool Messages::match(int peer) {
 
 bool Messages::advance_in(int peer) {
   Incoming& in = in_[static_cast<std::size_t>(peer)];
-  if (in.wanted.empty() && !in.receiving) return false;
+  const auto wants = [&] { return !in.wanted.empty() || !any_.empty(); };
+  if (!wants() && !in.receiving) return false;
   Channel& ch = *core_.layout().channel(core_.base(), peer, core_.rank());
   bool moved = false;
   std::uint64_t taken = ch.taken.load(std::memory_order_relaxed);
-  while (!in.wanted.empty()) {
+  while (wants()) {
     const std::uint64_t posted = ch.posted.load(std::memory_order_acquire);
     if (posted == taken) break;
     // Copied before it is checked: what a peer writes may change at any time.
@@ -185,7 +197,7 @@ bool Messages::advance_in(int peer) {
         in.receiving.reset();
       }
     }
-    if (in.wanted.empty() || !match(peer)) return moved;
+    if (!wants() || !match(peer)) return moved;
     moved = true;
   }
 }

@@ -115,6 +115,7 @@ class Messages {
   HostCore& core_;
   std::vector<Outgoing> out_;
   std::vector<Incoming> in_;
+  std::list<HostWorkPtr> any_;  // receives from any rank, until a message has matched
   int pending_ = 0;
 };
 
@@ -129,6 +130,7 @@ void Messages::for_each(Visit&& visit) const {
     for (const auto& w : i.wanted) visit(w);
     if (i.receiving) visit(i.receiving);
   }
+  for (const auto& w : any_) visit(w);
 }
 
 }  // namespace axo::host

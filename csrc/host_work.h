@@ -23,7 +23,7 @@ struct Request {
   std::size_t count = 0;  // elements, of one part where the operation has parts
   DType dtype = DType::uint8;
   ReduceOp op = ReduceOp::sum;
-  int root = 0;  // the peer of send and recv
+  int root = 0;  // the peer of send and recv; kAnyPeer: that of no rank in particular
   int tag = 0;
   // all_to_all_v only, in bytes.
   std::vector<std::size_t> send_bytes, send_offsets, recv_bytes, recv_offsets;
@@ -43,6 +43,7 @@ class HostWork final : public Work {
   std::exception_ptr exception() const override;
   void on_completion(std::function<void()> callback) override;
   double seconds() const override;
+  int source() const override { return taken_from.load(std::memory_order_acquire); }
 
   // For the core.
   void issued(std::uint64_t sequence);
@@ -57,6 +58,9 @@ class HostWork final : public Work {
   // The progress of a point-to-point transfer.
   std::uint64_t message = 0;
   std::size_t moved = 0;
+  std::atomic<int> taken_from{-1};  // recv: whose message it has matched
+  // The rank that a send or recv waits for; kAnyPeer while that may be any.
+  int peer() const { return request.root != kAnyPeer ? request.root : source(); }
 
  private:
   void wait_until(Clock::time_point deadline);

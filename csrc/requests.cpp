@@ -148,7 +148,11 @@ WorkPtr RequestCommunicator::send(const void* data, std::size_t count, DType dty
 WorkPtr RequestCommunicator::recv(void* data, std::size_t count, DType dtype, int peer, int tag,
                                   const CallOptions& options) {
   Request r = request(Kind::recv, nullptr, data, count, dtype);
-  set_root(r, peer);
+  if (peer == kAnyPeer) {
+    r.root = kAnyPeer;
+  } else {
+    set_root(r, peer);
+  }
   r.tag = tag;
   check_pointers(r, false, true);
   return issue(std::move(r), options);

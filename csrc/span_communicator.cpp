@@ -94,6 +94,10 @@ class SpanCommunicator final : public host::RequestCommunicator {
   WorkPtr issue(Request r, const CallOptions& options) override {
     core_->check_usable(name_of(r.kind));
     check_group(r, options);
+    if (r.root == kAnyPeer) {
+      throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
+                  std::to_string(core_->parts().place.hosts.size()) + "; name the peer");
+    }
     const Milliseconds timeout = options.timeout == kNoTimeout ? core_->parts().timeout : options.timeout;
     auto work = std::make_shared<SpanWork>(core_, std::move(r), options, timeout);
     if (host::inside_group()) {

@@ -50,6 +50,8 @@ class Work {
   virtual void on_completion(std::function<void()> callback) = 0;
   // From issue to completion, in seconds; negative while pending or when timing was not asked for.
   virtual double seconds() const = 0;
+  // recv: the rank whose message it took. -1 before that, and for everything else.
+  virtual int source() const { return -1; }
 };
 
 using WorkPtr = std::shared_ptr<Work>;

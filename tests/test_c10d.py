@@ -187,6 +187,47 @@ def point_to_point():
         assert (first.item(), second.item()) == (1.0, 2.0)
 
 
+def from_any_rank(backend):
+    """Messages to rank 0 from all others, of which rank 0 does not say whose comes when; the same on Gloo."""
+    dist.init_process_group(backend)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    evens = dist.new_group([0, 2])
+    if rank:
+        letters = [torch.full((5 + 40_000 * (number % 2),), 10.0 * rank + number) for number in range(3)]
+        pending = [dist.isend(letter, dst=0, tag=number) for number, letter in enumerate(letters)]
+        [work.wait() for work in pending]
+        dist.barrier()
+        if rank == 2:
+            dist.send(torch.tensor([7.0]), dst=0, group=evens)
+        return None
+    came = []
+    for number in (0, 2, 1):  # by tag, not as they were sent
+        sources = set()
+        for turn in range(world - 1):
+            got = torch.empty(2, 5 + 40_000 * (number % 2)).T[:, 0] if turn else torch.empty(5 + 40_000 * (number % 2))
+            sender = dist.recv(got, tag=number)
+            equal(got, torch.full_like(got, 10.0 * sender + number))
+            sources.add(sender)
+        came.append(sorted(sources))
+    dist.barrier()
+    got = torch.empty(1)
+    came.append([dist.recv(got, group=evens), got.item()])
+    late = torch.empty(1)
+    work = dist.irecv(late)
+    if backend == "axo":
+        assert not work.is_completed()
+        with pytest.raises(RuntimeError, match="sourceRank"):
+            work._source_rank()
+        with pytest.raises(axo.PeerLost, match="recv from any rank with tag 0"):  # all others leave
+            work.wait()
+    return came
+
+
+def test_receive_from_any_rank_as_gloo_does():
+    ours, theirs = (run_ranks(from_any_rank, 4, backend)[0] for backend in ("axo", "gloo"))
+    assert ours == theirs == [[1, 2, 3]] * 3 + [[2, 7.0]]
+
+
 def futures():
     rank, world = start()
     t = torch.full((100_000,), float(rank))

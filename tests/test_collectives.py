@@ -109,6 +109,17 @@ def check_moves(dtypes):
             pending = comm.send(every[rank], (rank + 1) % size, tag=5, async_op=True)
             same(comm.recv(ring, left, tag=5), every[left], f"recv {what}")
             pending.wait()
+            if comm.transport != "shared-memory":
+                with pytest.raises(axo.Error, match=r"ranks of one host.*name the peer"):
+                    comm.recv(ring, None)
+            elif rank:
+                comm.send(every[rank], 0, tag=6)
+            else:
+                works = [comm.recv(torch.empty_like(ring), None, tag=6, async_op=True) for _ in range(size - 1)]
+                results = [work.wait() for work in works]
+                came = {work.source(): result for work, result in zip(works, results, strict=True)}
+                for source in range(1, size):
+                    same(came[source], every[source], f"recv from any {what}")
         comm.barrier()
 
 

@@ -149,3 +149,123 @@ PROCESS_TEST(random_interleavings_processes) {
   }));
   ++check::checks();
 }
+
+namespace {
+
+constexpr int kTag = 3;
+
+// What rank `r` sends as its message number `i`: short ones inside the envelope, long ones in several chunks.
+std::vector<int> letter(int r, int i) {
+  std::vector<int> text(i % 2 == 0 ? 64 : 60000);
+  for (std::size_t k = 0; k < text.size(); ++k) text[k] = r * 1000000 + i * 100000 + static_cast<int>(k);
+  return text;
+}
+
+}  // namespace
+
+TEST(messages_from_any_rank) {
+  constexpr int n = 4, each = 6;
+  for (const bool pending : {false, true}) {
+    ranks::with_threads(n, [&](Comm c) {
+      std::vector<std::vector<int>> mine;
+      std::vector<WorkPtr> sends;
+      for (int i = 0; i < each && c->rank() != 0; ++i) {
+        mine.push_back(letter(c->rank(), i));
+        sends.push_back(
+            c->send(mine[static_cast<std::size_t>(i)].data(), mine.back().size(), DType::int32, 0, kTag + i % 2, {}));
+      }
+      if (c->rank() == 0) {
+        int seen[n] = {};
+        for (int parity = 0; parity < 2; ++parity) {  // one tag for each length
+          constexpr std::size_t kMost = (n - 1) * each / 2;
+          std::vector<std::vector<int>> got(kMost, letter(0, parity));
+          std::vector<WorkPtr> works;
+          for (auto& g : got) {
+            works.push_back(c->recv(g.data(), g.size(), DType::int32, kAnyPeer, kTag + parity,
+                                    pending ? CallOptions{} : ranks::blocking()));
+          }
+          std::fill(seen, seen + n, parity);
+          for (std::size_t i = 0; i < kMost; ++i) {
+            works[i]->wait();
+            const int from = works[i]->source();
+            CHECK(from > 0 && from < n);
+            CHECK(got[i] == letter(from, seen[from]));  // those of one rank come in the order in which it sent them
+            seen[from] += 2;
+          }
+        }
+        for (int r = 1; r < n; ++r) CHECK_EQ(seen[r], each + 1);
+      }
+      for (auto& w : sends) w->wait();
+    });
+  }
+}
+
+// A message goes to the receive that was issued first, whether that one names its sender or not.
+TEST(receives_from_any_rank_keep_their_place) {
+  ranks::with_threads(3, [](Comm c) {
+    if (c->rank() == 0) {
+      int a = -1, b = -1, d = -1, e = -1, self = 77;
+      auto first = c->recv(&a, 1, DType::int32, 1, 0, {});
+      auto second = c->recv(&b, 1, DType::int32, kAnyPeer, 0, {});
+      auto third = c->recv(&d, 1, DType::int32, 1, 0, {});
+      CHECK_EQ(second->source(), -1);
+      c->barrier(ranks::blocking());
+      for (auto& w : {first, second, third}) w->wait();
+      CHECK_EQ(a, 10);
+      CHECK_EQ(b, 11);  // only rank 1 sends before the next barrier
+      CHECK_EQ(d, 12);
+      CHECK_EQ(first->source(), 1);
+      CHECK_EQ(second->source(), 1);
+      c->barrier(ranks::blocking());
+      auto last = c->recv(&e, 1, DType::int32, kAnyPeer, 0, {});
+      last->wait();
+      CHECK_EQ(e, 20);
+      CHECK_EQ(last->source(), 2);
+      auto own = c->recv(&e, 1, DType::int32, kAnyPeer, 9, {});
+      auto sent = c->send(&self, 1, DType::int32, 0, 9, {});
+      own->wait();
+      sent->wait();
+      CHECK_EQ(e, 77);
+      CHECK_EQ(own->source(), 0);
+      CHECK_EQ(sent->source(), -1);
+    } else {
+      c->barrier(ranks::blocking());
+      for (int i = 0; i < 3 && c->rank() == 1; ++i) {
+        const int x = 10 + i;
+        c->send(&x, 1, DType::int32, 0, 0, ranks::blocking());
+      }
+      c->barrier(ranks::blocking());
+      const int x = 20;
+      if (c->rank() == 2) c->send(&x, 1, DType::int32, 0, 0, ranks::blocking());
+    }
+  });
+}
+
+TEST(a_receive_from_any_rank_that_nobody_sends) {
+  ranks::with_threads(3, [](Comm c) {
+    if (c->rank() != 0) return;
+    int x = 0;
+    // Both others leave at once.
+    CHECK_THROWS(PeerLost, "recv from any rank with tag 5 #0 on 'world' (rank 0 of 3): rank ",
+                 c->recv(&x, 1, DType::int32, kAnyPeer, 5, ranks::blocking()));
+  });
+  ranks::with_threads(2, [](Comm c) {
+    auto other = c->split(0, c->rank(), "other");
+    if (c->rank() == 0) {
+      int x = 0;
+      CallOptions options = ranks::blocking();
+      options.timeout = Milliseconds(60);
+      CHECK_THROWS(Timeout, "no rank has sent such a message: 1 (",
+                   other->recv(&x, 1, DType::int32, kAnyPeer, 5, options));
+      CHECK_THROWS(Error, "send: peer: got -1", c->send(&x, 1, DType::int32, kAnyPeer, 5, ranks::blocking()));
+      c->barrier(ranks::blocking());
+      std::vector<float> y(10);
+      CHECK_THROWS(Mismatch, "rank 1 sends float32[9], rank 0 expects float32[10]",
+                   c->recv(y.data(), y.size(), DType::float32, kAnyPeer, 0, ranks::blocking()));
+    } else {
+      c->barrier(ranks::blocking());
+      std::vector<float> y(9);
+      c->send(y.data(), y.size(), DType::float32, 0, 0, ranks::blocking());
+    }
+  });
+}

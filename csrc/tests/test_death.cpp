@@ -124,6 +124,20 @@ PROCESS_TEST(kill_in_messages) {
   });
 }
 
+// Rank 2 is killed. Rank 0 waits for anybody, and after some messages rank 1 sends no more.
+PROCESS_TEST(kill_in_a_receive_from_any_rank) {
+  kill_one(3, 2, 20000, [](const Comm& c, int step) {
+    std::vector<char> a(70000);
+    if (c->rank() == 0) {
+      c->recv(a.data(), a.size(), DType::uint8, kAnyPeer, 0, ranks::blocking());
+    } else if (c->rank() == 2 || step < 10) {
+      c->send(a.data(), a.size(), DType::uint8, 0, 0, ranks::blocking());
+    } else {
+      c->recv(a.data(), a.size(), DType::uint8, 2, 1, ranks::blocking());
+    }
+  });
+}
+
 PROCESS_TEST(kill_while_idle) {
   kill_one(2, 0, 20000, [](const Comm& c, int step) {
     if (step == 1) std::this_thread::sleep_for(std::chrono::milliseconds(200));

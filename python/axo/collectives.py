@@ -208,13 +208,19 @@ class Communicator(Issuing):
         args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
         return self._issue(self._core.send, args, buffer, (), None, tensor, async_op)
 
-    def recv(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
-        """Receive from ``peer`` into ``tensor``."""
-        self._check_peer("recv", peer)
+    def recv(self, tensor: Any, peer: int | None, tag: int = 0, async_op: bool = False) -> Any:
+        """Receive from ``peer`` into ``tensor``; None: from whichever rank sends first, as ``Work.source()`` then says.
+
+        From any rank only on the CPUs of one host: NCCL and RCCL match messages by rank.
+        """
+        if peer is not None:
+            self._check_peer("recv", peer)
+        elif self.size == 1:
+            raise ValueError(f"recv: {self.name!r} has one rank: there is nobody to receive from")
         target = self._tensor(tensor, "recv")
         self._count("recv", target)
         buffer, _, copies = core_buffers("recv", target, target)
-        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], peer, tag)
+        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], -1 if peer is None else peer, tag)
         return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
 
     def barrier(self, async_op: bool = False) -> Any:

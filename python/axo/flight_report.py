@@ -172,6 +172,10 @@ def latest(lines: Iterable[Line], most: int = 10) -> list[Late]:
     return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:most]
 
 
+def _peer(rank: int | None) -> str:
+    return "any rank" if rank is None else f"rank {rank}"
+
+
 def render(paths: list[Path], console: Any) -> None:
     """Print what the files say as tables of rich."""
     from rich.table import Table
@@ -198,7 +202,7 @@ def render(paths: list[Path], console: Any) -> None:
         pending = [message for message in line.messages if message["state"] != "done"]
         for message in pending[:10]:
             console.print(
-                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with rank {message['root']},"
+                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with {_peer(message['root'])},"
                 f" tag {message['tag']}, is {message['state']}",
                 markup=False,
                 highlight=False,

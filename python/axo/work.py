@@ -105,6 +105,13 @@ class Work:
         seconds = self._core.seconds()
         return seconds if seconds >= 0 else None
 
+    def source(self) -> int | None:
+        """The rank whose message a ``recv`` took; None before one has come, and for every other operation."""
+        if self._core is None or self._recorded:
+            return None
+        rank = self._core.source()
+        return rank if rank >= 0 else None
+
     def future(self) -> torch.futures.Future:
         """A ``torch.futures.Future`` of the result, or of the error that the operation ends with.
 
