@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "error.h"
+#include "span_mesh.h"
 
 namespace axo::span {
 namespace {
@@ -61,7 +62,7 @@ std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_p
     limit->latency_ =
         std::chrono::duration_cast<host::Clock::duration>(std::chrono::duration<double>(parse_seconds(latency)));
   }
-  limit->chunk_ = std::size_t{4} << 20;
+  limit->chunk_ = kMostPayload;
   if (limit->rate_ > 0) {
     const double turn = std::clamp(limit->rate_ * kTurn, 4096.0, static_cast<double>(limit->chunk_));
     limit->chunk_ = static_cast<std::size_t>(turn) / 64 * 64;

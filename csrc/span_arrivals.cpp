@@ -38,7 +38,7 @@ char* SpanCore::place(int from, const Head& head) {
     if (found == recvs_.end()) throw Error("a message that nobody has asked for");
     const auto& work = found->second.front();
     if (head.bytes > work->request.bytes() - work->moved) throw Error("a message longer than asked for");
-    ++reading_messages_;
+    peers_[static_cast<std::size_t>(rank)].reading = true;
     return static_cast<char*>(work->request.out) + work->moved;
   }
   Peer& peer = peers_[static_cast<std::size_t>(rank)];
@@ -93,7 +93,7 @@ void SpanCore::arrived(int from, const Head& head) {
         wanted_[{rank, head.tag}].push_back(head.bytes);
         break;
       case FrameKind::message: {
-        --reading_messages_;
+        peer.reading = false;
         const auto found = recvs_.find({rank, head.tag});
         if (found == recvs_.end()) break;  // it has failed meanwhile
         const auto& work = found->second.front();

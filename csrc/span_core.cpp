@@ -128,7 +128,7 @@ void SpanCore::finish(const SpanWorkPtr& work) {
   changed_.notify_all();
 }
 
-// Of a collective that has failed: nobody writes to its memory from here on.
+// Of what has failed, collective or messages: nobody writes to its memory from here on.
 void SpanCore::end_readers(Lock& lock) {
   const auto idle = [this] {
     return std::none_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.reading; });

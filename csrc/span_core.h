@@ -57,6 +57,7 @@ class SpanWork final : public Work {
   std::exception_ptr exception() const override;
   void on_completion(std::function<void()> callback) override;
   double seconds() const override;
+  int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
 
   // For the core.
   void issued(std::uint64_t number);
@@ -141,7 +142,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
     bool left = false, gone = false;
     char* want = nullptr;  // where its data goes, how much, and how much has come
     std::size_t bytes = 0, got = 0;
-    bool reading = false;  // its reader is writing to where a caller's operation said
+    bool reading = false;  // its reader is writing to where an operation of the caller's said
     std::deque<Stash> stash;
   };
   using Key = std::pair<int, int>;  // peer, tag
@@ -193,8 +194,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
 
   std::map<Key, std::deque<SpanWorkPtr>> sends_, recvs_;
   std::map<Key, std::deque<std::uint64_t>> wanted_;  // receives that peers have posted, in bytes
-  int reading_messages_ = 0;
-  int inside_ = 0;  // messages inside the host
+  int inside_ = 0;                                   // messages inside the host
   bool messages_run_ = false, sending_ = false;
   Failure inside_failure_;
 };

@@ -37,7 +37,7 @@ struct Line {
 
 void check(const Head& head) {
   const bool ok = head.magic == Head::kMagic && head.frame <= FrameKind::abort && head.bytes <= kMostBytes &&
-                  head.failure <= FailureKind::aborted;
+                  (!head.has_payload() || head.bytes <= kMostPayload) && head.failure <= FailureKind::aborted;
   if (!ok) throw Error("a frame that is not one of Axo's");
 }
 

@@ -46,6 +46,7 @@ enum class FrameKind : std::uint32_t {
 };
 
 inline constexpr std::size_t kInline = 512;
+inline constexpr std::size_t kMostPayload = std::size_t{4} << 20;  // of one frame, in bytes
 struct Head {
   static constexpr std::uint64_t kMagic = 0x31656d617266'6f78ull;
   std::uint64_t magic = kMagic;

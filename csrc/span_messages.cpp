@@ -101,7 +101,7 @@ SpanWorkPtr SpanCore::next_send(Failure* failure) {
 // Ends everything pending with the communicator's failure.
 void SpanCore::end_messages(Lock& lock) {
   await_told(lock);
-  changed_.wait(lock, [this] { return reading_messages_ == 0; });
+  end_readers(lock);
   std::vector<std::pair<SpanWorkPtr, std::exception_ptr>> ended;
   for (auto* all : {&sends_, &recvs_}) {
     for (auto& [key, works] : *all) {

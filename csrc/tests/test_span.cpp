@@ -4,6 +4,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <random>
 #include <tuple>
 
 #include "../link_limit.h"
@@ -37,6 +38,11 @@ class Net {
     std::memcpy(data, queue.front().data(), bytes);
     queue.pop_front();
   }
+
+  std::atomic<int> dies_before_payload{-1};  // a rank that is cut off between a head and its payload
+  std::atomic<bool> noisy{false};
+  std::function<void(int, char*, std::size_t)> noise;  // changes what a rank has received, once `noisy`
+
   void cut(int rank) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -65,7 +71,9 @@ class MemoryWire final : public Wire {
     return std::make_unique<Sent>();
   }
   void receive(int from, int channel, void* data, std::size_t bytes) override {
+    if (channel == 1 && net_->dies_before_payload == from) net_->cut(from);
     net_->take(from, rank_, channel, data, bytes);
+    if (net_->noisy && channel == 0) net_->noise(rank_, static_cast<char*>(data), bytes);
   }
   void close() override { net_->cut(rank_); }
 
@@ -75,9 +83,11 @@ class MemoryWire final : public Wire {
 };
 
 // Runs fn on n ranks, `each` on a host.
-void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Milliseconds timeout = Milliseconds(60000)) {
+void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Milliseconds timeout = Milliseconds(60000),
+              std::function<void(int, char*, std::size_t)> noise = {}) {
   ranks::TableStore store;
   auto net = std::make_shared<Net>();
+  net->noise = std::move(noise);
   std::vector<std::string> hosts;
   for (int r = 0; r < n; ++r) hosts.push_back("host" + std::to_string(r / each));
   ranks::threads(n, [&](int r) {
@@ -165,6 +175,95 @@ TEST(span_a_rank_that_is_cut_off_is_lost) {
                  c->all_reduce(x.data(), x.data(), 1000, DType::float32, ReduceOp::sum, blocking()));
     CHECK_THROWS(Aborted, "rank 3", c->barrier(blocking()));
   });
+}
+
+// The receiver has made room for the payload and waits for it when the sender dies.
+TEST(span_a_rank_that_dies_inside_a_message) {
+  on_hosts(2, 1, [](Comm c, Net& net) {
+    std::vector<float> x(5000, 1.0f);
+    c->barrier(blocking());
+    if (c->rank() == 1) {
+      net.dies_before_payload = 1;
+      try {
+        c->send(x.data(), x.size(), DType::float32, 0, 4, blocking());
+      } catch (const Error&) {
+        // It is cut off too, before or after what it sent had left.
+      }
+      return;
+    }
+    CHECK_THROWS(PeerLost, "recv from rank 1 with tag 4",
+                 c->recv(x.data(), x.size(), DType::float32, 1, 4, blocking()));
+    CHECK_THROWS(Aborted, "rank 1", c->barrier(blocking()));
+  });
+}
+
+TEST(span_receives_from_any_rank_are_of_one_host) {
+  on_hosts(4, 2, [](Comm c, Net&) {
+    float x = static_cast<float>(c->rank());
+    CHECK_THROWS(Error, "name the peer", c->recv(&x, 1, DType::float32, kAnyPeer, 0, blocking()));
+    Comm inside = c->split(c->rank() / 2, c->rank(), "inside");
+    if (inside->rank() == 0) {
+      inside->recv(&x, 1, DType::float32, kAnyPeer, 0, blocking());
+      CHECK_EQ(x, static_cast<float>(c->rank() + 1));
+    } else {
+      inside->send(&x, 1, DType::float32, 0, 0, blocking());
+    }
+    inside->shutdown();
+  });
+}
+
+// What comes over the network is checked: every call ends well, or with an error, whatever arrives.
+TEST(fuzz_span_frames) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(check::fuzz_seconds());
+  for (std::uint64_t seed = 1; std::chrono::steady_clock::now() < end; ++seed) {
+    struct Source {
+      std::mutex mutex;
+      std::vector<std::mt19937_64> randoms;
+    };
+    const auto source = std::make_shared<Source>();  // readers may outlive the round
+    for (std::uint64_t r = 0; r < 3; ++r) source->randoms.emplace_back(seed * 7 + r);
+    const auto noise = [source](int rank, char* data, std::size_t bytes) {
+      std::lock_guard<std::mutex> lock(source->mutex);
+      auto& random = source->randoms[static_cast<std::size_t>(rank)];
+      if (random() % 8 != 0) return;
+      for (auto n = 1 + random() % 3; n > 0; --n) {
+        // Mostly the fields, seldom the text behind them; a small number as often as any.
+        const std::size_t at = random() % (random() % 4 == 0 ? bytes : 88);
+        data[at] = static_cast<char>(random() % 2 == 0 ? random() % 8 : random());
+      }
+    };
+    on_hosts(
+        3, 1,
+        [&](Comm c, Net& net) {
+          try {
+            c->barrier(blocking());
+            net.noisy = true;
+            for (int i = 0; i < 12; ++i) {
+              struct Buffers {
+                std::vector<float> sent, got, all;
+              };
+              const std::size_t count = i % 3 == 0 ? 10 : 900;
+              const auto buffers = std::make_shared<Buffers>(
+                  Buffers{std::vector<float>(count), std::vector<float>(count), std::vector<float>(3 * count)});
+              CallOptions options;
+              options.keep_alive = buffers;  // after an error nobody waits for these two
+              const int left = (c->rank() + 2) % 3, right = (c->rank() + 1) % 3;
+              auto got = c->recv(buffers->got.data(), count, DType::float32, left, i % 2, options);
+              auto sent = c->send(buffers->sent.data(), count, DType::float32, right, i % 2, options);
+              c->all_gather(buffers->sent.data(), buffers->all.data(), count, DType::float32, blocking());
+              sent->wait();
+              got->wait();
+            }
+          } catch (const Error&) {
+          }
+          try {
+            c->abort("the end of this round");
+          } catch (const Error&) {
+          }
+          ++check::checks();
+        },
+        Milliseconds(300), noise);
+  }
 }
 
 TEST(span_operations_that_differ) {
