@@ -130,5 +130,12 @@ def _module(library: Any) -> types.ModuleType:
         device if isinstance(device, int) else torch.device(device).index
     )
     module._is_in_bad_fork = lambda: False
-    module.manual_seed_all = lambda seed: None
+    module.manual_seed_all = lambda seed: None  # operations draw from the CPU's generator
+    module.current_stream = lambda device=None: torch.accelerator.current_stream(device)
+    module.Stream = lambda device=None, priority=0: torch.Stream(device=device or DEVICE, priority=priority)
+    module.Event = lambda *args, **kwargs: torch.Event(DEVICE)
+    module.stream = lambda stream: stream  # a torch.Stream is a context
+    module.synchronize = lambda device=None: torch.accelerator.current_stream(device).synchronize()
+    module.get_rng_state = lambda device=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
     return module

@@ -123,6 +123,8 @@ def collectives(folder):
     everyone = [None] * world
     dist.all_gather_object(everyone, {"rank": rank})
     assert everyone == [{"rank": r} for r in range(world)]
+    with pytest.raises(ValueError, match=r"cannot be received from any rank.*pass src"):
+        dist.recv(mine)
     with pytest.raises(ValueError, match="one device"):
         dist.all_gather_into_tensor(torch.empty(5 * world), mine)
     backend = dist.distributed_c10d._get_default_group()._get_backend(device)

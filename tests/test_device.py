@@ -4,8 +4,12 @@ Oracles: those of test_collectives (each rank makes all ranks' inputs and reduce
 the stand-in saw. Its own rules fail a test through ``Gpu.violations``. tests/standin.py says what this proves.
 """
 
+import os
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import axo
 from tests import standin
@@ -14,8 +18,6 @@ from tests.test_collectives import FLOATS, INTEGERS, MOVED_ONLY, inputs, reduced
 
 
 def connected(folder, grid=None, **options):
-    import os
-
     gpu = standin.install(folder)
     comms = axo.connect(grid or f"{os.environ['WORLD_SIZE']}x1x1x1", device="standin", **options)
     assert comms.device == torch.device("standin", int(os.environ["LOCAL_RANK"])) == comms.x.device
@@ -46,6 +48,8 @@ def reductions(folder):
         expected = scale * (comm.size * torch.arange(6.0) + sum(range(comm.size)))
         same(comm.all_reduce(mine.clone(), scale=scale).cpu(), expected, "scaled sum")
         same(comm.reduce_scatter(mine[: comm.size].clone(), scale=scale).cpu(), expected[comm.rank : comm.rank + 1], "")
+    with pytest.raises(axo.Error, match="nccl matches messages by rank"):
+        comm.recv(torch.ones(3, device=comms.device), None)
     with pytest.raises(axo.Error, match="int16"):
         comm.all_reduce(torch.ones(3, dtype=torch.int16, device=comms.device))
     assert not gpu.violations()
@@ -258,6 +262,69 @@ def errors(folder):
     with pytest.raises(axo.PeerLost, match="remote process exited"):
         third.all_reduce(t)
     assert not gpu.violations()
+
+
+def differing(folder):
+    """AXO_CHECK=1, as a user sets it: what each rank issued is named on both, before anything hangs."""
+    gpu = standin.install(folder)
+    device = torch.device("standin", int(os.environ["LOCAL_RANK"]))
+    one, four = torch.ones(1, device=device), torch.ones(4, device=device)
+    cases = {
+        "dtype": (
+            lambda c: c.all_reduce(four.double() if c.rank else four),
+            ["all_reduce of 4 float32, sum", "all_reduce of 4 float64, sum"],
+        ),
+        "size": (
+            lambda c: c.all_gather(four[: 4 - c.rank]),
+            ["all_gather of 4 float32", "all_gather of 3 float32"],
+        ),
+        "op": (
+            lambda c: c.reduce_scatter(four, op="max" if c.rank else "min"),
+            ["reduce_scatter of 2 float32, min", "reduce_scatter of 2 float32, max"],
+        ),
+        "root": (
+            lambda c: c.broadcast(four, root=c.rank),
+            ["broadcast of 4 float32, root 0", "broadcast of 4 float32, root 1"],
+        ),
+        "kind": (
+            lambda c: c.broadcast(four, root=0) if c.rank else c.all_reduce(four),
+            ["all_reduce of 4 float32, sum", "broadcast of 4 float32, root 0"],
+        ),
+    }
+    for name, (call, issued) in cases.items():
+        comm = axo.connect("2x1x1x1", device="standin", timeout=60).x
+        comm.all_reduce(one)  # what agrees passes
+        mine, theirs = issued[comm.rank], issued[1 - comm.rank]
+        said = f"operation 2 of .* differs: rank {comm.rank} issued {mine}, rank {1 - comm.rank} issued {theirs}"
+        with pytest.raises(axo.Mismatch, match=said):
+            call(comm)
+        with pytest.raises(axo.Aborted, match="differs"):
+            comm.barrier()
+        assert not gpu.violations(), name
+    comms = axo.connect("2x1x1x1", device="standin", timeout=60)
+    order = [comms.x, comms.world][:: -1 if comms.rank else 1]
+    with pytest.raises(axo.Mismatch, match=r"crossed order: rank . of '.*' waits in operation \d+ .* for rank"):
+        for comm in order:
+            comm.all_reduce(four)
+    assert not gpu.violations()
+
+
+def differing_under_torch(folder):
+    """The same for torch.distributed on device tensors."""
+    standin.install(folder)
+    rank = int(os.environ["RANK"])
+    torch.accelerator.set_device_index(rank)
+    dist.init_process_group("cpu:axo,standin:axo", timeout=timedelta(seconds=60))
+    t = torch.ones(4 + rank, device=f"standin:{rank}")
+    with pytest.raises(axo.Mismatch, match=rf"rank {rank} issued all_reduce of {4 + rank} float32.* rank {1 - rank}"):
+        dist.all_reduce(t)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [differing, differing_under_torch], ids=lambda check: check.__name__)
+def test_axo_check_names_what_differs(check, tmp_path):
+    standin.build()
+    run_ranks(check, 2, tmp_path, env={"AXO_CHECK": "1"}, timeout=120)
 
 
 CHECKS = [(reductions, 3), (moves, 3), (streams, 2), (groups_and_graphs, 4), (errors, 2)]

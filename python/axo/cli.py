@@ -117,6 +117,7 @@ def train(
     peak_tflops: Annotated[
         float | None, typer.Option(help="Dense peak of a rank's device, for MFU.", rich_help_panel="Output")
     ] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: a GPU for each rank.", rich_help_panel="Ranks")] = "cpu",
     compare_serial: Annotated[
         bool,
         typer.Option(
@@ -160,6 +161,7 @@ def train(
             precision=precision,
             recompute=recompute,
             zero=zero,
+            device=device,
             threads=threads,
             out=out,
             log_every=log_every,

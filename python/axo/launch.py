@@ -7,7 +7,8 @@ operation and each rank sets its thread count before anything else. With a GPU t
 Each rank that fails writes a report; of several the cause is shown, not its consequences: first an error of the rank's
 own, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks; with
 ``launch_local(..., terminate=True)`` SIGTERM is passed on to them, and they end in their own time (``Termination``).
-Under torchrun nothing is launched: the process is a rank already.
+The ranks meet at a store that listens on the loopback interface alone; torch's own listens on all of them. Under
+torchrun nothing is launched: the process is a rank already, and the store is where torchrun put it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import tempfile
 import time
 import traceback
@@ -26,6 +28,7 @@ from typing import Any
 
 from axo.errors import Aborted, PeerLost
 
+_LOOPBACK = "axo-loopback"
 _CONSEQUENCES = (PeerLost, Aborted)
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
@@ -121,8 +124,10 @@ def launch_local(
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
     with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
@@ -131,9 +136,9 @@ def launch_local(
             max_nodes=1,
             nproc_per_node=ranks,
             run_id="axo",
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
+            rdzv_backend=_LOOPBACK,
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
             max_restarts=0,
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
@@ -152,6 +157,45 @@ def launch_local(
         finally:
             if terminate:
                 signal.signal(signal.SIGTERM, before)
+
+
+def _meet_on_loopback(parameters: Any) -> Any:
+    """What TorchElastic makes a rendezvous of ours from: a store on a port of 127.0.0.1 that the system chose."""
+    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class OneAgent(RendezvousHandler):
+        """This process is the only agent, so there is nobody to wait for."""
+
+        use_agent_store = True  # the ranks join the store instead of opening another port
+
+        def __init__(self) -> None:
+            with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+                self._port = listener.getsockname()[1]
+                self._store = TCPStore("127.0.0.1", self._port, is_master=True, master_listen_fd=listener.detach())
+
+        def get_backend(self) -> str:
+            return _LOOPBACK
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return parameters.run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return OneAgent()
 
 
 def _pass_on(reports: Path) -> None:

@@ -18,22 +18,37 @@ from axo.extension import _C
 from axo.hosts import create_core
 
 
-def resolve_device(device: str | torch.device) -> torch.device:
-    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
+def check_device(what: str, device: str | torch.device) -> torch.device:
+    """The device that ``device`` names, as it was written.
 
     Raises:
-        ValueError: This torch, or this machine, does not have it.
+        ValueError: This torch, or this machine, does not have it; ``what`` asked for it.
     """
-    place = torch.device(device)
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{what}: device={str(device)!r} is not one that torch knows; use cpu, or cuda") from None
     if place.type == "cpu":
         return place
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type != place.type:
         found = "none" if accelerator is None else f"{accelerator.type!r}"
         raise ValueError(
-            f"connect: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
+            f"{what}: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
             " torch that is built for the GPU and a machine that has one"
         )
+    return place
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
+
+    Raises:
+        ValueError: This torch, or this machine, does not have it.
+    """
+    place = check_device("connect", device)
+    if place.type == "cpu":
+        return place
     count = torch.accelerator.device_count()
     index = place.index
     if index is None:

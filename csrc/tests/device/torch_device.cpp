@@ -3,6 +3,7 @@
 // current stream and then computes on the CPU, so it sees what the stream's order gives it and nothing else: a result
 // that was not waited for shows as a wrong value. Copies on a capturing stream become nodes of the graph.
 // tests/standin.py builds and loads it.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -167,6 +168,9 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   Device getDeviceFromPtr(void*) const override { return {kType, getCurrentDevice()}; }
+  // Operations compute on the CPU, so they draw from its generators.
+  at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
+  const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, std::size_t bytes) const override {
     auto data = allocator.allocate(bytes);
     std::memcpy(data.get(), storage.data(), std::min(bytes, storage.nbytes()));

@@ -18,6 +18,7 @@ from typing import Any
 from axo import data, models
 from axo.grid import Grid
 from axo.plans import litgpt as litgpt_plan
+from axo.transports import check_device
 
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true")
 
@@ -43,7 +44,7 @@ class TrainConfig:
         precision: One of ``PRECISIONS``.
         recompute: Run each block's forward again in backward (activation checkpointing).
         zero: 1 cuts optimizer state over the data axis, 2 gradients too.
-        device: ``cpu``.
+        device: ``cpu``, or ``cuda``: each rank takes the GPU that LOCAL_RANK names.
         threads: CPU threads of a rank; 0: cores divided by the ranks of this host, at least 1.
         out: Folder for the log and the plot.
         log_every: Steps between two lines of the log.
@@ -104,8 +105,7 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
     if config.precision not in PRECISIONS:
         raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
-    if config.device != "cpu":
-        raise ValueError(f"train: device={config.device!r} has no transport in this version; use device='cpu'")
+    _check_device(config)
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"train: out={config.out} is a file; give a folder")
     if config.trace is not None and Path(config.trace).is_dir():
@@ -133,6 +133,15 @@ def check(config: TrainConfig) -> None:
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))
+
+
+def _check_device(config: TrainConfig) -> None:
+    place = check_device("train", config.device)
+    if place.index is not None and config.grid.world_size > 1:
+        raise ValueError(
+            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.grid.world_size} ranks;"
+            f" use device={place.type!r}, which gives each rank its own"
+        )
 
 
 def _check_numbers(config: TrainConfig) -> None:

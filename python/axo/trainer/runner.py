@@ -71,10 +71,27 @@ def run(config: TrainConfig) -> Outcome | None:
     if rank is not None:
         return train_rank(config)
     check(config)
+    check_devices(config)
     open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
     return launch_local(
         train_rank, config.grid.world_size, config, fork=config.device == "cpu", terminate=saves(config)
     )
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Check that this machine has a device for each rank of the run.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if torch.device(config.device).type == "cpu":
+        return
+    count = torch.accelerator.device_count()
+    if config.grid.world_size > count:
+        raise ValueError(
+            f"train: grid {config.grid} has {config.grid.world_size} ranks and this machine {count} of device"
+            f" {config.device!r}, one for a rank; use a grid such as {_grid_for(count)}, or torchrun on more machines"
+        )
 
 
 def train_rank(config: TrainConfig) -> Outcome | None:

@@ -29,7 +29,7 @@ from axo.trainer.recipe import (
 def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     """Train on this process alone; yield the loss of each step."""
     device = torch.device(config.device)
-    model = build_serial(config).to(device)
+    model = build_serial(config)
     optimizer = build_optimizer(model, config)
     for step in range(config.steps):
         set_learning_rate(optimizer, learning_rate(step, config))
@@ -54,7 +54,8 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
 def build_serial(config: TrainConfig) -> GPT:
     """Build the whole model with the initial weights of the parallel run."""
     model_config = models.resolve(config.model, config.model_overrides)
-    model = GPT(model_config)
+    with torch.device(config.device):  # its generator draws the weights, as in the parallel run
+        model = GPT(model_config)
     model.max_seq_length = config.seq_len
     torch.manual_seed(config.seed)
     model.apply(model._init_weights)

@@ -1,0 +1,50 @@
+"""Local ranks: where their store listens. What goes wrong in a run is in test_cli and test_interrupt."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+from axo.launch import launch_local
+from tests.test_launch import listening_addresses
+print(launch_local(listening_addresses, 2))
+"""
+LISTEN = "0A"
+
+
+def sockets_of(process: int) -> set[str]:
+    """The inodes of the sockets that a process has open."""
+    inodes = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        try:
+            inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(descriptor)))
+        except FileNotFoundError:
+            continue  # the one that reads the folder
+    return inodes
+
+
+def listening_addresses() -> list[str]:
+    """On a rank: after all have met, the addresses (hexadecimal) on which the launcher and the ranks listen."""
+    import axo
+
+    with axo.connect("2x1x1x1") as comms:
+        comms.world.barrier()
+        inodes = sockets_of(os.getpid()) | sockets_of(os.getppid())
+        found = []
+        for table in ("tcp", "tcp6"):
+            for line in Path("/proc/self/net", table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and fields[9] in inodes:
+                    found.append(fields[1].partition(":")[0])
+        comms.world.barrier()
+    return found
+
+
+def test_local_ranks_meet_on_the_loopback_interface_only() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert eval(done.stdout) == ["0100007F"], "127.0.0.1, and one port"
