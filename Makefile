@@ -19,7 +19,7 @@ PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check soak compile-defaults compile-matrix gpu bench build clean distclean prerequisites
+.PHONY: demo test check soak soak-runtime soak-python compile-defaults compile-matrix gpu bench build clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -41,9 +41,14 @@ check: $(V)/.built
 	$(V)/bin/mypy
 	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
 
-soak: $(V)/.built
-	AXO_SOAK=10 AXO_TEST_SECONDS=3600 $(MAKE) --no-print-directory -s -C csrc/tests test FILTER=soak
-	$(PYTEST) -m soak -ra -s $(ARGS)
+# Parts of it: ARGS="core kills" (see bench/soak.py) with soak-runtime, and a pytest selection with soak-python.
+soak: soak-runtime soak-python
+
+soak-runtime: $(V)/.built
+	$(V)/bin/python -m bench.soak --json bench/results/soak.jsonl $(ARGS)
+
+soak-python: $(V)/.built
+	$(PYTEST) -m soak --deselect tests/test_c10d_suite.py --deselect tests/test_device_transport.py -ra -s $(ARGS)
 
 # Every Triton kernel, layout and dtype at its default configuration for five GPUs: 67 s on two quiet cores.
 compile-defaults: $(V)/.built

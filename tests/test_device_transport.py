@@ -88,7 +88,7 @@ def test_tables_against_the_real_libraries(nccl: str, cudart: str):
     """NCCL and the CUDA runtime from pip open through Axo's tables and answer; the declared types are the header's."""
     library = unpacked(nccl, r"lib/libnccl\.so\.2$")
     runtime = unpacked(cudart, r"lib/libcudart\.so\.\d+$")
-    run("make", "-s", "-C", DEVICE_TESTS, BUILD / "real_libraries")
+    run("make", "-s", "-C", DEVICE_TESTS, "real-libraries")
     output = run(BUILD / "real_libraries", library, runtime.parent)
     answer = re.search(r"^nccl (\d+) (\d) (\d) (\d) (\d)$", output, re.MULTILINE)
     assert answer, output
