@@ -1,20 +1,28 @@
 """How much communication does each overlap hide in a training step? On CPU ranks over a limited link.
 
-    axo bench overlap_engine --layers 8 --width 768 --rows 512
+    axo bench overlap_engine --cases OAR --width 3072 --rows 256
+    axo bench overlap_engine --cases ORS,OAG --width 768 --rows 2048
 
 Each rank says that it is a host of its own (AXO_RANKS_PER_HOST=1); the link's rate (AXO_LINK_LIMIT) is set so that all
-communication of a step takes ``--share`` of its products. A stack of layers runs with nothing overlapped, then with
-one overlap alone, in turns:
+communication of a step takes ``--share`` of its products. A stack of layers runs with nothing overlapped (off), with
+one overlap alone (on), and as plain torch products of the same sizes without communication (alone), in turns:
 
     OAR  grid 2x1x1x1: the all-reduces of dI
     ORS  grid 1x1x2x1, weights kept: the reduce-scatters of dW
     OAG  grid 1x1x2x1, nothing kept: the gathers of forward and backward
 
-``off`` and ``on`` are the milliseconds a step that the slowest rank waits: for OAR in backward, else for all of the
-communication, since what z carries early may delay what it carries next. ``hideable`` is what of that could go: for OAR
-each all-reduce of dI up to the time of its dW product, for ORS all but the last scatter of the pass, for OAG all but
-the first gather of each pass. ``cut`` is (off - on) / hideable, above 1 where ranks also wait less for each other.
-``step off`` and ``step on`` are whole steps. ``#wrong`` counts gradients that differ. Medians over rounds.
+All times are milliseconds of a step of the slowest rank, medians over rounds:
+
+    comm        what all collectives of the step take, each as the last rank to come to it sees it
+    exposed     off - alone
+    left        on - alone
+    hideable    of the collectives of the kind, each what it takes, but no more than the products it may hide behind: of
+                the layer's dW for OAR, of the products until the next gather for OAG (but for the first of a pass), of
+                the products until the end of backward for ORS, the link carrying one scatter after the other
+    cut         (exposed - left) / hideable
+
+``#wrong`` counts gradients that differ. The cores that compute also copy what the link carries, which no overlap hides:
+sizes with few bytes a product show the engine, others the copies.
 """
 
 from __future__ import annotations
@@ -24,19 +32,20 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from .table import Table, environment
 
-COLUMNS = {"overlap": "s", "grid": "s", "compute": ".1f", "off": ".1f", "on": ".1f"}
-COLUMNS |= {"hideable": ".1f", "cut": ".2f", "step off": ".1f", "step on": ".1f", "#wrong": "d"}
+COLUMNS = {"overlap": "s", "grid": "s", "compute": ".1f", "comm": ".1f", "alone": ".1f", "off": ".1f", "on": ".1f"}
+COLUMNS |= {"exposed": ".1f", "left": ".1f", "hideable": ".1f", "cut": ".2f", "#wrong": "d"}
 CASES = {
-    "OAR": ("2x1x1x1", "all_reduce", "all_reduce"),
-    "ORS": ("1x1x2x1", "reduce_scatter", "reduce_scatter"),
-    "OAG": ("1x1x2x1", "all_gather", "all_gather"),
+    "OAR": ("2x1x1x1", "all_reduce"),
+    "ORS": ("1x1x2x1", "reduce_scatter"),
+    "OAG": ("1x1x2x1", "all_gather"),
 }
+SWITCHES = ("all_reduce", "reduce_scatter", "all_gather")
 RANKS = 2
 
 
@@ -46,9 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="axo bench overlap_engine", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=768)
-    parser.add_argument("--rows", type=int, default=512, help="of a rank")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--rows", type=int, default=1024, help="of a rank")
     parser.add_argument("--share", type=float, default=0.5, help="of communication in the time of products")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
@@ -66,45 +75,110 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     import axo
 
     torch.set_num_threads(1)
-    grid, switch, op = CASES[case]
-    axis, cache = "x" if case == "OAR" else "z", "none" if case == "OAG" else "all"
+    grid, switch = CASES[case]
+    cache = "none" if case == "OAG" else "all"
+    off = axo.Overlap(False, False, False, cache)
+    on = axo.Overlap(**{name: name == switch for name in SWITCHES}, gather_cache=cache)
     with axo.connect(grid) as comms:  # no limit yet: what do the products take, and what leaves a rank?
-        model, x = stack(comms, options, axo.Overlap(False, False, False, cache))
-        step(model, x)
-        with axo.count_collectives() as counts, axo.overlap.record(model) as events:
+        model, x = stack(comms, options, off)
+        with axo.count_collectives() as counts:
             step(model, x)
-        compute = slowest(comms, sum(e.end - e.start for e in events if e.what == "compute"))
+        compute = statistics.median(_sum(record(comms, model, x), "compute") for _ in range(3))
         leaves = {"all_reduce": 1, "all_gather": 1, "reduce_scatter": 0.5}  # of what two ranks put in
         sent = sum(count.bytes * leaves[name] for (name, _), count in counts.items())
-    wanted = options.share * compute * (0.5 if case == "OAR" else 1)  # backward's half of the all-reduces
+    wanted = options.share * compute
     rate = sent / wanted
     for _ in range(2):  # what the rate does not know of costs time too
         os.environ["AXO_LINK_LIMIT"] = f"{int(rate / 1000)}K"
         with axo.connect(grid) as comms:
-            model, x = stack(comms, options, axo.Overlap(False, False, False, cache))
-            times = [timed(comms, model, x, op, axis, case)[1] for _ in range(4)]
-        rate *= statistics.median(times[1:]) / wanted
+            model, x = stack(comms, options, off)
+            rate *= statistics.median([_sum(record(comms, model, x), "wait") for _ in range(4)][1:]) / wanted
     os.environ["AXO_LINK_LIMIT"] = f"{int(rate / 1000)}K"
     with axo.connect(grid) as comms:
-        models = {}
-        for on in (False, True):
-            switches = {name: on and name == switch for name in ("all_reduce", "reduce_scatter", "all_gather")}
-            overlap = axo.Overlap(**switches, gather_cache=cache)
-            models[on], x = stack(comms, options, overlap)
-        rows: dict[bool, list[Any]] = {False: [], True: []}
-        for _ in range(options.rounds + 2):
-            for on, model in models.items():
-                rows[on].append(timed(comms, model, x, op, axis, case))
-        wrong = sum(
-            not torch.allclose(a.grad, b.grad, atol=1e-6)
-            for a, b in zip(models[False].parameters(), models[True].parameters(), strict=True)
-        )
-    off, on = ([statistics.median(column) for column in zip(*rows[which][2:], strict=True)] for which in (False, True))
+        models = {name: stack(comms, options, overlap) for name, overlap in (("off", off), ("on", on))}
+        models["alone"] = plain(comms, options)
+        seconds: dict[str, list[float]] = {name: [] for name in models}
+        records = []
+        for number in range(options.rounds + 2):
+            for name, (model, x) in models.items():
+                spent = timed(comms, model, x)
+                if number >= 2:
+                    seconds[name].append(spent)
+            records.append(record(comms, *models["off"]))
+        pairs = zip(models["off"][0].parameters(), models["on"][0].parameters(), strict=True)
+        wrong = sum(not torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in pairs)
+    typical = [
+        Part(*parts[0][:3], statistics.median(part.seconds for part in parts))
+        for parts in zip(*records[2:], strict=True)
+    ]
+    times = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}
+    could = 1e3 * hideable(case, typical, options.layers)
     return {
-        "overlap": case, "grid": grid, "compute": 1e3 * compute, "off": 1e3 * off[1], "on": 1e3 * on[1],
-        "hideable": 1e3 * off[0], "cut": (off[1] - on[1]) / off[0], "step off": 1e3 * off[2],
-        "step on": 1e3 * on[2], "#wrong": wrong, "limit": os.environ["AXO_LINK_LIMIT"],
+        "overlap": case, "grid": grid, "compute": 1e3 * _sum(typical, "compute"), "comm": 1e3 * _sum(typical, "wait"),
+        "alone": times["alone"], "off": times["off"], "on": times["on"], "exposed": times["off"] - times["alone"],
+        "left": times["on"] - times["alone"], "hideable": could, "cut": (times["off"] - times["on"]) / could,
+        "#wrong": wrong, "limit": os.environ["AXO_LINK_LIMIT"],
+        "all_ms": {name: [round(1e3 * value, 2) for value in values] for name, values in seconds.items()},
     }  # fmt: skip
+
+
+class Part(NamedTuple):
+    """A product or a collective of a step without overlap, in order: seconds that it takes."""
+
+    what: str
+    op: str
+    layer: str
+    seconds: float
+
+
+def record(comms: Any, model: torch.nn.Module, x: torch.Tensor) -> list[Part]:
+    """The parts of one step: a product's time is the mean over ranks, a collective's that of the last rank to come.
+
+    The biases' all-reduce, which always waits for the end, is left out.
+    """
+    import axo
+
+    comms.world.barrier()
+    with axo.overlap.record(model) as events:
+        step(model, x)
+    issued = {event[1:4] for event in events if event.what == "issue"}
+    events = [event for event in events if event[1:4] not in issued]
+    lengths = torch.tensor([event.end - event.start for event in events], dtype=torch.float64)
+    shortest = comms.world.all_reduce(lengths.clone(), "min").tolist()
+    mean = comms.world.all_reduce(lengths, "avg").tolist()
+    return [
+        Part(event.what, event.op, event.layer, mean[n] if event.what == "compute" else shortest[n])
+        for n, event in enumerate(events)
+    ]
+
+
+def _sum(parts: list[Part], what: str) -> float:
+    return sum(part.seconds for part in parts if part.what == what)
+
+
+def hideable(case: str, parts: list[Part], layers: int) -> float:
+    """Seconds of communication that the overlap could hide at best; see the module."""
+    backward = min(n for n, part in enumerate(parts) if part.op == "dI")
+    hidden = 0.0
+    if case == "OAR":
+        behind = {part.layer: part.seconds for part in parts if part.op == "dW"}
+        return sum(min(p.seconds, behind[p.layer]) for p in parts[backward:] if p[:2] == ("wait", "all_reduce"))
+    if case == "ORS":
+        now = link = 0.0
+        for part in parts[backward:]:
+            now += part.seconds if part.what == "compute" else 0
+            if part[:2] == ("wait", "reduce_scatter"):
+                link = max(link, now) + part.seconds
+                hidden += part.seconds
+        return hidden - max(0.0, link - now)
+    products, gathers = 0.0, 0
+    for part in parts:
+        if part.what == "compute":
+            products += part.seconds
+        elif part.op == "all_gather":
+            hidden += min(part.seconds, products) if gathers % layers else 0
+            products, gathers = 0.0, gathers + 1
+    return hidden
 
 
 def stack(comms: Any, options: argparse.Namespace, overlap: Any) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -129,32 +203,20 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def timed(comms: Any, model: torch.nn.Module, x: torch.Tensor, op: str, axis: str, case: str) -> list[float]:
-    """Seconds of one step: what could be hidden of its waits for ``op``, all its waits, and the step itself."""
-    import axo
+def plain(comms: Any, options: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
+    """The products of ``stack`` on this rank, in plain torch, with nobody to talk to."""
+    half = options.width // comms.grid.x
+    sizes = [(options.width, half) if i % 2 == 0 else (half, options.width) for i in range(options.layers)]
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    return model, torch.randn(options.rows, options.width, requires_grad=True)
 
+
+def timed(comms: Any, model: torch.nn.Module, x: torch.Tensor) -> float:
+    """Seconds of one step of the slowest rank."""
     comms.world.barrier()
-    with axo.overlap.record(model) as events:
-        start = time.perf_counter()
-        step(model, x)
-        seconds = time.perf_counter() - start
-    names = [(e.what, e.op, e.layer) for e in events]
-    first_backward = min(n for n, name in enumerate(names) if name[:2] == ("compute", "dI"))
-    waits = [(n, e) for n, e in enumerate(events) if (e.what, e.op, e.axis) == ("wait", op, axis)]
-    if case == "OAR":  # the forward's all-reduces are none of them
-        waits = [(n, e) for n, e in waits if n > first_backward]
-    lengths = [e.end - e.start for _, e in waits]
-    if case == "OAR":
-        products = {e.layer: e.end - e.start for e in events if (e.what, e.op) == ("compute", "dW")}
-        hideable = sum(min(length, products[e.layer]) for length, (_, e) in zip(lengths, waits, strict=True))
-    elif case == "ORS":
-        hideable = sum(lengths[:-1])
-    else:
-        forward = [length for length, (n, _) in zip(lengths, waits, strict=True) if n < first_backward]
-        hideable = sum(lengths) - sum(forward[:1]) - sum(lengths[len(forward) : len(forward) + 1])
-    after = first_backward if case == "OAR" else 0
-    total = sum(e.end - e.start for e in events[after:] if e.what == "wait")
-    return [slowest(comms, value) for value in (hideable, total, seconds)]
+    start = time.perf_counter()
+    step(model, x)
+    return slowest(comms, time.perf_counter() - start)
 
 
 def slowest(comms: Any, seconds: float) -> float:
