@@ -107,9 +107,10 @@ class Contestant:
     ) -> None:
         self.name, self.model, self.blocked = name, model, blocked
         self._loss = loss or (lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()))
-        kinds = {type(parameter) for parameter in model.parameters()}
-        foreach = False if len(kinds) > 1 else None  # torch's own choice; it refuses DTensors beside plain tensors
-        self._optimizer = torch.optim.AdamW(optimized or model.parameters(), lr=1e-3, foreach=foreach)
+        kinds: dict[type, list[torch.Tensor]] = {}  # it takes no DTensors beside plain tensors in one group
+        for parameter in optimized or model.parameters():
+            kinds.setdefault(type(parameter), []).append(parameter)
+        self._optimizer = torch.optim.AdamW([{"params": kind} for kind in kinds.values()], lr=1e-3, fused=True)
         self._autocast = autocast and sizes.precision == "bf16-mixed"
 
     def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -123,8 +124,8 @@ class Contestant:
         return loss.detach()
 
 
-def axo_model(sizes: Sizes, comms: Any, **options: Any) -> nn.Module:
-    """The serial model with Axo's layers in it: normal and transposed in turn."""
+def axo_model(sizes: Sizes, comms: Any, overlap: Any = None) -> nn.Module:
+    """The serial model with Axo's layers in it, normal and transposed in turn; ``overlap``: an ``axo.Overlap``."""
     import axo
 
     model = serial(sizes, comms.device)
@@ -138,17 +139,18 @@ def axo_model(sizes: Sizes, comms: Any, **options: Any) -> nn.Module:
         for name in ("q", "k", "v", "proj", "up", "down"):
             old = getattr(block, name)
             transposed = name in ("proj", "down")
-            new = axo.nn.Linear(old.in_features, old.out_features, False, comms=comms, transposed=transposed, **options)
+            new = axo.nn.Linear(old.in_features, old.out_features, False, comms=comms, transposed=transposed)
             swap(block, name, new)
         for name in ("norm_1", "norm_2"):
             swap(block, name, axo.nn.LayerNorm(sizes.hidden, comms=comms))
     swap(model, "norm", axo.nn.LayerNorm(sizes.hidden, comms=comms))
-    swap(model, "head", axo.nn.Linear(sizes.hidden, sizes.vocab, False, comms=comms, **options))
+    swap(model, "head", axo.nn.Linear(sizes.hidden, sizes.vocab, False, comms=comms))
+    axo.overlap.attach(model, comms, overlap)
     return model
 
 
-def axo_contestant(name: str, sizes: Sizes, comms: Any, **options: Any) -> Contestant:
-    """Axo on the grid of ``comms``."""
+def axo_contestant(name: str, sizes: Sizes, comms: Any, overlap: Any = None) -> Contestant:
+    """Axo on the grid of ``comms``; ``overlap``: an ``axo.Overlap``, default: everything on."""
     import axo
 
     loss_fn = axo.nn.CrossEntropyLoss(comms=comms, columns=sizes.vocab)
@@ -159,7 +161,7 @@ def axo_contestant(name: str, sizes: Sizes, comms: Any, **options: Any) -> Conte
     def blocked() -> float:
         return sum(comms.blocked_seconds.values())
 
-    return Contestant(name, axo_model(sizes, comms, **options), sizes, loss, blocked)
+    return Contestant(name, axo_model(sizes, comms, overlap), sizes, loss, blocked)
 
 
 def fsdp2(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, bool]:

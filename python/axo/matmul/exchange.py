@@ -97,7 +97,7 @@ class Exchange:
         """
         if self.size("z") > 1:
             return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted, gather=gather)
-        block = weight.detach().flatten(1).to(dtype)
+        block = self._cast(weight, dtype)
         keeps = wanted and self.engine.overlap.gather_cache != "none"
         return block, Gathered(weight, dtype, block, None) if keeps else None
 
@@ -105,7 +105,15 @@ class Exchange:
         """The block for a product of backward; ``held`` is what ``forward_block`` gave."""
         if self.size("z") > 1:
             return self.engine.gathers.backward(self, held, weight, dtype)
-        return weight.detach().flatten(1).to(dtype) if held is None else held.wait()
+        return self._cast(weight, dtype) if held is None else held.wait()
+
+    def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The block in ``dtype``, where z does not cut it: in memory that is used again each step."""
+        block = weight.detach().flatten(1)
+        if block.dtype == dtype or torch.compiler.is_compiling():
+            return block.to(dtype)
+        with hidden():
+            return self.engine.pool.take(tuple(block.shape), dtype, block.device).copy_(block)
 
     def release_block(self) -> None:
         """The product of backward is done with the block."""
@@ -177,6 +185,8 @@ class Exchange:
         else:
             room = like.new_empty((self.padded_rows, columns))
         buffer = room.tensor if isinstance(room, Slot) else room
+        if self.padded_rows == self.block_rows:
+            return room, buffer
         buffer[self.block_rows :].zero_()
         return room, buffer[: self.block_rows]
 

@@ -197,7 +197,13 @@ class Gradients:
             zero.end_backward()
         give = _give if zero is None else zero.give
         for parameter, grad in totals.values():
-            _deliver(parameter, grad.to(parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
+            _deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
+
+    def _cast(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""
+        if grad.dtype == dtype:
+            return grad
+        return self._engine.pool.take(tuple(grad.shape), dtype, grad.device).copy_(grad)
 
     def _give_hooks_back(self) -> dict[int, Any]:
         taken, self._hooks = self._hooks, {}

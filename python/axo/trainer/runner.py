@@ -147,6 +147,7 @@ def agree(comms: axo.Communicators, problem: str) -> None:
 @dataclass(frozen=True)
 class _Training:
     losses: list[float]
+    start: int
     seconds: float
     checkpoint: Path | None
     stopped: bool
@@ -175,7 +176,7 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches)
     if log is not None:
         log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
         log.close()
-    return _Training(losses, seconds, checkpoints.last, stopped)
+    return _Training(losses, start, seconds, checkpoints.last, stopped)
 
 
 def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> Outcome:
@@ -196,7 +197,7 @@ def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> 
         out / plot.PLOT_NAME,
         losses,
         title=f"{config.model} on {config.grid}",
-        subtitle=_subtitle(config, seconds),
+        subtitle=_subtitle(config, training.start, seconds),
         vocabulary=vocabulary,
         serial=serial,
         limit=verdict.limit if verdict is not None and not verdict.relative else None,
@@ -220,11 +221,12 @@ def _tail(losses: list[float]) -> float:
     return sum(tail) / len(tail)
 
 
-def _subtitle(config: TrainConfig, seconds: float) -> str:
+def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
     ranks = config.grid.world_size
+    took = f"{config.steps} steps" if start else f"{config.steps} steps in {seconds:.0f} s"
     return (
         f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
-        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {config.steps} steps in {seconds:.0f} s"
+        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
     )
 
 
