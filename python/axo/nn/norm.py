@@ -8,7 +8,8 @@
 
 The sums over h, one or two numbers a token, are all-reduced over the axis in fp32 (fp64 for fp64 inputs). LayerNorm
 takes the mean first and then the squares around it, two small all-reduces: the sum of squares alone would lose digits
-where the mean is large beside the deviation. Weights are split like the hidden dim and replicated elsewhere.
+where the mean is large beside the deviation. Weights are split like the hidden dim and replicated elsewhere. A
+LayerNorm whose hidden dim nobody splits runs torch's kernel.
 
 Not here: norms over more than the last dim.
 """
@@ -189,7 +190,14 @@ class _Normalize(torch.autograd.Function):
         # CUDA autocast runs layer_norm in fp32 and returns fp32; nothing else changes the dtype.
         lifted = norm.centered and x.is_cuda and torch.is_autocast_enabled("cuda") and x.dtype != torch.float64
         ctx.input_dtype, ctx.norm, ctx.wide = x.dtype, norm, wide
+        ctx.parameters = weight, bias
         xw = x.to(wide)
+        ctx.whole = norm.centered and exchange.size(axis) == 1
+        if ctx.whole:
+            parameters = (None if p is None else p.to(wide) for p in (weight, bias))
+            y, mean, rstd = torch.native_layer_norm(xw, (h,), *parameters, _epsilon(norm, wide))
+            ctx.save_for_backward(x, weight, mean, rstd)
+            return y.to(wide if lifted else x.dtype)
         mean = None
         if norm.centered:
             mean = exchange.reduce(xw.sum(-1, keepdim=True), axis) / h
@@ -201,7 +209,6 @@ class _Normalize(torch.autograd.Function):
         if bias is not None:
             y = y + bias.to(wide)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.parameters = weight, bias
         return y.to(wide if lifted else x.dtype)
 
     @staticmethod
@@ -214,6 +221,16 @@ class _Normalize(torch.autograd.Function):
         how_weight = exchange.how(ctx, 1, norm.sum_grad_over) if needs_weight else SKIP
         how_bias = exchange.how(ctx, 2, norm.sum_grad_over) if needs_bias else SKIP
         grad = grad_output.to(ctx.wide)
+        if ctx.whole:
+            wanted = [needs_input, how_weight != SKIP, how_bias != SKIP]
+            wide = [None if p is None else p.to(ctx.wide) for p in (weight, ctx.parameters[1])]
+            native = torch.ops.aten.native_layer_norm_backward
+            grads = list(native(grad, x.to(ctx.wide), (h,), mean, rstd, *wide, wanted))
+            for index, how in ((1, how_weight), (2, how_bias)):
+                if how != SKIP:
+                    parameter = ctx.parameters[index - 1]
+                    grads[index] = exchange.vector_gradient(how, parameter, grads[index], norm.sum_grad_over)
+            return grads[0].to(ctx.input_dtype) if needs_input else None, grads[1], grads[2], None
         normalized = (x.to(ctx.wide) if mean is None else x.to(ctx.wide) - mean) * rstd
         sums = scaled = grad_input = grad_weight = grad_bias = None
         if needs_input:
