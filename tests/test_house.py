@@ -34,7 +34,7 @@ LEVELS = [
     {"perf", "overlap", "sharding"},
     {"matmul"},
     {"nn"},
-    {"data_parallel", "checkpoint", "plans"},
+    {"data_parallel", "checkpoint", "plans", "scaler"},
     {"parallelize"},
     {"models", "data", "report", "tune"},
     {"trainer"},

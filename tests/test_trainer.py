@@ -63,7 +63,7 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"accumulate": 3}, r"accumulate=3 does not divide a rank's 8 rows.*use one of \[1, 2, 4, 8\]"),
         ({"seq_len": 65}, r"seq-len=65 is not in \[1, block_size=64\]"),
         ({"batch_size": 1024}, r"hold \d+ windows of seq-len=32, fewer than batch-size=1024"),
-        ({"precision": "fp8"}, r"precision='fp8' is not one of bf16-mixed, 32-true, bf16-true"),
+        ({"precision": "fp8"}, r"precision='fp8' is not one of bf16-mixed, 32-true, bf16-true, 16-mixed"),
         ({"device": "cuda"}, r"device='cuda', and torch .* finds none here; use device='cpu'"),
         ({"lr": math.nan}, r"lr=nan is out of range"),
         ({"lr": math.inf}, r"lr=inf is out of range"),

@@ -1,7 +1,7 @@
 """ZeRO on the data axis: the run without it, on a part of the memory.
 
 Oracles: the same training without ZeRO, to the bit (torch's elementwise optimizers do not care how a tensor is cut);
-serial training; ``axo.matmul.zero_cost`` for what is sent; and ``axo.unshard`` for checkpoints.
+serial training; ``axo.matmul.engine_cost`` for what is sent; and ``axo.unshard`` for checkpoints.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from litgpt.model import GPT
 from torch import nn
 
 import axo
-from axo.matmul import cost, zero_cost
+from axo.matmul import cost, engine_cost
 from axo.perf import layer_time, readers
 from tests import gpt
 from tests.launcher import run_ranks
@@ -136,9 +136,9 @@ def counted(grid: str) -> bool:
             workload = readers.from_litgpt(config, seq_length=gpt.TOKENS).with_checkpointing(False)
             calls = layer_time.step_calls(workload, comms.grid, run, comms.coords)
             if stage == 2:
-                calls = zero_cost.scatter_gradients(calls, comms.grid)
+                calls = engine_cost.scatter_gradients(calls, comms.grid)
             shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-            gathers = zero_cost.gather_parameters(shapes, comms.grid, bucket_bytes=limit)
+            gathers = engine_cost.gather_parameters(shapes, comms.grid, bucket_bytes=limit)
             assert counts == cost.total([*calls, *gathers]), (limit, stage)
     return True
 

@@ -52,6 +52,7 @@ _PUBLIC = {
     "plan_report": "axo.plans.report",
     "Overlap": "axo.overlap",
     "no_sync": "axo.data_parallel",
+    "GradScaler": "axo.scaler",
     "token_weight": "axo.data_parallel",
 }
 _MODULES = (

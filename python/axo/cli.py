@@ -88,7 +88,7 @@ def train(
     ] = 13,
     seed: Annotated[int, typer.Option(help="Of initial weights and data order.", rich_help_panel="Optimizer")] = 0,
     precision: Annotated[
-        str, typer.Option(help="bf16-mixed, 32-true or bf16-true.", rich_help_panel="Optimizer")
+        str, typer.Option(help="bf16-mixed, 32-true, bf16-true or 16-mixed.", rich_help_panel="Optimizer")
     ] = "bf16-mixed",
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Run each block again in backward.", rich_help_panel="Optimizer")

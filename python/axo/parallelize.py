@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from axo.matmul.exchange import GRAD_REDUCE
@@ -16,6 +17,7 @@ from axo.nn.agree import ranks_that_differ
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.overlap import Overlap, attach
+from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
 
@@ -35,6 +37,7 @@ def parallelize(
     gather_logits: bool = False,
     sequence_parallel: bool = False,
     zero: int = 0,
+    reduce_dtype: torch.dtype | None = None,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -58,6 +61,8 @@ def parallelize(
         zero: 1 cuts the optimizer's state over the data axis, 2 the gradients too: each data rank updates its rows,
             which are then gathered. Give the model's parameters to any torch optimizer that updates element by
             element. With 2, ``.grad`` holds this rank's rows; clip by ``axo.clip_grad_norm_``.
+        reduce_dtype: Reduce gradients over z and data in ``torch.float32`` or ``torch.bfloat16``; None: in the dtype
+            that they are computed in (bf16 for weights under bf16 autocast). ``.grad`` has the parameter's in any case.
 
     Raises:
         ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
@@ -66,6 +71,7 @@ def parallelize(
         ("plan", plan if isinstance(plan, str) else "auto", PLANS),
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
         ("zero", zero, STAGES),
+        ("reduce_dtype", reduce_dtype, REDUCE_DTYPES),
     ):
         if value not in known:
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
@@ -86,12 +92,12 @@ def parallelize(
         from axo.plans import auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-        attach(model, comms, overlap, zero=zero)
+        attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
         return model
     from axo.plans import litgpt
 
     model = litgpt.apply(model, replacer, gather_logits=gather_logits)
-    attach(model, comms, overlap, zero=zero)
+    attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
     return model
 
 

@@ -1,14 +1,19 @@
 """clip_grad_norm_ against torch.nn.utils on the serial model: every norm, every placement, the same bits everywhere."""
 
+import copy
 import math
 
 import pytest
 import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from litgpt.model import GPT
 from torch import nn
 
 import axo
+from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close
+from tests.nn.support import assert_close, my_rows, serial_seed
 
 NORMS = [1.0, 2.0, 3.0, math.inf]
 
@@ -77,3 +82,91 @@ def clip(grid):
 def test_equals_torch_and_has_the_same_bits_on_every_rank(grid):
     found = run_ranks(clip, 8, grid)
     assert all(per_rank == found[0] for per_rank in found)
+
+
+class Images(nn.Module):
+    """Convolutions of the grid, and modules that every rank keeps whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 4, 3, bias=False)
+        self.norm, self.gate, self.head = nn.GroupNorm(2, 8), nn.PReLU(8), nn.Linear(16, 6)
+
+    def forward(self, x):
+        return self.head(self.second(self.gate(self.norm(self.first(x)))).flatten(1))
+
+
+def images(comms, stage):
+    serial_seed()
+    serial = Images()
+    model = axo.parallelize(copy.deepcopy(serial), comms, plan="auto", zero=stage)
+    x = torch.randn(8, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    return serial, model, lambda: serial(x).square().mean(), lambda: model(my_rows(comms, x)).square().mean()
+
+
+def shared(comms, stage):
+    """A head tied to the embedding, one key-value head for all ranks of x, norms of tokens that are split over x."""
+    serial_seed()
+    config = Config(**LLAMA | {"n_layer": 1, "n_query_groups": 1, "bias": True})
+    serial = GPT(config)
+    serial.lm_head.weight = serial.transformer.wte.weight
+    model = axo.parallelize(copy.deepcopy(serial), comms, sequence_parallel=True, zero=stage)
+    ids, targets = batch(config, 0)
+
+    def parallel_loss():
+        logits = model(my_rows(comms, ids))
+        return axo.nn.cross_entropy(logits, my_rows(comms, targets), comms=comms, columns=config.padded_vocab_size)
+
+    return serial, model, lambda: F.cross_entropy(serial(ids).flatten(0, 1), targets.flatten()), parallel_loss
+
+
+def placed(parameter, tensor):
+    """This rank's part of a whole gradient, as ZeRO-2 leaves it where it does."""
+    placement = parameter.placement
+    return axo.shard(tensor, placement if parameter.grad.shape == parameter.shape else placement.state)
+
+
+def clip_models(grid, kind, stage):
+    comms = axo.connect(grid)
+    serial, model, serial_loss, parallel_loss = kind(comms, stage)
+    serial_loss().backward()
+    parallel_loss().backward()
+    whole = [parameter.grad.clone() for parameter in serial.parameters()]
+    found = []
+    for norm_type in (1.0, 2.0, math.inf):
+        for parameter, theirs, grad in zip(model.parameters(), serial.parameters(), whole, strict=True):
+            parameter.grad.copy_(placed(parameter, grad))
+            theirs.grad.copy_(grad)
+        expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1e-2, norm_type)
+        norm = axo.clip_grad_norm_(model.parameters(), 1e-2, norm_type)
+        assert_close(norm, expected, 1e-5 * float(expected), f"{norm_type}-norm")
+        for (name, parameter), theirs in zip(model.named_parameters(), serial.parameters(), strict=True):
+            assert_close(
+                parameter.grad, placed(parameter, theirs.grad), 1e-6, f"{name} clipped by its {norm_type}-norm"
+            )
+        found.append(norm.item())
+    last = [parameter for parameter in model.parameters() if parameter.grad.numel()][-1]
+    for bad in (math.inf, math.nan):
+        for norm_type in (1.0, 2.0, math.inf):
+            if comms.rank == 0:
+                last.grad.view(-1)[-1] = bad
+            with pytest.raises(RuntimeError, match="cannot be clipped"):
+                axo.clip_grad_norm_(model.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("kind", [images, shared], ids=["images", "shared"])
+def test_every_placement_with_zero_and_without(kind, stage):
+    """Oracle: torch on the serial model, its gradients given to both."""
+    found = run_ranks(clip_models, 4, "2x1x1x2", kind, stage)
+    assert all(per_rank == found[0] for per_rank in found)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("grid", ["2x2x1x2", "1x2x2x2", "2x1x2x2", "1x1x1x8", "8x1x1x1"])
+@pytest.mark.parametrize("kind", [images, shared], ids=["images", "shared"])
+def test_every_placement_on_more_grids(kind, grid):
+    for stage in (0, 1, 2):
+        found = run_ranks(clip_models, 8, grid, kind, stage)
+        assert all(per_rank == found[0] for per_rank in found)

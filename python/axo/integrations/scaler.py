@@ -1,8 +1,4 @@
-"""The gradient scaler of ``16-mixed`` on shards: all ranks skip a step, or none.
-
-A rank sees the gradients of its shards only, so an overflow may show on one rank alone. The flag that the scaler reads
-is therefore reduced (max) over the world before it is used; scale and step stay equal on all ranks.
-"""
+"""The gradient scaler of Fabric's ``16-mixed``: made one that agrees over all ranks (``axo.scaler``)."""
 
 from __future__ import annotations
 
@@ -10,9 +6,11 @@ from typing import Any
 
 import torch
 
+from axo.scaler import GradScaler
 
-class AgreeingScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` whose overflow flag is that of any rank.
+
+class AgreeingScaler(GradScaler):
+    """An ``axo.GradScaler`` with the settings of another scaler.
 
     Args:
         comms: What ``axo.connect`` returned.
@@ -27,17 +25,8 @@ class AgreeingScaler(torch.amp.GradScaler):
             backoff_factor=like._backoff_factor,
             growth_interval=like._growth_interval,
             enabled=like.is_enabled(),
+            comms=comms,
         )
-        self._comms = comms
-
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(*args, **kwargs)
-        device = self._comms.device
-        flag = torch.stack([each.to(device) for each in found.values()]).amax(0) if found else torch.zeros(1)
-        flag = self._comms.world.all_reduce(flag.to(device), "max")
-        if not found:
-            return {device: flag}
-        return {key: flag.to(key) for key in found}
 
 
 def agree_on_overflow(precision: Any, comms: Any) -> None:

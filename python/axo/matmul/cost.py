@@ -281,13 +281,17 @@ def norm(
     kind: str = "layernorm",
     recompute: bool = False,
     sequence_parallel: bool = False,
+    axis: str | None = "y",
+    vectors: int | None = None,
+    sum_grad_over: tuple[str, ...] = (),
     coords: Coords = FIRST,
 ) -> list[Call]:
-    """Count the collectives of LayerNorm or RMSNorm over a hidden dimension that is split over y.
+    """Count the collectives of LayerNorm or RMSNorm over a hidden dimension that is split over ``axis`` (None: whole).
 
     Per token, in fp32: LayerNorm all-reduces the sum, then the squares around the mean, and two sums together backward;
-    RMSNorm one number each way. The weight (and LayerNorm's bias), h / Gy values, is replicated over x and z: its
-    gradient is reduced over z and data. With ``sequence_parallel`` tokens are split over x, and it is summed there too.
+    RMSNorm one number each way. The weight (and LayerNorm's bias: ``vectors`` of them), h / Gy values, is replicated
+    over x and z: its gradient is reduced over z and data, and summed over ``sum_grad_over``. With
+    ``sequence_parallel`` tokens are split over x, and it is summed there too.
 
     Raises:
         ValueError: ``kind`` is neither "layernorm" nor "rmsnorm".
@@ -296,29 +300,30 @@ def norm(
         raise ValueError(f"norm: kind={kind!r} is not known; use 'layernorm' or 'rmsnorm'")
     sums = 2 if kind == "layernorm" else 1
     my_rows = part(rows, grid.z, coords.z) // (grid.x if sequence_parallel else 1)
-    calls = [
-        Call(phase, "all_reduce", "y", my_rows, 4, STATISTICS, calls=sums)
-        for phase in ((FORWARD, RECOMPUTE) if recompute else (FORWARD,))
-    ]
-    calls.append(Call(BACKWARD, "all_reduce", "y", sums * my_rows, 4, STATISTICS))
-    for _ in range(sums):
-        mine = part(features, grid.y, coords.y)
-        calls += [Call(BACKWARD, "all_reduce", "x", mine, 4, REDUCE_WEIGHT_GRAD)] * sequence_parallel
+    calls = []
+    if axis is not None:
+        for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
+            calls.append(Call(phase, "all_reduce", axis, my_rows, 4, STATISTICS, calls=sums))
+        calls.append(Call(BACKWARD, "all_reduce", axis, sums * my_rows, 4, STATISTICS))
+    mine = features if axis is None else part(features, grid.size(axis), getattr(coords, axis))
+    for _ in range(sums if vectors is None else vectors):
+        for summed in ("x",) if sequence_parallel else sum_grad_over:
+            calls.append(Call(BACKWARD, "all_reduce", summed, mine, 4, REDUCE_WEIGHT_GRAD))
         calls += replicated_grad(mine, 4)
     return issued(calls, grid)
 
 
-def cross_entropy(grid: Grid, rows: int, *, coords: Coords = FIRST) -> list[Call]:
+def cross_entropy(grid: Grid, rows: int, *, smoothing: bool = False, coords: Coords = FIRST) -> list[Call]:
     """Count the collectives of the vocabulary-parallel loss: per token, in fp32, a maximum and two sums over x.
 
-    The sums are the denominators and the logits of the targets; with the maximum travel three numbers by which the
-    ranks check each other's columns. Nothing is sent backward.
+    The sums are the denominators and the logits of the targets (with label smoothing all logits too); with the maximum
+    travel three numbers by which the ranks check each other's columns. Nothing is sent backward.
     """
     my_rows = part(rows, grid.z, coords.z)
     return issued(
         [
             Call(FORWARD, "all_reduce", "x", my_rows + 3, 4, STATISTICS),
-            Call(FORWARD, "all_reduce", "x", 2 * my_rows, 4, STATISTICS),
+            Call(FORWARD, "all_reduce", "x", (2 + smoothing) * my_rows, 4, STATISTICS),
         ],
         grid,
     )

@@ -195,6 +195,7 @@ class Exchange:
         if how == wants.LATER:
             self.engine.gradients.add_weight(self, weight, room)
             return None
+        room = self.engine.gradients.cast(room)
         if self.size("z") > 1:
             room = self.comms.axis("z").reduce_scatter(room, op=self.op)
         grad = self._now(room, self.weight_stages, self.weight_copies())
@@ -202,7 +203,7 @@ class Exchange:
 
     def waits_for_scatter(self, how: str, weight: torch.Tensor) -> bool:
         """Whether the layer would wait for the reduce-scatter of this gradient where it issues it."""
-        if self.size("z") == 1:
+        if self.size("z") == 1 or self.engine.reduce_dtype is not None:  # the product reduces in its own dtype
             return False
         return how == wants.NOW or (
             not self.engine.overlap.reduce_scatter and self.engine.gradients.takes_shard_of(weight)
@@ -243,7 +244,8 @@ class Exchange:
         if how == wants.LATER:
             self.engine.gradients.add_vector(self, parameter, grad, stages)
             return None
-        return self._now(grad, stages, self.vector_copies()).to(parameter.dtype)
+        cast = self.engine.gradients.cast(grad)
+        return self._now(cast, stages, self.vector_copies()).to(parameter.dtype)
 
     def stages_of(self, sum_over: tuple[str, ...]) -> tuple[Stage, ...]:
         """What the gradient of a replicated parameter is reduced over."""
@@ -251,7 +253,7 @@ class Exchange:
 
     def reduce_now(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduce the gradient of what z and data replicate, in place, on the spot."""
-        return self._now(grad, self.vector_stages, None)
+        return self._now(self.engine.gradients.cast(grad), self.vector_stages, None).to(grad.dtype)
 
     def weight_copies(self) -> Copies | None:
         """The rows of this rank's weight that others hold too, and who they are."""

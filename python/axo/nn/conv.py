@@ -172,7 +172,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         before = (height, width) if self._pad_is_inside() else (high, wide)
         reach = [d * (k - 1) + 1 for d, k in zip(self.dilation, self.kernel_size, strict=True)]
         after = [(size - r) // s + 1 for size, r, s in zip((high, wide), reach, self.stride, strict=True)]
-        return cost.conv2d(
+        calls = cost.conv2d(
             self.comms.grid,
             batch,
             self.in_channels,
@@ -185,12 +185,13 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             groups=self.groups,
             transposed=self.in_axis == "x",
             itemsize=itemsize,
-            gathers=1 if self.exchange.engine.overlap.gather_cache != "none" or not input_grad else 2,
+            gathers=self._gathers(input_grad),
             input_grad=input_grad,
             scatter_input=self.scatter_input,
             gather_output=self.gather_output,
             coords=self.comms.coords,
         )
+        return self._reduced(calls)
 
     def _pad_is_inside(self) -> bool:
         left, right, top, bottom = self._reversed_padding_repeated_twice

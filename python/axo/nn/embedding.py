@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from axo.matmul import cost
 from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
@@ -107,6 +108,21 @@ class Embedding(ParallelLayer, nn.Embedding):
         if self.scatters_tokens:
             output = scatter_sequence(output, self.comms, owner=self.label())
         return gather_features(output, self.comms, "y", self.embedding_dim) if self.gather_output else output
+
+    def cost(self, rows: int) -> list[cost.Call]:
+        """Count this layer's collectives on this rank in one step, for ``rows`` ids of one data-parallel group."""
+        grid, coords, itemsize = self.comms.grid, self.comms.coords, self.weight.dtype.itemsize
+        calls = cost.embedding(
+            grid,
+            rows,
+            self.num_embeddings,
+            self.embedding_dim,
+            itemsize=itemsize,
+            sequence_parallel=self.scatters_tokens,
+            coords=coords,
+        )
+        whole = cost.part(rows, grid.z, coords.z) * self.embedding_dim if self.gather_output else 0
+        return self._reduced(calls) + cost.relayout(grid, 0, whole, transposed=True, itemsize=itemsize)
 
     def _check_range(self, ids: torch.Tensor) -> None:
         if ids.numel() == 0:

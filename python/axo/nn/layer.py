@@ -16,6 +16,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from axo.matmul import cost, engine_cost
 from axo.nn.agree import check_same_layers
 from axo.nn.init import source_generator
 from axo.placement import Placement
@@ -84,6 +85,20 @@ class ParallelLayer(nn.Module):
             serial: Any = self.serial(weight.device, weight.dtype)
             serial.reset_parameters()
             self.load_serial(serial)
+
+    def _gathers(self, input_grad: bool) -> int:
+        """How often the weight is gathered in a step."""
+        return 2 if input_grad and self._exchange().engine.overlap.gather_cache in ("none", 0) else 1
+
+    def _exchange(self) -> Any:
+        """What issues this layer's collectives."""
+        layer: Any = self
+        return layer.exchange if hasattr(layer, "exchange") else layer.matmul.exchange
+
+    def _reduced(self, calls: list[cost.Call]) -> list[cost.Call]:
+        """The calls with gradients in the dtype that this layer's engine reduces them in."""
+        dtype = self._exchange().engine.reduce_dtype
+        return calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
 
     def full_weight(self) -> torch.Tensor:
         """The whole weight, gathered from its shards. Every rank must call it."""

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.matmul import cost
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
@@ -137,6 +138,56 @@ class Linear(ParallelLayer, nn.Linear):
                 output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
             )
         return output
+
+    def cost(
+        self,
+        rows: int,
+        *,
+        itemsize: int = 4,
+        input_itemsize: int | None = None,
+        input_grad: bool = True,
+        recompute: bool = False,
+    ) -> list[cost.Call]:
+        """Count this layer's collectives on this rank in one step.
+
+        Args:
+            rows: m, rows of one data-parallel group (all ranks along z together).
+            itemsize: Bytes an element of the dtype that it computes in; the bias is reduced in its own.
+            input_itemsize: Bytes an element of the input, as which the gradient of one that is cut here is gathered;
+                None: as ``itemsize``.
+            input_grad: Whether the input wants a gradient.
+            recompute: The forward runs again before backward (activation checkpointing).
+        """
+        copied = [
+            block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
+        ]
+        grid, coords, transposed = self.comms.grid, self.comms.coords, self.transposed
+        calls = cost.linear(
+            grid,
+            rows,
+            self.in_features,
+            self.out_features,
+            self.bias is not None,
+            transposed=transposed,
+            itemsize=itemsize,
+            bias_itemsize=4 if self.bias is None else self.bias.dtype.itemsize,
+            recompute=recompute,
+            gathers=self._gathers(input_grad or recompute),
+            input_grad=input_grad,
+            copied_features=sum(copied),
+            copies=max(self.out_copies or (1,)) if copied else 1,
+            sequence_parallel=self.scatters_tokens or (self.matmul.out_axis is None and not transposed),
+            coords=coords,
+        )
+        mine = cost.part(rows, grid.z, coords.z)
+        before = mine * self.in_features if self.scatter_input and input_grad else 0
+        after = mine * self.out_features if self.gather_output else 0
+        given = itemsize if input_itemsize is None else input_itemsize
+        return [
+            *self._reduced(calls),
+            *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given),
+            *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize),
+        ]
 
     def extra_repr(self) -> str:
         kind = "transposed" if self.transposed else "normal"

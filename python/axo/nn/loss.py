@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.placement import chunk_bounds
 
@@ -64,6 +65,11 @@ class CrossEntropyLoss(nn.Module):
             columns=self.columns,
             inplace_backward=self.inplace_backward,
         )
+
+    def cost(self, rows: int) -> list[cost.Call]:
+        """Count its collectives on this rank, for ``rows`` targets of one data-parallel group."""
+        smoothing = self.label_smoothing > 0
+        return cost.cross_entropy(self.comms.grid, rows, smoothing=smoothing, coords=self.comms.coords)
 
 
 def cross_entropy(

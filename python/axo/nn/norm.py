@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from axo.matmul import cost
 from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
@@ -77,6 +78,27 @@ class _Norm(ParallelLayer):
                 f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.size(self.out_axis)}"
             )
         return _Normalize.apply(input, self.weight, self.bias, self)
+
+    def cost(self, rows: int, *, recompute: bool = False) -> list[cost.Call]:
+        """Count this layer's collectives on this rank in one step.
+
+        Args:
+            rows: Rows of one data-parallel group that come here; where tokens are split over x, a part of them.
+            recompute: The forward runs again before backward.
+        """
+        return self._reduced(
+            cost.norm(
+                self.comms.grid,
+                rows,
+                self.features,
+                kind="layernorm" if self.centered else "rmsnorm",
+                recompute=recompute,
+                axis=self.out_axis,
+                vectors=len(self.placements),
+                sum_grad_over=self.sum_grad_over,
+                coords=self.comms.coords,
+            )
+        )
 
     def extra_repr(self) -> str:
         return f"{self.features}, eps={getattr(self, 'eps', None)}, split over {self.out_axis}, grid={self.comms.grid}"

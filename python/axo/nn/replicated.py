@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from axo.matmul import cost, engine_cost
 from axo.matmul.exchange import Exchange
 from axo.placement import Placement
 
@@ -40,6 +41,17 @@ class Replicated:
             wanted = parameter.requires_grad
             parameter.requires_grad_(True).register_hook(_Reduce(self.exchange))
             parameter.requires_grad_(wanted)
+
+    def cost(self) -> list[cost.Call]:
+        """Count the collectives of this module's own parameters on this rank in one step."""
+        found: list[cost.Call] = []
+        for name in self.placements:
+            parameter = getattr(self, name)
+            if parameter.requires_grad:
+                found += cost.replicated_grad(parameter.numel(), parameter.dtype.itemsize)
+        dtype = self.exchange.engine.reduce_dtype
+        found = found if dtype is None else engine_cost.reduced_in(found, dtype.itemsize)
+        return cost.issued(found, self.comms.grid)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[misc]

@@ -18,6 +18,7 @@ from torch import nn
 
 from axo.overlap.engine import Engine
 from axo.overlap.events import Event, Events
+from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.guard import watch
 from axo.overlap.options import Overlap, cache_limits
 from axo.overlap.zero import STAGES
@@ -38,20 +39,24 @@ def engines(model: nn.Module) -> list[Engine]:
     return list(dict.fromkeys(exchange.engine for _, exchange in exchanges(model)))
 
 
-def attach(model: nn.Module, comms: Any, overlap: Overlap | None = None, *, zero: int = 0) -> None:
+def attach(
+    model: nn.Module, comms: Any, overlap: Overlap | None = None, *, zero: int = 0, reduce_dtype: Any = None
+) -> None:
     """Give the parallel layers of ``model`` one engine, whose passes are the forward passes of ``model``.
 
     Layers of one repeated block (an entry of an ``nn.ModuleList`` or ``nn.Sequential``) are gathered together.
-    ``zero`` is as for ``axo.parallelize``.
+    ``zero`` and ``reduce_dtype`` are as for ``axo.parallelize``.
 
     Raises:
-        ValueError: ``zero`` is not a stage.
+        ValueError: ``zero`` is not a stage, or ``reduce_dtype`` not a dtype for it.
     """
     if zero not in STAGES or isinstance(zero, bool):
         raise ValueError(f"zero={zero!r} is not known; use 0, 1 or 2, and the axis z for what ZeRO-3 does")
+    if reduce_dtype not in REDUCE_DTYPES:
+        raise ValueError(f"reduce_dtype={reduce_dtype} is not supported; use one of {REDUCE_DTYPES}")
     if comms.grid.world_size == 1:
         return
-    engine = Engine(comms, overlap or Overlap(), zero)
+    engine = Engine(comms, overlap or Overlap(), zero, reduce_dtype)
     for name, exchange in exchanges(model):
         exchange.engine = engine
         exchange.name = name
@@ -60,7 +65,7 @@ def attach(model: nn.Module, comms: Any, overlap: Overlap | None = None, *, zero
     if engine.zero is not None:
         _cut_state(model, engine.zero)
     engine.root_at(model)
-    watch(engine, list(model.parameters()))
+    watch(engine)
 
 
 def _cut_state(model: nn.Module, zero: Any) -> None:

@@ -53,6 +53,7 @@ class Engine:
 
     Attributes:
         overlap: The options.
+        reduce_dtype: In which gradients are reduced; None: as they come.
         gathers, gradients: Its two halves.
         pool: Buffers.
         zero: What cuts optimizer state over data, if anything does.
@@ -61,8 +62,8 @@ class Engine:
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
-    def __init__(self, comms: Any, overlap: Overlap, zero: int = 0) -> None:
-        self.comms, self.overlap = comms, overlap
+    def __init__(self, comms: Any, overlap: Overlap, zero: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
+        self.comms, self.overlap, self.reduce_dtype = comms, overlap, reduce_dtype
         self.zero = Zero(self, zero) if zero and comms.grid.data > 1 else None
         self.pool = Pool()
         self.gathers = Gathers(self, *cache_limits(overlap.gather_cache))
@@ -76,7 +77,8 @@ class Engine:
         self._end: weakref.ref[_End] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
-        new = memo[id(self)] = Engine(self.comms, self.overlap, 0 if self.zero is None else self.zero.stage)
+        stage = 0 if self.zero is None else self.zero.stage
+        new = memo[id(self)] = Engine(self.comms, self.overlap, stage, self.reduce_dtype)
         new._rooted = self._rooted
         copied = (
             None if self._root is None else memo.get(id(self._root()))

@@ -25,6 +25,7 @@ from axo.overlap.gathers import version_of
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _HALF = (torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
 def how(node: Any, index: int) -> str:
@@ -72,7 +73,8 @@ class Gradients:
     def room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Any:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
         shape = (exchange.padded_rows, columns)
-        if exchange.size("z") == 1 and self._engine.synchronizing:
+        last = exchange.size("z") == 1 and self._reduced_in(like) == like.dtype
+        if last and self._engine.synchronizing:
             return self.data.slot(parameter, shape, exchange.shard_rows, like, exchange.weight_stages)
         return self._engine.pool.take(shape, like.dtype, like.device)
 
@@ -83,6 +85,8 @@ class Gradients:
         if not self._engine.synchronizing:
             self._add_local(exchange, parameter, buffer, None)
             return
+        if not isinstance(room, Slot):
+            room = buffer = self.cast(room)
         self._take_local(parameter, buffer)
         self._send_weight(exchange, parameter, room)
 
@@ -107,8 +111,20 @@ class Gradients:
         if not self._engine.synchronizing:
             self._add_local(exchange, parameter, grad, stages)
             return
+        grad = self.cast(grad)
         self._take_local(parameter, grad)
         self._send_vector(exchange, parameter, grad, stages)
+
+    def _reduced_in(self, grad: torch.Tensor) -> torch.dtype:
+        wanted = self._engine.reduce_dtype
+        return grad.dtype if wanted is None or grad.dtype == torch.float64 else wanted
+
+    def cast(self, grad: torch.Tensor) -> torch.Tensor:
+        """The gradient in the dtype that it is to be reduced in."""
+        dtype = self._reduced_in(grad)
+        if dtype == grad.dtype:
+            return grad
+        return self._engine.pool.take(tuple(grad.shape), dtype, grad.device).copy_(grad)
 
     def _begin(self, parameter: torch.Tensor) -> None:
         self._engine.arm()
@@ -174,9 +190,9 @@ class Gradients:
         for left in list(self.local.values()):
             _check_unchanged(left)
             if left.stages is None:
-                self._send_weight(left.exchange, left.parameter, left.tensor)
+                self._send_weight(left.exchange, left.parameter, self.cast(left.tensor))
             else:
-                self._send_vector(left.exchange, left.parameter, left.tensor, left.stages)
+                self._send_vector(left.exchange, left.parameter, self.cast(left.tensor), left.stages)
         self.local.clear()
 
     def finish(self) -> None:

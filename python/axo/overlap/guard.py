@@ -11,19 +11,18 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-def watch(engine: Any, parameters: list[torch.Tensor]) -> None:
-    """Check each optimizer step on any of ``parameters`` against what ``engine`` has seen."""
+def watch(engine: Any) -> None:
+    """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
     seen = weakref.ref(engine)
-    mine = frozenset(id(parameter) for parameter in parameters)
 
     def check(optimizer: Any, args: Any, options: Any) -> None:
         engine = seen()
         if engine is None or not (engine.gradients.local or engine.awaits_backward):
             return
+        mine = {id(parameter) for parameter in engine.parameters()}  # those of a meta model are made anew
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
         if any(id(p) in engine.gradients.local for p in stepped):
             raise RuntimeError(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.matmul import cost
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
 from axo.placement import Placement, check_divides
@@ -157,6 +158,19 @@ class Conv1D(ParallelLayer):
         if self.gather_output and self.out_axis is not None:
             output = gather_features(output, self.comms, self.out_axis, self.nf, self.out_blocks)
         return output
+
+    def cost(self, rows: int, *, itemsize: int = 4, input_grad: bool = True) -> list[cost.Call]:
+        """Count this layer's collectives on this rank in one step; see :meth:`axo.nn.Linear.cost`."""
+        grid, coords, transposed = self.comms.grid, self.comms.coords, self.in_axis == "x"
+        options: dict[str, Any] = {"transposed": transposed, "itemsize": itemsize}
+        gathers = self._gathers(input_grad)
+        calls = cost.linear(
+            grid, rows, self.nx, self.nf, **options, gathers=gathers, input_grad=input_grad, coords=coords
+        )
+        mine = cost.part(rows, grid.z, coords.z)
+        before = mine * self.nx if self.scatter_input and input_grad else 0
+        after = mine * self.nf if self.gather_output else 0
+        return self._reduced(calls) + cost.relayout(grid, before, after, **options)
 
     def extra_repr(self) -> str:
         kind = "transposed" if self.in_axis == "x" else "normal"

@@ -20,7 +20,7 @@ from axo.grid import Grid
 from axo.plans import litgpt as litgpt_plan
 from axo.transports import check_device
 
-PRECISIONS = ("bf16-mixed", "32-true", "bf16-true")
+PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from axo.trainer.recipe import (
     build_optimizer,
     finish_model,
     learning_rate,
+    scales,
     set_learning_rate,
     wanted_targets,
 )
@@ -75,6 +76,7 @@ class Trainer:
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
         self.optimizer = build_optimizer(self.model, config)
+        self.scaler = axo.GradScaler(enabled=scales(config), comms=comms)
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.trace: StepTrace | None = None  # of the step under way
 
@@ -107,9 +109,12 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
         loss, counted = self.accumulate(inputs, wanted_targets(inputs, targets, config))
+        self.scaler.unscale_(self.optimizer)
         clip = partial(axo.clip_grad_norm_, self.model.parameters(), config.clip or float("inf"))
         norm = clip() if self.trace is None else self.trace.span("clip", clip)
-        self.optimizer.step() if self.trace is None else self.trace.span("optimizer", self.optimizer.step)
+        update = partial(self.scaler.step, self.optimizer)  # skipped on all ranks where an fp16 gradient overflowed
+        update() if self.trace is None else self.trace.span("optimizer", update)
+        self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
         total = self._share(
             [float(loss), float(self.asked_to_stop())]
@@ -155,7 +160,7 @@ class Trainer:
             with autocast(self.config):
                 logits = self.model(piece_in)
             loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
-            (loss * (grid.z * grid.data / tokens)).backward()
+            self.scaler.scale(loss * (grid.z * grid.data / tokens)).backward()
             total += loss.detach().double()
         return total, tokens
 

@@ -18,7 +18,7 @@ _BF16_PEAKS = (
 
 def peak_tflops(device_name: str, precision: str) -> float | None:
     """Return the dense peak of a device in TFLOP/s, None where it is not known (CPUs, other GPUs, fp32)."""
-    if not precision.startswith("bf16"):
+    if precision == "32-true":
         return None
     for part, peak in _BF16_PEAKS:
         if part.lower() in device_name.lower():

@@ -46,10 +46,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
-    """The context of a forward pass: bf16 products over fp32 weights in ``bf16-mixed``, nothing otherwise."""
-    if config.precision == "bf16-mixed":
-        return torch.autocast(config.device.split(":")[0], dtype=torch.bfloat16)
-    return nullcontext()
+    """The context of a forward pass: bf16 (fp16) products over fp32 weights in ``bf16-mixed`` (``16-mixed``)."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
+    return nullcontext() if dtype is None else torch.autocast(config.device.split(":")[0], dtype=dtype)
+
+
+def scales(config: TrainConfig) -> bool:
+    """Whether the loss is scaled, so that small gradients survive in fp16."""
+    return config.precision == "16-mixed"
 
 
 def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:

@@ -81,6 +81,8 @@ class Checkpoints:
             raise ValueError(
                 f"train: {loaded.path} is of step {loaded.step}, beyond steps={self._config.steps}; ask for more steps"
             )
+        if extra.get("scaler"):
+            self._trainer.scaler.load_state_dict(extra["scaler"])
         return loaded.step, list(extra.get("losses", []))
 
     def after(self, step: Step, losses: list[float]) -> None:
@@ -96,7 +98,7 @@ class Checkpoints:
             self._trainer.model,
             self._trainer.optimizer,
             step=done,
-            extra=self._position() | {"losses": losses},
+            extra=self._position() | {"losses": losses, "scaler": self._trainer.scaler.state_dict()},
             keep=self._config.keep,
             async_=True,
         )

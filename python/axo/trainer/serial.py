@@ -21,6 +21,7 @@ from axo.trainer.recipe import (
     build_optimizer,
     finish_model,
     learning_rate,
+    scales,
     set_learning_rate,
     wanted_targets,
 )
@@ -31,6 +32,7 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
     device = torch.device(config.device)
     model = build_serial(config)
     optimizer = build_optimizer(model, config)
+    scaler = torch.amp.GradScaler(device.type, enabled=scales(config))
     for step in range(config.steps):
         set_learning_rate(optimizer, learning_rate(step, config))
         pair = batches.read(step, data.Rows(0, config.batch_size))
@@ -42,11 +44,13 @@ def train_serial(config: TrainConfig, batches: data.Batches) -> Iterator[float]:
             with autocast(config):
                 logits = model(piece_in)
             loss = F.cross_entropy(logits.float().flatten(0, 1), piece_out.flatten(), reduction="sum") / counted
-            loss.backward()
+            scaler.scale(loss).backward()
             total += loss.item()
+        scaler.unscale_(optimizer)
         if config.clip:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad(set_to_none=True)
         yield total
 

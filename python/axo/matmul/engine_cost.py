@@ -1,4 +1,6 @@
-"""What ZeRO on the data axis sends: see ``axo.overlap.zero`` for the algorithm, ``axo.matmul.cost`` for the layers.
+"""What options of the engine change in what layers send (``axo.matmul.cost``): ZeRO, and the dtype of reductions.
+
+ZeRO on the data axis (see ``axo.overlap.zero`` for the algorithm):
 
     backward   stage 2: each all-reduce of gradients over data becomes a reduce-scatter of as many elements
     step       all_gather  data   ceil(r_i / Gdata) c_i of every parameter [r_i, c_i] of the rank, in buckets
@@ -12,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from axo.grid import Grid
-from axo.matmul.cost import REDUCE_WEIGHT_GRAD, Call, chunk, issued
+from axo.matmul.cost import REDUCE_WEIGHT_GRAD, SCATTER_WEIGHT_GRAD, Call, chunk, issued
 
 STEP = "step"
 GATHER_PARAMETERS = "gather parameters"
@@ -38,6 +40,12 @@ def gather_parameters(
         held += mine
     found.append(held)
     return issued([Call(STEP, "all_gather", "data", each, itemsize, GATHER_PARAMETERS) for each in found if each], grid)
+
+
+def reduced_in(calls: Iterable[Call], itemsize: int) -> list[Call]:
+    """Let the reductions of gradients have elements of ``itemsize`` bytes (``reduce_dtype``)."""
+    gradients = (SCATTER_WEIGHT_GRAD, REDUCE_WEIGHT_GRAD)
+    return [call._replace(itemsize=itemsize) if call.purpose in gradients else call for call in calls]
 
 
 def scatter_gradients(calls: Iterable[Call], grid: Grid) -> list[Call]:

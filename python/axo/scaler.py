@@ -1,0 +1,45 @@
+"""torch's gradient scaler for fp16 on shards: all ranks skip a step, or none.
+
+A rank sees the gradients of its shards only, so an overflow may show on one rank alone. The flag that torch's scaler
+reads is therefore reduced (max) over the world before it is used; scale and steps stay equal on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` whose overflow flag is that of any rank. Every rank must call it alike.
+
+    Args:
+        device: As in torch; default: that of the communicators.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: As in torch.
+        comms: What ``axo.connect`` returned.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        comms: Any,
+    ) -> None:
+        device = comms.device.type if device is None else device
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._comms = comms
+
+    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(*args, **kwargs)
+        device = self._comms.device
+        flag = torch.stack([each.to(device) for each in found.values()]).amax(0) if found else torch.zeros(1)
+        flag = self._comms.world.all_reduce(flag.to(device), "max")
+        if not found:
+            return {device: flag}
+        return {key: flag.to(key) for key in found}
