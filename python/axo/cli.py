@@ -277,7 +277,7 @@ def bench(
     add_help_option=False,
 )
 def litgpt(context: typer.Context) -> None:
-    """Run a LitGPT command with its own arguments and --grid, e.g. 'axo litgpt pretrain --help'."""
+    """Run a LitGPT command: its arguments, --grid, in training --goldfish K,H; e.g. 'axo litgpt pretrain --help'."""
     with _one_message("litgpt"):
         from axo.integrations.litgpt import run
 

@@ -10,7 +10,8 @@ size, token counts and the flop line then are right as they stand, and ``--devic
 
 torch.compile, which ``litgpt pretrain`` always asks for, is off unless TORCHDYNAMO_DISABLE=0 is set. AXO_VOCAB_LOSS=1
 swaps the loss on whole logits for the vocabulary-parallel one. ``--goldfish`` leaves one of K training tokens out of
-the loss, chosen by the H before it (axo_kernels/goldfish.py); validation sees all tokens.
+the loss, chosen by the H before it (axo_kernels/goldfish.py); the first H targets of a row, before which there are
+fewer, all count, and validation sees all tokens.
 
 Ranks are started here, or are torchrun's. The printed loss is rank 0's own, as litgpt has it.
 """

@@ -1,0 +1,1 @@
+"""Studies that use Axo as anybody would; each folder has a README."""
