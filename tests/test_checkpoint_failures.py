@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,40 @@ def test_a_full_disk_is_told_and_leaves_the_one_before(tmp_path: Path, async_: b
     assert first == second and first[1] == 1.0
     assert "step-00000002 was not written: rank 1: " in first[0]
     assert [path.name for path in complete(tmp_path)] == [name_of(1)]
+
+
+def save_twice(folder: str) -> tuple[str, int, float]:
+    comms = axo.connect("1x1x1x2")
+    model = axo.parallelize(nn.Sequential(nn.Linear(128, 128)), comms, plan="auto", zero=2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+
+    step()
+    save(folder, model, optimizer, step=1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step()
+    with pytest.raises(CheckpointError) as error:
+        save(folder, model, optimizer, step=2)
+    loaded = load(folder, model, optimizer)
+    far = max(float((a - b).abs().max()) for a, b in zip(before, model.parameters(), strict=True))
+    return str(error.value), loaded.step, far
+
+
+def test_a_disk_that_is_full_leaves_the_one_before(tmp_path: Path) -> None:
+    """A file system of its own that has room for one checkpoint, of 198 kB, and not for two."""
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=320k", "tmpfs", tmp_path], capture_output=True)
+    if mount.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {mount.stderr.decode().strip()}")
+    try:
+        first, second = run_ranks(save_twice, 2, str(tmp_path))
+        assert first == second and first[1:] == (1, 0.0)
+        assert "step-00000002 was not written: rank " in first[0] and "No space left on device" in first[0]
+        assert [path.name for path in complete(tmp_path)] == [name_of(1)]
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
 
 
 def die_before_load(folder: str) -> None:

@@ -360,6 +360,21 @@ def refused(grid: str) -> list[str]:
             optimizer.step(lambda: 0.0)
         found.append(str(error.value))
 
+    adam = torch.optim.AdamW(model.parameters())
+    adam.step()
+    adam.zero_grad()
+    early = loss_of(comms, model, 0)
+    with pytest.raises(RuntimeError, match=r"step\(\) without backward"):
+        adam.step()
+    loss_of(comms, model, 1).backward()
+    adam.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation between forward and backward"):
+        early.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        late = loss_of(comms, model, 1)
+        late.backward()
+        late.backward()
+
     class Broken(torch.optim.SGD):
         def step(self, closure: Any = None) -> None:
             raise ArithmeticError

@@ -67,6 +67,10 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     assert (held.weights, held.gradients, held.optimizer) == (4 * shard, 4 * shard, 8 * shard)
     rows = 8 * 2048
     assert held.kept == (32 + 2) * 2 * rows * 7168 + 2 * 4 * rows * 50304 + 8 * rows
+    for stage in (0, 1, 2):
+        cut = memory.estimate(asked.workload, Grid(z=16, data=4), Run(2**20, zero=stage))
+        assert cut.gradients == 4 * 4 * shard / (4 if stage == 2 else 1)
+        assert cut.optimizer == 8 * 4 * shard / (4 if stage else 1)
 
 
 def test_more_sharding_never_needs_more_memory_for_weights() -> None:

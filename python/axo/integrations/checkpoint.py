@@ -66,8 +66,10 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None) -> dict[str, Any]:
         for name, value in local["state"].get(index, {}).items():
             whole = value
             if isinstance(value, torch.Tensor) and value.dim():
-                _check_shape(optimizer, index, name, value.shape, parameter.shape)
-                whole = _whole(value, getattr(parameter, "placement", None))
+                placement = state_placement(parameter)
+                shape = parameter.shape if placement is None else placement.local_shape()
+                _check_shape(optimizer, index, name, value.shape, shape)
+                whole = _whole(value, placement)
             if keep is not None:
                 kept.setdefault(index, {})[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
     return {"state": kept, "param_groups": local["param_groups"]} if keep is not None else {}
@@ -84,15 +86,21 @@ def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any]) -> dict[s
     for index, values in whole["state"].items():
         if index >= len(parameters):
             raise ValueError(f"checkpoint: optimizer state of parameter {index}; the model has only {len(parameters)}")
-        placement: Placement | None = getattr(parameters[index], "placement", None)
+        placement = state_placement(parameters[index])
         local[index] = {}
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
                 if tuple(value.shape) == placement.global_shape:
                     value = placement.take(value)
-                _check_shape(optimizer, index, name, value.shape, parameters[index].shape)
+                _check_shape(optimizer, index, name, value.shape, placement.local_shape())
             local[index][name] = value.clone() if isinstance(value, torch.Tensor) else value
     return {"state": local, "param_groups": whole["param_groups"]}
+
+
+def state_placement(parameter: torch.Tensor) -> Placement | None:
+    """How the optimizer's state of a parameter lies: with ZeRO cut over data too."""
+    placement: Placement | None = getattr(parameter, "placement", None)
+    return None if placement is None else placement.state
 
 
 def save(

@@ -55,6 +55,7 @@ class AxoStrategy(GridRanks):
     Args:
         grid: Ranks on each axis; None: the environment's AXO_GRID.
         plan: How ``axo.parallelize`` is to split the model.
+        zero: ZeRO on the data axis, as for ``axo.parallelize``: 0, 1 or 2.
         vocab_loss: Leave logits split over x while training; None: whether AXO_VOCAB_LOSS is 1.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
         timeout: Of the rendezvous and of each operation.
@@ -69,6 +70,7 @@ class AxoStrategy(GridRanks):
         grid: Grid | str | None = None,
         *,
         plan: str = "litgpt",
+        zero: int = 0,
         vocab_loss: bool | None = None,
         counts: str = "ranks",
         timeout: timedelta = _TIMEOUT,
@@ -81,7 +83,7 @@ class AxoStrategy(GridRanks):
         super().__init__(
             grid, counts, timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         )
-        self.plan = plan
+        self.plan, self.zero = plan, zero
         self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
@@ -109,7 +111,7 @@ class AxoStrategy(GridRanks):
         if is_parallel(module):
             return module
         originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
-        axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss)
+        axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss, zero=self.zero)
         if originals:
             materialize(module, originals, self.comms)
         if self.vocab_loss:

@@ -33,6 +33,7 @@ class Run:
         micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
         bucket_bytes: Gradients are reduced over data in buckets of this size.
+        zero: Stage of ZeRO on the data axis (memory only).
     """
 
     batch_tokens: int
@@ -42,6 +43,7 @@ class Run:
     micro_batches: int = 1
     rows: int = 0
     bucket_bytes: int = 25 << 20
+    zero: int = 0
 
     def keeps(self, workload: Workload, block: Block) -> bool:
         """True when every layer of ``block`` gathers its weight once a step."""

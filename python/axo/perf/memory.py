@@ -3,6 +3,7 @@
 With P parameters, g = Gx Gy Gz, r = tokens of one rank and micro-batch, h the hidden size:
 
     weights    4 P / g      fp32 masters          gradients  4 P / g        optimizer  8 P / g (AdamW's moments)
+                            with ZeRO on the data axis the last (1), or the last two (2), over Gdata
     gathered   2 P' / (Gx Gy)   bf16 blocks: all of the model when kept from forward to backward, else two layers
     kept       2 r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
     working    the saved tensors of one block, and the fp32 logits and their gradient, r V / Gx each
@@ -70,7 +71,9 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
         gathered = 2.0 * run.cached_gathers * parameters / block_share
     else:
         gathered = 2.0 * 2.0 * largest / block_share
-    return Memory(4.0 * shard, 4.0 * shard, 8.0 * shard, gathered, kept, working)
+    gradients = 4.0 * shard / (grid.data if run.zero > 1 else 1)
+    optimizer = 8.0 * shard / (grid.data if run.zero else 1)
+    return Memory(4.0 * shard, gradients, optimizer, gathered, kept, working)
 
 
 def block_input(block: Block, grid: Grid, rows: int) -> float:
