@@ -4,7 +4,7 @@ Bandwidth of axis i, hierarchy x, y, z, data from the inside out, G_node GPUs a 
 Algorithm", (7) of "Democratizing AI"):
 
     prod_{j<=i} G_j <= G_node:  the measured entry for (prod_{j<i} G_j, G_i), or one figure for the whole node
-    else                        b_inter / min(G_node, prod_{j<i} G_j)
+    else                        b_inter / min(G_node, prod_{j<i} G_j), or a measured entry where the file has one
 
 Units: GB/s = 1e9 bytes a second and direction, TFLOP/s = 1e12, microseconds, GiB. Machines come from
 ``axo/perf/data/machines/*.yaml`` or from a file of the user's own (``axo profile`` writes one).
@@ -47,6 +47,7 @@ class Machine:
         memory_gbs: Bandwidth of a GPU's memory.
         inter_gbs: Bandwidth between two nodes, all their NICs together.
         intra_gbs: Bandwidth inside a node by (inner, size): ``inner`` rings side by side would be (inner, size).
+        cross_gbs: The same of rings that leave the node, all side by side, where somebody has measured them.
         latency_intra_us, latency_inter_us: Start-up of one message.
         gemm_fraction: Share of ``gemm_tflops`` that products reach inside a training step (calibrated).
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
@@ -63,6 +64,7 @@ class Machine:
     memory_gbs: float
     inter_gbs: float
     intra_gbs: dict[tuple[int, int], float] = field(default_factory=dict)
+    cross_gbs: dict[tuple[int, int], float] = field(default_factory=dict)
     latency_intra_us: float = 0.0
     latency_inter_us: float = 0.0
     gemm_fraction: float = 1.0
@@ -78,6 +80,9 @@ class Machine:
         size = grid.size(axis)
         if inner * size <= self.gpus_per_node:
             return 1e9 * self.intra(inner, size)
+        measured = self.cross_gbs.get((inner, size))
+        if measured is not None:
+            return 1e9 * measured
         return 1e9 * self.inter_gbs * self.network_fraction / min(self.gpus_per_node, inner)
 
     def intra(self, inner: int, size: int) -> float:
@@ -135,7 +140,11 @@ class Machine:
     def agnostic(self) -> Machine:
         """Return this machine with one bandwidth for every axis (the placement-agnostic model)."""
         return replace(
-            self, gpus_per_node=1, inter_gbs=self.inter_gbs / self.gpus_per_node, latency_intra_us=self.latency_inter_us
+            self,
+            gpus_per_node=1,
+            inter_gbs=self.inter_gbs / self.gpus_per_node,
+            latency_intra_us=self.latency_inter_us,
+            cross_gbs={},
         )
 
 
@@ -189,7 +198,17 @@ _NUMBERS = {  # field: must be given
     "network_fraction": False,
     "contention": False,
 }
-_OTHERS = ("name", "gpus_per_node", "intra_gbs", "gemms", "calibrated_on", "description", "sources", "profiled")
+_OTHERS = (
+    "name",
+    "gpus_per_node",
+    "intra_gbs",
+    "cross_gbs",
+    "gemms",
+    "calibrated_on",
+    "description",
+    "sources",
+    "profiled",
+)
 
 
 class _Reader:
@@ -238,6 +257,7 @@ class _Reader:
             name=str(self.values.get("name", self.path.stem)),
             gpus_per_node=gpus,
             intra_gbs=self.intra(gpus),
+            cross_gbs=self.table("cross_gbs", self.values.get("cross_gbs", {})),
             gemms=self.gemms(),
             calibrated_on=tuple(str(row) for row in self.values.get("calibrated_on") or ()),
             description=str(self.values.get("description", "")),
@@ -248,12 +268,17 @@ class _Reader:
         value = self.values["intra_gbs"]
         if not isinstance(value, dict):
             return {(inner, gpus): self.number("intra_gbs", value) for inner in range(1, gpus + 1)}
+        return self.table("intra_gbs", value)
+
+    def table(self, name: str, value: Any) -> dict[tuple[int, int], float]:
+        if not isinstance(value, dict):
+            raise self.fail(name, f"{value!r} is not a table of INNERxSIZE: GB/s")
         table = {}
         for key, bandwidth in value.items():
             parts = str(key).split("x")
             if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-                raise self.fail("intra_gbs", f"{key!r} is not of the form INNERxSIZE, such as 2x4")
-            table[int(parts[0]), int(parts[1])] = self.number("intra_gbs", bandwidth)
+                raise self.fail(name, f"{key!r} is not of the form INNERxSIZE, such as 2x4")
+            table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth)
         return table
 
     def gemms(self) -> tuple[Gemm, ...]:

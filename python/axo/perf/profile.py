@@ -8,12 +8,15 @@ For every two-level hierarchy (inner, size) with inner * size ranks in a node, t
 Latency is half of a tiny all-reduce of two ranks, products are timed on all ranks at once at the shapes that a model's
 layers have on a few grids. The best of several repeats counts for bandwidth and products, the median for latency.
 
-Runs on every rank (``measure``); the command starts local ranks. Between hosts nothing is measured: ``inter_gbs`` is
-then the slowest entry inside the node, and the file says so. torch is imported only when something is measured.
+Runs on every rank (``measure``); the command starts local ranks. Where the ranks are on several hosts, the same rings
+are measured across them (``cross_gbs``), and ``inter_gbs`` is what leaves a host with one ring a rank. On one host
+nothing is known between hosts: ``inter_gbs`` is then the slowest entry inside, and the file says so. torch is imported
+only when something is measured.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -51,16 +54,27 @@ def shapes(workload: Workload, ranks: int, rows: int) -> list[tuple[int, int, in
     return list(dict.fromkeys(found))
 
 
-def measure(connect: Connect, ranks: int, workload: Workload, rows: int, message: int, repeats: int) -> dict[str, Any]:
+def measure(
+    connect: Connect,
+    ranks: int,
+    workload: Workload,
+    rows: int,
+    message: int,
+    repeats: int,
+    node: int = 0,
+    dtype: str = "bfloat16",
+) -> dict[str, Any]:
     """Measure on every rank of the world; return the machine file's fields (the same on all ranks).
 
     Args:
         connect: Gives the communicators of a grid: ``axo.connect``.
-        ranks: Of the world, all on one host.
+        ranks: Of the world.
         workload: Whose products are timed.
         rows: Rows of the products before z shards them.
         message: Bytes of the large message.
         repeats: Of every measurement.
+        node: Ranks of a host; 0: all of them are on one.
+        dtype: Of the products.
 
     Raises:
         ValueError: A count is not at least 1.
@@ -68,41 +82,54 @@ def measure(connect: Connect, ranks: int, workload: Workload, rows: int, message
     for name, value in (("ranks", ranks), ("rows", rows), ("message", message), ("repeats", repeats)):
         if value < 1:
             raise ValueError(f"profile: {name}={value} is not at least 1")
+    node = node or ranks
+    if ranks % node:
+        raise ValueError(f"profile: {ranks} ranks are not a whole number of hosts of {node}")
     world = connect(Grid(data=ranks))
     try:
-        gemms = [_gemm(world, shape, repeats) for shape in shapes(workload, ranks, rows)]
+        gemms = [_gemm(world, shape, repeats, dtype) for shape in shapes(workload, ranks, rows)]
         memory_gbs = _copy(world, message, repeats)
     finally:
         world.close()
-    table, latency = {}, 0.0
+    table: dict[str, float] = {}
+    cross: dict[str, float] = {}
+    latency = latency_inter = 0.0
     for inner, size in hierarchies(ranks):
         comms = connect(Grid(x=inner, y=size, z=ranks // (inner * size)))
+        inside = inner * size <= node
         try:
-            table[f"{inner}x{size}"] = _all_reduce(comms, size, message, repeats)
-            if (inner, size) == min(hierarchies(ranks)):
-                latency = _latency(comms, size, 20 * repeats)
+            (table if inside else cross)[f"{inner}x{size}"] = _all_reduce(comms, size, message, repeats)
+            if inside and not latency:
+                latency = _latency(comms, 2 * (size - 1), 20 * repeats)
+            elif inner == node and inner * size == ranks:
+                latency_inter = _latency(comms, 2 * math.ceil(math.log2(size)), 20 * repeats)
         finally:
             comms.close()
+    inter = cross[f"{node}x{ranks // node}"] * node if cross else min(table.values(), default=memory_gbs)
     best = max(gemm["tflops"] for gemm in gemms)
     return {
         "name": "profiled",
-        "description": f"{ranks} CPU ranks on one host of {os.cpu_count()} cores",
-        "gpus_per_node": ranks,
+        "description": f"{ranks} CPU ranks, {node} a host; {os.cpu_count()} cores",
+        "gpus_per_node": node,
         "memory_gib": round(_memory_gib() / ranks, 3),
         "peak_tflops": best,
         "gemm_tflops": best,
         "memory_gbs": memory_gbs,
-        "inter_gbs": min(table.values(), default=memory_gbs),
+        "inter_gbs": inter,
         "intra_gbs": table or memory_gbs,
+        **({"cross_gbs": cross} if cross else {}),
         "latency_intra_us": latency,
-        "latency_inter_us": latency,
+        "latency_inter_us": latency_inter if cross else latency,
         "gemms": gemms,
         "profiled": {
             "message_bytes": message,
             "repeats": repeats,
             "model": workload.name,
             "rows": rows,
-            "inter_gbs": "not measured: one host; the slowest entry of intra_gbs stands in",
+            "dtype": dtype,
+            "inter_gbs": f"{node} rings side by side, one a rank, over {ranks // node} hosts"
+            if cross
+            else "not measured: one host; the slowest entry of intra_gbs stands in",
             "peak_tflops": "the fastest product measured",
         },
     }
@@ -140,21 +167,21 @@ def _all_reduce(comms: Any, size: int, message: int, repeats: int) -> float:
     return round(2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, 4)
 
 
-def _latency(comms: Any, size: int, repeats: int) -> float:
-    """Return microseconds of one step of a tiny all-reduce over y."""
+def _latency(comms: Any, steps: int, repeats: int) -> float:
+    """Return microseconds of one of the ``steps`` of a tiny all-reduce over y."""
     import torch
 
     tensor = torch.ones(1)
     seconds = median(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
-    return round(1e6 * seconds / (2 * (size - 1)), 3)
+    return round(1e6 * seconds / steps, 3)
 
 
-def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int) -> dict[str, Any]:
-    """Return the rate of one product in bf16, all ranks at once."""
+def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int, dtype: str) -> dict[str, Any]:
+    """Return the rate of one product, all ranks at once."""
     import torch
 
     m, k, n = shape
-    a, weight = torch.randn(m, k).bfloat16(), torch.randn(n, k).bfloat16()
+    a, weight = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((m, k), (n, k)))
     seconds = min(_timed(comms, repeats, lambda: a @ weight.t()))
     return {"m": m, "k": k, "n": n, "tflops": round(2e-12 * m * k * n / seconds, 6)}
 
