@@ -9,6 +9,7 @@ Source: "Democratizing AI" (AxoNN), section on the 4D algorithm; the hierarchy o
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -129,4 +130,5 @@ def _checked_axis(axis: str) -> str:
 def _divisors(number: int) -> list[int]:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"world_size={number!r} is not a count of ranks; use a whole number of at least 1")
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

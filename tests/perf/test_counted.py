@@ -61,6 +61,18 @@ def draw(count: int, seed: int = 7) -> list[dict]:
     return cases
 
 
+def heads_of_their_own(case: dict) -> list[dict]:
+    """What drawn models lack: keys and values that neighbours along x share; norms of queries and keys."""
+    shared = {"n_query_groups": 2, "norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP", "n_embd": 64}
+    changes: list[tuple[str, dict]] = [
+        ("8x1x1x1", shared | {"attn_bias": True}),
+        ("4x1x2x1", shared | {"norm_qk": True}),
+        ("4x1x1x2", shared | {"n_query_groups": 4, "norm_qk": True, "norm_qk_type": "olmo2"}),
+        ("2x2x1x2", shared | {"norm_qk": True, "norm_class_name": "LayerNorm"}),
+    ]
+    return [case | {"grid": grid, "config": case["config"] | changed} for grid, changed in changes]
+
+
 def count(cases: list[dict]) -> list[dict]:
     """On every rank: run each case once and return what was counted."""
     from litgpt import GPT, Config
@@ -119,6 +131,7 @@ def test_predicted_collectives_are_those_that_the_engine_issues() -> None:
     cases = draw(20)
     sample = [next(c for c in cases if c["grid"] == grid) for grid in ("2x2x2x1", "1x1x4x2", "4x2x1x1", "2x1x2x2")]
     sample[0]["checkpointed"] = True
+    sample += heads_of_their_own(cases[1])
     assert {case["config"]["norm_class_name"] for case in sample} == {"LayerNorm", "RMSNorm"}
     check(sample)
 
@@ -127,6 +140,6 @@ def test_predicted_collectives_are_those_that_the_engine_issues() -> None:
 def test_twenty_random_models_on_every_grid_of_eight_ranks() -> None:
     cases = draw(20)
     assert len({case["grid"] for case in cases}) == 20
-    check(cases)
+    check(cases + heads_of_their_own(cases[3]))
     line = {"proof": "predicted collectives are the counted ones", "models": 20, "grids": 20, "ranks": RANKS}
     print("\n" + json.dumps(line | {"ranks_that_differ": 0}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from axo.perf import cli, machine, readers
+from axo.perf import cli, flops, machine, readers
 from axo.perf.workload import Block, Layer, Workload
 
 FILE = """\
@@ -96,7 +96,9 @@ def test_papers_models_have_their_names_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["pythia-160m", "Llama-2-7b-hf", "Llama-3-8B", "phi-2", "Gemma-2b", "Gemma-2-9b", "falcon-7b"]
+    "name",
+    ["pythia-160m", "Llama-2-7b-hf", "Llama-3-8B", "phi-2", "Gemma-2b", "Gemma-2-9b", "falcon-7b"]
+    + ["Mixtral-8x7B-v0.1", "Qwen3-30B-A3B", "Qwen3-8B", "OLMo-2-1124-7B", "Gemma-3-1b-it"],
 )
 def test_litgpt_configurations_have_litgpts_parameters(name: str) -> None:
     """LitGPT's own model on the meta device is the oracle. Tied tables are stored once there, counted twice here."""
@@ -127,8 +129,11 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
     mine, theirs = readers.read(str(path)), readers.read("Llama-3-8B")
     assert mine.parameters == theirs.parameters and mine.blocks == theirs.blocks
     assert mine.seq_length == 2048 and readers.read(str(path), seq_length=4096).seq_length == 4096
-    path.write_text(json.dumps({**fields, "num_local_experts": 8}))
-    with pytest.raises(ValueError, match="mixtures of experts are not modelled"):
+    path.write_text(json.dumps({**fields, "kv_lora_rank": 512}))
+    with pytest.raises(ValueError, match="latent attention is not modelled; plan a model with plain attention"):
+        readers.read(str(path))
+    path.write_text(json.dumps({**fields, "num_experts": 8, "num_experts_per_tok": 2, "mlp_only_layers": [3]}))
+    with pytest.raises(ValueError, match="experts in some blocks only are modelled where the others come first"):
         readers.read(str(path))
     path.write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
     with pytest.raises(ValueError, match="has no num_attention_heads or n_head"):
@@ -136,6 +141,49 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ValueError, match=r"config\.json"):
         readers.read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "litgpt"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}, "Mixtral-8x7B-v0.1"),
+        ({"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}, "Qwen3-30B-A3B"),
+        ({"model_type": "qwen3", "head_dim": 128}, "Qwen3-8B"),
+        ({"model_type": "olmo2"}, "OLMo-2-1124-7B"),
+    ],
+)
+def test_experts_and_norms_of_heads_are_read_alike(tmp_path: Path, fields: dict, litgpt: str) -> None:
+    """A config.json with LitGPT's sizes, and LitGPT's own configuration: the same blocks, but for biases' spelling."""
+    from litgpt import Config
+
+    config = Config.from_name(litgpt)
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps(
+            {
+                "hidden_size": config.n_embd,
+                "num_hidden_layers": config.n_layer,
+                "num_attention_heads": config.n_head,
+                "num_key_value_heads": config.n_query_groups,
+                "intermediate_size": config.intermediate_size,
+                "moe_intermediate_size": config.moe_intermediate_size,
+                "vocab_size": config.padded_vocab_size,
+            }
+            | fields
+        )
+    )
+    assert readers.read(str(path)).blocks == readers.read(litgpt).blocks
+
+
+def test_a_token_costs_only_the_experts_that_it_goes_through() -> None:
+    """6 flops a parameter that a token meets: of 8 experts in a block, 2."""
+    workload = readers.read("Mixtral-8x7B-v0.1", seq_length=1, checkpointed=False)
+    one, h, f = 3 * 4096 * 14336, 4096, 14336
+    assert one == 3 * h * f
+    idle = 32 * 6 * one
+    embedding, norms, attention = 32000 * h, (2 * 32 + 1) * h, 32 * 4 * h
+    expected = 6 * (workload.parameters - idle - embedding - norms) + 3 * attention
+    assert flops.step_flops(workload, 1) == pytest.approx(expected, rel=1e-12)
 
 
 def test_any_module() -> None:
@@ -178,6 +226,13 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
     [
         ("plan --model gpt-80b --gpus 8192 --machine summit", "axo plan: machine 'summit' is not known"),
         ("plan --model gpt-7b --gpus 8 --machine alps", "axo plan: model 'gpt-7b' is not known"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --top 0", "axo plan: top=0 is not at least 1"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --json - --csv -", "both want stdout; give one of them a file"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --zero 3", "zero=3 is not a stage; use 0, 1 or 2"),
+        ("plan --model gpt-5b --gpus 100000000000 --machine alps", "is more than any machine has; use at most 1048576"),
+        ("plan --model gpt-5b --gpus 8 --machine alps --plot /proc/x", "'/proc/x' cannot be used"),
+        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace /no/t", "'/no/t' cannot be used: No such file"),
+        ("profile --device tpu", "axo profile: device='tpu' is not known; use cpu or cuda"),
         ("plan --model gpt-80b --gpus 4 --machine alps", "not enough memory; the nearest miss is"),
         ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens many", "'many' is not a count of tokens"),
         ("plan --model gpt-5b --gpus 64 --machine alps --overlap all", "overlap all is not known"),

@@ -13,6 +13,7 @@ import pytest
 from axo.grid import Grid
 from axo.perf import machine, memory, model, planner, readers, simulator
 from axo.perf.layer_time import OVERLAPS, Run
+from axo.perf.workload import gpt
 
 COLD = """
 import sys, time
@@ -71,6 +72,44 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
         cut = memory.estimate(asked.workload, Grid(z=16, data=4), Run(2**20, zero=stage))
         assert cut.gradients == 4 * 4 * shard / (4 if stage == 2 else 1)
         assert cut.optimizer == 8 * 4 * shard / (4 if stage else 1)
+
+
+def test_zero_cuts_state_over_data_and_costs_a_gather() -> None:
+    """Bytes by hand: state and gradients over 16 data ranks; updated fp32 parameters gathered over data after the step,
+    gradients' all-reduce (ring: 2 (G-1)/G) halved to a reduce-scatter by stage 2."""
+    workload, grid, on = readers.read("gpt-5b"), Grid(z=4, data=16), replace(machine.load("frontier"), contention=0.0)
+    shard = workload.parameters / 4
+    held = [memory.estimate(workload, grid, Run(2**20, zero=stage)) for stage in (0, 1, 2)]
+    assert [one.optimizer for one in held] == [8 * shard, 8 * shard / 16, 8 * shard / 16]
+    assert [one.gradients for one in held] == [4 * shard, 4 * shard, 4 * shard / 16]
+    plain, first, second = (model.predict(workload, grid, on, Run(2**20, zero=stage)) for stage in (0, 1, 2))
+    ring, _ = on.latency(grid, "data")
+    gather = 15 / 16 * 4 * shard / on.bandwidth(grid, "data") + ring
+    reduce = plain.exposed["data"]
+    assert first.exposed["data"] == pytest.approx(reduce + gather)
+    assert second.exposed["data"] == pytest.approx(reduce / 2 + gather)
+    assert first.optimizer == second.optimizer == pytest.approx(plain.optimizer / 16)
+    for stage, closed in ((1, first), (2, second)):
+        found = simulator.simulate(workload, grid, on, Run(2**20, zero=stage))
+        assert found.seconds == pytest.approx(closed.total, rel=0.15)
+    assert planner.plan(request(zero=2)).best.run.zero == 2
+
+
+def test_x_above_the_groups_of_keys_and_values() -> None:
+    """Llama-3-8B has 8 groups: x=16 holds each twice (and counts them), x=12 is refused."""
+    workload = readers.read("Llama-3-8B")
+    assert workload.misfit(Grid(x=16)) == "" and workload.misfit(Grid(x=8)) == ""
+    assert workload.misfit(Grid(x=3)) == "x=3 does not divide heads=32"
+    odd = gpt("odd", layers=1, hidden=96, heads=12, kv_heads=4)
+    assert odd.misfit(Grid(x=6)) == "x=6 neither divides kv_heads=4 nor is a multiple of it"
+    copied = memory.estimate(workload, Grid(x=16), Run(2**16)).weights * 16 / 4 - workload.parameters
+    assert copied == 32 * 2 * 8 * 128 * 4096, "keys and values once more in each of 32 blocks"
+    asked = request(workload=workload, machine=machine.load("frontier"), gpus=64, batch_tokens=2**17)
+    assert any(candidate.grid.x == 16 for candidate in planner.plan(asked).ranked)
+    norms = readers.read("OLMo-2-1124-7B")
+    assert norms.misfit(Grid(x=8)) == ""
+    few = gpt("few", layers=1, hidden=64, heads=8, kv_heads=2, norm_qk="all")
+    assert few.misfit(Grid(x=4)) == "x=4 is more than kv_heads=2, whose keys are normalised together"
 
 
 def test_more_sharding_never_needs_more_memory_for_weights() -> None:
@@ -152,6 +191,7 @@ def test_a_count_that_no_grid_fits_says_which_would() -> None:
     [
         ({"gpus": 0}, "gpus=0 is not a count"),
         ({"batch_tokens": 100}, "a batch of 100 tokens is less than one sequence of 2048"),
+        ({"zero": 3}, "zero=3 is not a stage; use 0, 1 or 2"),
         ({"gather": "some"}, "gather='some' is not known; use one of auto, keep, drop"),
         ({"overlap": frozenset({"all"})}, "overlap all is not known; use oar, ors, oag"),
     ],

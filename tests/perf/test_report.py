@@ -110,6 +110,36 @@ def test_hierarchies_are_all_that_fit() -> None:
     assert set(machine.load("frontier").intra_gbs) == set(profile.hierarchies(8))
 
 
+def on_hosts(ranks: int) -> dict:
+    """The same over two hosts of two ranks, with a link of 20 MB/s."""
+    import torch
+
+    import axo
+
+    torch.distributed.init_process_group("axo")
+    workload = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64)
+    return profile.measure(axo.connect, ranks, workload, 64, 400_000, 2, node=2, dtype="float32")
+
+
+@pytest.mark.slow
+def test_rings_across_hosts_are_measured_at_the_rate_of_the_link(tmp_path: Path) -> None:
+    """A rank's ring beside another's has half of the link. The link sleeps, so figures hold on a busy machine: never
+    above the rate, and well above half of it unless the machine stands still."""
+    first, *others = run_ranks(on_hosts, 4, 4, env={"AXO_RANKS_PER_HOST": "2", "AXO_LINK_LIMIT": "20M"})
+    assert all(other == first for other in others)
+    assert set(first["intra_gbs"]) == {"1x2"} and set(first["cross_gbs"]) == {"1x4", "2x2"}
+    assert first["gpus_per_node"] == 2 and first["inter_gbs"] == 2 * first["cross_gbs"]["2x2"]
+    assert 0.3 * 0.02 < first["inter_gbs"] < 1.1 * 0.02
+    path = tmp_path / "hosts.yaml"
+    profile.write(first, path)
+    found = machine.load(str(path))
+    assert found.bandwidth(Grid(x=2, y=2), "y") == 1e9 * first["cross_gbs"]["2x2"]
+    assert found.bandwidth(Grid(x=2, y=4), "y") == 1e9 * found.inter_gbs / 2, "equation (10) where nothing is measured"
+    assert not found.agnostic().cross_gbs
+    with pytest.raises(ValueError, match="3 ranks are not a whole number of hosts of 2"):
+        profile.measure(None, 3, gpt("tiny", layers=1, hidden=32, heads=4), 64, 4096, 2, node=2)  # type: ignore
+
+
 def on_ranks(ranks: int) -> dict:
     """Measure a small model on CPU ranks; also that each hierarchy's ring is the one that was asked for."""
     import torch

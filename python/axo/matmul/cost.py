@@ -356,8 +356,8 @@ def in_buckets(calls: Iterable[Call], bucket_bytes: int) -> list[Call]:
     for call in calls:
         if call.purpose != REDUCE_WEIGHT_GRAD:
             found.append(call)
-        elif gradients and call.axis == "data" and gradients[-1][0] == ("z",) and _same_vector(gradients[-1][1], call):
-            gradients[-1] = ("z", "data"), call
+        elif gradients and gradients[-1][0] + (call.axis,) in _VECTORS and _same_vector(gradients[-1][1], call):
+            gradients[-1] = (*gradients[-1][0], call.axis), call
         else:
             gradients.append(((call.axis,), call))
     used: dict[tuple[tuple[str, ...], int], int] = {}
@@ -373,6 +373,10 @@ def in_buckets(calls: Iterable[Call], bucket_bytes: int) -> list[Call]:
     for kind, elements in used.items():
         found += _bucket(kind, elements)
     return found
+
+
+# The axes over which one vector's gradient goes, as far as they are larger than 1.
+_VECTORS = {("z", "data"), ("x", "z"), ("x", "data"), ("x", "z", "data")}
 
 
 def _same_vector(over_z: Call, over_data: Call) -> bool:

@@ -31,6 +31,7 @@ Seq = Annotated[int | None, typer.Option(help="Tokens of one sample; default 204
 Overlap = Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")]
 Gather = Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")]
 Checkpoint = Annotated[bool, typer.Option("--checkpoint/--no-checkpoint", help="Run blocks again in backward.")]
+Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -38,7 +39,7 @@ HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one self-con
 
 
 def _clean(command: Callable[..., None]) -> Callable[..., None]:
-    """End a user's mistake (ValueError) in one line and exit code 2."""
+    """End a user's mistake (ValueError, a file that cannot be written) in one line and exit code 2."""
 
     @wraps(command)
     def run(*args: Any, **options: Any) -> None:
@@ -47,6 +48,12 @@ def _clean(command: Callable[..., None]) -> Callable[..., None]:
         except ValueError as error:
             name = command.__name__
             typer.echo(f"axo {name}: {str(error).removeprefix(f'{name}: ')}", err=True)
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            name = command.__name__
+            typer.echo(f"axo {name}: {str(error.filename)!r} cannot be used: {error.strerror}", err=True)
             raise typer.Exit(2) from None
 
     return run
@@ -65,6 +72,7 @@ def plan(
     overlap: Overlap = "oar,ors,oag",
     gather: Gather = "auto",
     checkpoint: Checkpoint = True,
+    zero: Zero = 0,
     explain: Annotated[str | None, typer.Option(help="Show one grid in detail: 2x2x2x1.")] = None,
     json_out: JsonOut = None,
     csv_out: CsvOut = None,
@@ -74,7 +82,11 @@ def plan(
     """Rank every grid of a number of GPUs by predicted step time."""
     from axo.perf import report
 
-    request = _request(model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint)
+    if top < 1:
+        raise ValueError(f"top={top} is not at least 1")
+    if _dash(json_out) and _dash(csv_out):
+        raise ValueError("--json - and --csv - both want stdout; give one of them a file")
+    request = _request(model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero)
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
     stdout_taken = _dash(json_out) or _dash(csv_out)
@@ -107,6 +119,7 @@ def simulate(
     overlap: Overlap = "oar,ors,oag",
     gather: Gather = "auto",
     checkpoint: Checkpoint = True,
+    zero: Zero = 0,
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the ranks' speeds.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
@@ -118,7 +131,9 @@ def simulate(
     from axo.perf import trace as chrome
 
     parsed = Grid.parse(grid)
-    request = _request(model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint)
+    request = _request(
+        model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero
+    )
     made = planner.plan(request, [parsed])
     found = simulator.simulate(request.workload, parsed, request.machine, made.best.run, straggle=straggle, seed=seed)
     assert made.best.time is not None
@@ -215,12 +230,13 @@ def reproduce(
 @app.command()
 @_clean
 def profile(
-    ranks: Annotated[int, typer.Option(help="Local CPU ranks (one host); under torchrun its world counts.")] = 2,
+    ranks: Annotated[int, typer.Option(help="Local ranks; under torchrun its world counts.")] = 2,
     out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.yaml"),
     model: Model = "pythia-14m",
     rows: Annotated[int, typer.Option(help="Rows of the products before z shards them.")] = 2048,
     message: Annotated[str, typer.Option(help="Bytes of the large message: 64M.")] = "64M",
     repeats: Annotated[int, typer.Option(help="Repeats of every measurement; the best counts.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
 ) -> None:
     """Measure this machine's collectives and products, and write a machine file for axo plan."""
     from axo import launch
@@ -231,37 +247,25 @@ def profile(
         raise ValueError(f"ranks={ranks} is not at least 1")
     if not out.parent.is_dir():
         raise ValueError(f"folder {str(out.parent)!r} does not exist")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r} is not known; use cpu or cuda")
     me = launch.Rank.from_environment()
-    arguments = (ranks if me is None else me.world_size, model, rows, size, repeats)
+    arguments = (ranks if me is None else me.world_size, model, rows, size, repeats, device)
     if me is None:
         try:
-            fields = launch.launch_local(_profile_rank, ranks, *arguments)
+            fields = launch.launch_local(profiling.on_this_rank, ranks, *arguments, fork=device == "cpu")
         except launch.RankFailed as error:
             raise (ValueError if error.user_error else RuntimeError)(str(error)) from None
     else:
-        fields = _profile_rank(*arguments)
+        fields = profiling.on_this_rank(*arguments)
     if me is None or me.rank == 0:
         profiling.write(fields, out)
-        pairs = [[key, f"{gbs}"] for key, gbs in fields["intra_gbs"].items()] if ranks > 1 else []
+        table = fields["intra_gbs"] | fields.get("cross_gbs", {}) if isinstance(fields["intra_gbs"], dict) else {}
+        pairs = [[key, f"{gbs}"] for key, gbs in table.items()]
         _table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
         products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
         _table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
         typer.echo(f"wrote {out}: axo plan --machine {out} uses it")
-
-
-def _profile_rank(ranks: int, model: str, rows: int, message: int, repeats: int) -> dict[str, Any]:
-    """Measure on one rank."""
-    import torch.distributed
-
-    import axo
-    from axo import launch
-    from axo.perf import profile as profiling
-
-    launch.set_threads(0, ranks)
-    workload = readers.read(model)
-    if ranks > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("axo")
-    return profiling.measure(axo.connect, ranks, workload, rows, message, repeats)
 
 
 # ------------------------------------------------------------------------------------------------------------ helpers
@@ -296,6 +300,7 @@ def _request(
     overlap: str,
     gather: str,
     checkpoint: bool,
+    zero: int,
 ) -> planner.Request:
     wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
     on: Machine = machine.load(machine_name)
@@ -303,7 +308,7 @@ def _request(
     if unknown := wanted - set(OVERLAPS):
         raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
     batch = tokens_of(batch_tokens, batch=True)
-    return planner.Request(workload, on, gpus, batch, float(tokens_of(tokens, batch=False)), wanted, gather)
+    return planner.Request(workload, on, gpus, batch, float(tokens_of(tokens, batch=False)), wanted, gather, zero)
 
 
 def _grid(text: str, gpus: int) -> Grid:

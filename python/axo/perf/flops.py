@@ -26,7 +26,7 @@ def narayanan(batch: float, seq_length: int, layers: int, hidden: int, vocab: in
 def forward_flops(layer: Layer, rows: float, seq_length: int) -> float:
     """Return the flops of one layer's forward for ``rows`` tokens of a whole batch."""
     if layer.kind == "linear":
-        return 2.0 * rows * layer.rows * layer.in_features * layer.out_features
+        return 2.0 * rows * layer.rows * layer.experts * layer.in_features * layer.out_features
     if layer.kind == "attention":
         return 4.0 * rows * seq_length * layer.in_features
     return 0.0

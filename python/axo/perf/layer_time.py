@@ -33,7 +33,7 @@ class Run:
         micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
         bucket_bytes: Gradients are reduced over data in buckets of this size.
-        zero: Stage of ZeRO on the data axis (memory only).
+        zero: 1 cuts the optimizer's state over data, 2 the gradients too.
     """
 
     batch_tokens: int
@@ -48,6 +48,10 @@ class Run:
     def keeps(self, workload: Workload, block: Block) -> bool:
         """True when every layer of ``block`` gathers its weight once a step."""
         return self.cached_gathers == 1.0
+
+    def optimizer_share(self, grid: Grid) -> float:
+        """Share of its parameters whose optimizer state a rank has."""
+        return 1.0 / grid.data if self.zero else 1.0
 
     def group_rows(self, grid: Grid) -> int:
         """Rows of one data-parallel group and micro-batch: m of the equations."""
@@ -90,6 +94,19 @@ class LayerCost(NamedTuple):
     data: float  # all-reduce over data
 
 
+def data_seconds(network: Network, reduced: float, shard: float, run: Run) -> float:
+    """Return the seconds over data at the end of a step: ``reduced`` for all gradients' all-reduces, more with ZeRO.
+
+    ZeRO-2 reduce-scatters gradients, which is half of an all-reduce (the engine starts that behind backward; here it
+    counts at the end). After the step both stages gather the updated fp32 parameters, ``shard`` values a rank.
+    """
+    if not run.zero or "data" not in network.axes:
+        return reduced
+    ranks = network.axes["data"][0]
+    gather = network.seconds("all_gather", "data", 4.0 * shard / ranks)
+    return gather + (reduced / 2 if run.zero == 2 else reduced)
+
+
 def calls_of(
     layer: Layer,
     grid: Grid,
@@ -100,9 +117,13 @@ def calls_of(
     gathers: int = 1,
     coords: Coords = cost.FIRST,
 ) -> list[cost.Call]:
-    """Return the collectives of one layer in one step (``rows`` of one data-parallel group), from its cost()."""
+    """Return the collectives of one layer in one step (``rows`` of one data-parallel group), from its cost().
+
+    Those of one expert, where there are several.
+    """
     rows = max(1, round(rows * layer.rows))
     if layer.kind == "linear":
+        copies = layer.kv_copies(grid.x)
         return cost.linear(
             grid,
             rows,
@@ -114,12 +135,23 @@ def calls_of(
             recompute=checkpointed,
             gathers=gathers,
             input_grad=layer.input_grad,
+            copied_features=layer.kv_features if copies > 1 else 0,
+            copies=copies,
             coords=coords,
         )
     if layer.kind == "embedding":
         return cost.embedding(grid, rows, layer.in_features, layer.out_features, coords=coords)
     if layer.kind == "norm":
-        return cost.norm(grid, rows, layer.in_features, kind=layer.norm, recompute=checkpointed, coords=coords)
+        return cost.norm(
+            grid,
+            rows,
+            layer.out_features or layer.in_features,
+            kind=layer.norm,
+            recompute=checkpointed,
+            axis=layer.over or None,
+            sum_grad_over=() if layer.over else ("x",),
+            coords=coords,
+        )
     if layer.kind == "loss":
         return cost.cross_entropy(grid, rows, coords=coords)
     return []
@@ -136,7 +168,7 @@ def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.F
         gathers = 1 if run.keeps(workload, block) else 2
         for _ in range(block.repeat):
             for layer in reversed(block.layers):
-                calls += calls_of(
+                calls += layer.experts * calls_of(
                     layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
                 )
     return cost.in_buckets(calls, run.bucket_bytes)
@@ -151,7 +183,7 @@ def layer_cost(
     input_reduce: dict[str, float] = {}
     blocking: dict[str, float] = {}
     for call in calls_of(layer, grid, rows, run):
-        seconds = call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
+        seconds = layer.experts * call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
         if call.purpose == cost.GATHER_WEIGHT:
             gather += seconds
         elif call.axis == "data":
@@ -174,14 +206,17 @@ def products(layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: 
     x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
     if layer.kind == "linear":
         k, n = cost.chunk(layer.in_features, y), cost.chunk(layer.out_features, x)
-        seconds = machine.gemm_seconds(my_rows, k, n)
+        if layer.kv_copies(x) > 1:
+            n = (layer.out_features - layer.kv_features) // x + layer.kv_features * layer.kv_copies(x) // x
+        seconds = layer.experts * machine.gemm_seconds(my_rows, k, n)
         return seconds, seconds if layer.input_grad else 0.0, seconds
     if layer.kind == "attention":
         seconds = 4.0 * my_rows * seq_length * cost.chunk(layer.in_features, x) / machine.gemm_flops
         return seconds, 2.0 * seconds, 0.0
     if layer.kind in ("pointwise", "norm"):
         forward, backward = NORM if layer.kind == "norm" else layer.moves
-        elements = my_rows * cost.chunk(layer.in_features, grid.y if layer.kind == "norm" else x)
+        split = grid.size(layer.over or "x") if layer.kind == "norm" else x
+        elements = layer.experts * my_rows * cost.chunk(layer.in_features, split)
         return forward * elements / memory, backward * elements / memory, 0.0
     if layer.kind == "embedding":
         return 2.0 * my_rows * cost.chunk(layer.out_features, grid.y) * 2.0 / memory, 0.0, 0.0

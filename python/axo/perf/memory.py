@@ -3,7 +3,7 @@
 With P parameters, g = Gx Gy Gz, r = tokens of one rank and micro-batch, h the hidden size:
 
     weights    4 P / g      fp32 masters          gradients  4 P / g        optimizer  8 P / g (AdamW's moments)
-                            with ZeRO on the data axis the last (1), or the last two (2), over Gdata
+               with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data
     gathered   2 P' / (Gx Gy)   bf16 blocks: all of the model when kept from forward to backward, else two layers
     kept       2 r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
     working    the saved tensors of one block, and the fp32 logits and their gradient, r V / Gx each
@@ -54,7 +54,7 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up."""
     rows = chunk(run.group_rows(grid), grid.z)
     block_share = grid.x * grid.y
-    parameters = workload.parameters
+    parameters = workload.parameters + workload.copied(grid)
     shard = parameters / (block_share * grid.z)
     kept = working = largest = 0.0
     for block in workload.blocks:
@@ -71,8 +71,8 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
         gathered = 2.0 * run.cached_gathers * parameters / block_share
     else:
         gathered = 2.0 * 2.0 * largest / block_share
-    gradients = 4.0 * shard / (grid.data if run.zero > 1 else 1)
-    optimizer = 8.0 * shard / (grid.data if run.zero else 1)
+    optimizer = 8.0 * shard * run.optimizer_share(grid)
+    gradients = 4.0 * shard * (run.optimizer_share(grid) if run.zero == 2 else 1.0)
     return Memory(4.0 * shard, gradients, optimizer, gathered, kept, working)
 
 
@@ -84,11 +84,11 @@ def block_input(block: Block, grid: Grid, rows: int) -> float:
 
 def saved(layer: Layer, grid: Grid, rows: int) -> float:
     """Bytes that one layer keeps for its backward."""
-    my_rows = rows * layer.rows
+    my_rows = rows * layer.rows * layer.experts
     if layer.kind == "loss":
         return 2 * 4.0 * my_rows * chunk(layer.out_features, grid.x)
     if layer.kind == "norm":
-        return 2.0 * my_rows * chunk(layer.in_features, grid.y)
+        return 2.0 * my_rows * chunk(layer.in_features, grid.size(layer.over or "x"))
     if layer.kind == "embedding":
         return 8.0 * my_rows
     inside = grid.x if layer.kind == "linear" and layer.transposed else grid.y

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, layer_cost
+from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -152,12 +152,13 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
         step.exposed[axis] *= run.micro_batches
         step.communication[axis] *= run.micro_batches
     step.compute *= run.micro_batches
-    step.exposed["data"] += pieces.data
-    step.communication["data"] += pieces.data
+    shard = workload.parameters / (grid.x * grid.y * grid.z)
+    data = data_seconds(network, pieces.data, shard, run)
+    step.exposed["data"] += data
+    step.communication["data"] += data
     hidden = sum(step.communication.values()) - step.exposed_total
     step.contention = machine.contention * max(0.0, min(hidden, step.compute))
-    shard = workload.parameters / (grid.x * grid.y * grid.z)
-    step.optimizer = OPTIMIZER_BYTES * shard / (1e9 * machine.memory_gbs)
+    step.optimizer = OPTIMIZER_BYTES * run.optimizer_share(grid) * shard / (1e9 * machine.memory_gbs)
     return step
 
 

@@ -22,6 +22,7 @@ from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
 DAY = 86400.0
+MOST_GPUS = 2**20
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
 
 
@@ -37,6 +38,7 @@ class Request:
         tokens: Tokens of the whole training; 0: not asked.
         overlap: Which of oar, ors, oag are on.
         gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
+        zero: 1 cuts the optimizer's state over data, 2 the gradients too.
     """
 
     workload: Workload
@@ -46,16 +48,21 @@ class Request:
     tokens: float = 0.0
     overlap: frozenset[str] = frozenset(OVERLAPS)
     gather: str = "auto"
+    zero: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
             raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
+        if self.gpus > MOST_GPUS:
+            raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
         if self.batch_tokens < self.workload.seq_length:
             raise ValueError(
                 f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"
             )
         if self.gather not in GATHERS:
             raise ValueError(f"plan: gather={self.gather!r} is not known; use one of {', '.join(GATHERS)}")
+        if self.zero not in (0, 1, 2):
+            raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
         unknown = self.overlap - set(OVERLAPS)
         if unknown:
             raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
@@ -128,7 +135,7 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
 
 def consider(request: Request, grid: Grid) -> Candidate:
     """Predict one grid, or say why it is left out."""
-    run = Run(request.batch_tokens, overlap=request.overlap)
+    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero)
     reason = _impossible(request, grid)
     if reason:
         return Candidate(grid, run, reason=reason)
@@ -162,6 +169,7 @@ def _runs(request: Request, grid: Grid) -> Iterator[Run]:
             overlap=request.overlap,
             cached_gathers=share,
             micro_batches=pieces,
+            zero=request.zero,
             rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
         )
         if pieces >= sequences:

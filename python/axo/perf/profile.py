@@ -20,6 +20,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ import yaml
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
+from axo.perf import readers
 from axo.perf.memory import GIB
 from axo.perf.workload import Workload
 
@@ -63,11 +65,12 @@ def measure(
     repeats: int,
     node: int = 0,
     dtype: str = "bfloat16",
+    device: str = "cpu",
 ) -> dict[str, Any]:
     """Measure on every rank of the world; return the machine file's fields (the same on all ranks).
 
     Args:
-        connect: Gives the communicators of a grid: ``axo.connect``.
+        connect: Gives the communicators of a grid, on ``device``: ``axo.connect``.
         ranks: Of the world.
         workload: Whose products are timed.
         rows: Rows of the products before z shards them.
@@ -75,6 +78,7 @@ def measure(
         repeats: Of every measurement.
         node: Ranks of a host; 0: all of them are on one.
         dtype: Of the products.
+        device: "cpu" or "cuda".
 
     Raises:
         ValueError: A count is not at least 1.
@@ -109,9 +113,9 @@ def measure(
     best = max(gemm["tflops"] for gemm in gemms)
     return {
         "name": "profiled",
-        "description": f"{ranks} CPU ranks, {node} a host; {os.cpu_count()} cores",
+        "description": f"{ranks} ranks, {node} a host, each {_what(device)}",
         "gpus_per_node": node,
-        "memory_gib": round(_memory_gib() / ranks, 3),
+        "memory_gib": round(_memory_gib(device, node), 3),
         "peak_tflops": best,
         "gemm_tflops": best,
         "memory_gbs": memory_gbs,
@@ -135,6 +139,22 @@ def measure(
     }
 
 
+def on_this_rank(ranks: int, model: str, rows: int, bytes_: int, repeats: int, device: str) -> dict[str, Any]:
+    """Meet the other ranks, and measure a model by name: what the command runs on each."""
+    import torch.distributed
+
+    import axo
+    from axo import launch
+
+    node = int(os.environ.get("AXO_RANKS_PER_HOST") or os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    launch.set_threads(0, node)
+    workload = readers.read(model)
+    if ranks > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("axo")
+    connect = partial(axo.connect, device=device)
+    return measure(connect, ranks, workload, rows, bytes_, repeats, min(node, ranks), device=device)
+
+
 def write(fields: dict[str, Any], path: Path) -> None:
     """Write a machine file that ``axo.perf.machine.load`` reads."""
     head = "# Measured by `axo profile`. Edit name, peak_tflops and inter_gbs where you know better.\n"
@@ -145,14 +165,19 @@ def _timed(comms: Any, repeats: int, run: Callable[[], object]) -> list[float]:
     """Time ``run`` on all ranks at once: for each repeat the slowest rank's seconds."""
     import torch
 
+    on_gpu = torch.device(comms.device).type != "cpu"
     run()
     found = []
     for _ in range(repeats):
         comms.world.barrier()
+        if on_gpu:
+            torch.accelerator.synchronize()
         started = time.perf_counter()
         run()
+        if on_gpu:
+            torch.accelerator.synchronize()
         found.append(time.perf_counter() - started)
-    seconds = torch.tensor(found, dtype=torch.float64)
+    seconds = torch.tensor(found, dtype=torch.float64, device=comms.device)
     if comms.grid.world_size > 1:
         seconds = comms.world.all_reduce(seconds, "max")
     return [float(second) for second in seconds]
@@ -162,7 +187,7 @@ def _all_reduce(comms: Any, size: int, message: int, repeats: int) -> float:
     """Return GB/s of simultaneous all-reduces over y."""
     import torch
 
-    tensor = torch.ones(max(1, message // 4))
+    tensor = torch.ones(max(1, message // 4), device=comms.device)
     seconds = min(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
     return round(2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, 4)
 
@@ -171,7 +196,7 @@ def _latency(comms: Any, steps: int, repeats: int) -> float:
     """Return microseconds of one of the ``steps`` of a tiny all-reduce over y."""
     import torch
 
-    tensor = torch.ones(1)
+    tensor = torch.ones(1, device=comms.device)
     seconds = median(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
     return round(1e6 * seconds / steps, 3)
 
@@ -181,7 +206,8 @@ def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int, dtype: str) -> 
     import torch
 
     m, k, n = shape
-    a, weight = (torch.randn(shape).to(getattr(torch, dtype)) for shape in ((m, k), (n, k)))
+    sizes, kind = ((m, k), (n, k)), getattr(torch, dtype)
+    a, weight = (torch.randn(size, device=comms.device).to(kind) for size in sizes)
     seconds = min(_timed(comms, repeats, lambda: a @ weight.t()))
     return {"m": m, "k": k, "n": n, "tflops": round(2e-12 * m * k * n / seconds, 6)}
 
@@ -190,11 +216,25 @@ def _copy(comms: Any, message: int, repeats: int) -> float:
     """Return GB/s of a copy (read and write counted), all ranks at once."""
     import torch
 
-    source = torch.ones(max(1, message // 4))
+    source = torch.ones(max(1, message // 4), device=comms.device)
     target = torch.empty_like(source)
     seconds = min(_timed(comms, repeats, lambda: target.copy_(source)))
     return round(8 * source.numel() / seconds / 1e9, 4)
 
 
-def _memory_gib() -> float:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
+def _memory_gib(device: str, node: int) -> float:
+    """Memory of one rank's device, or its share of the host's."""
+    if device == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / node
+    import torch
+
+    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / GIB
+
+
+def _what(device: str) -> str:
+    """What a rank is, in words."""
+    if device == "cpu":
+        return f"a share of {os.cpu_count()} cores"
+    import torch
+
+    return torch.cuda.get_device_name(torch.cuda.current_device())

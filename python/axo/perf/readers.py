@@ -6,7 +6,7 @@
     read("path/model_config.yaml")    LitGPT's own file
     from_module(model, seq_length=2048)   any nn.Module, looked at by class names, so that torch is not imported here
 
-Mixtures of experts are refused: their rows are routed, which the lists of layers cannot say.
+Mixtures of experts count as if every expert had its even share of the rows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 
 import yaml
 
-from axo.perf.workload import ACTIVATION, Block, Layer, Workload, gpt, unet
+from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+_POST_NORMS = ("olmo2", "gemma2", "gemma3", "gemma3_text")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -99,15 +101,26 @@ def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
 
 
 def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
-    """Read the fields of a ``litgpt.Config``. Norms over single heads (norm_qk) are left out: they move little.
+    """Read the fields of a ``litgpt.Config``.
 
     Raises:
-        ValueError: A mixture of experts, or a field is missing.
+        ValueError: A field is missing, or latent attention, which is not modelled.
     """
     name = str(config.get("name") or "litgpt model")
     kind = config.get("mlp_class_name", "GptNeoxMLP")
-    if kind == "LLaMAMoE" or config.get("n_expert"):
-        raise ValueError(f"model {name!r}: mixtures of experts are not modelled; plan a dense model")
+    if config.get("latent_attention"):
+        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    experts = None
+    if kind == "LLaMAMoE":
+        experts = Experts(
+            _field(config, name, "n_expert"),
+            _field(config, name, "n_expert_per_token"),
+            _field(config, name, "moe_intermediate_size", "intermediate_size"),
+            config.get("n_shared_expert") or 0,
+            config.get("first_k_dense_replace") or 0,
+        )
+    norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
+    pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
     heads = _field(config, name, "n_head")
     return gpt(
         name,
@@ -119,13 +132,15 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         intermediate=config.get("intermediate_size") or 0,
         vocab=config.get("padded_vocab_size") or _field(config, name, "vocab_size"),
         seq_length=_seq_length(seq_length, config.get("block_size")),
-        gated=kind in ("LLaMAMLP", "GemmaMLP"),
+        gated=kind in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"),
         bias=bool(config.get("bias", True)),
         qkv_bias=bool(config.get("attn_bias", False) or config.get("bias", True)),
         head_bias=bool(config.get("lm_head_bias", False)),
         norm="rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm",
-        norms=1 if config.get("shared_attention_norm") else 2,
+        norms=pre_norms,
         post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
+        norm_qk=norm_qk,
+        experts=experts,
     )
 
 
@@ -133,11 +148,23 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
     """Read the fields of a Hugging Face config.json.
 
     Raises:
-        ValueError: A mixture of experts, or a field is missing.
+        ValueError: A field is missing, or latent attention, which is not modelled.
     """
-    if any(config.get(field) for field in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise ValueError(f"model {name!r}: mixtures of experts are not modelled; plan a dense model")
     kind = str(config.get("model_type", ""))
+    if config.get("kv_lora_rank"):
+        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    experts = None
+    if any(config.get(field) for field in _EXPERTS):
+        if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+            raise ValueError(f"model {name!r}: experts in some blocks only are modelled where the others come first")
+        experts = Experts(
+            _field(config, name, *_EXPERTS),
+            _field(config, name, "num_experts_per_tok"),
+            _field(config, name, "moe_intermediate_size", "intermediate_size"),
+            config.get("n_shared_experts") or 0,
+            config.get("first_k_dense_replace") or 0,
+        )
+    norm_qk = "all" if kind == "olmo2" else "heads" if kind.startswith(("qwen3", "gemma3")) else ""
     gated = kind not in ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
     heads = _field(config, name, "num_attention_heads", "n_head")
     return gpt(
@@ -154,6 +181,10 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
         bias=not gated,
         qkv_bias=not gated or kind.startswith("qwen2") or bool(config.get("attention_bias")),
         norm="rmsnorm" if gated else "layernorm",
+        norms=0 if kind == "olmo2" else 2,
+        post_norms=(kind in _POST_NORMS, kind in _POST_NORMS),
+        norm_qk=norm_qk,
+        experts=experts,
     )
 
 

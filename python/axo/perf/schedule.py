@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from axo.grid import AXES, Grid
 from axo.perf import memory
-from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, layer_cost
+from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -220,13 +220,20 @@ class _Builder:
     def _finish(self) -> None:
         end = self.path
         waits: tuple[int, ...] = end
+        scatters = self.run.zero == 2
         for name, seconds, done in self.scattered:
             if seconds:
-                done = self._add(f"{name} dW all-reduce", "data", seconds, tuple(dict.fromkeys(end + done)))
+                op = "reduce-scatter over data" if scatters else "all-reduce"
+                seconds /= 1 + scatters
+                done = self._add(f"{name} dW {op}", "data", seconds, tuple(dict.fromkeys(end + done)))
             waits += done
         shard = self.workload.parameters / (self.grid.x * self.grid.y * self.grid.z)
-        seconds = OPTIMIZER_BYTES * shard / (1e9 * self.machine.memory_gbs)
-        self._add("optimizer", COMPUTE, seconds, tuple(dict.fromkeys(waits)))
+        seconds = OPTIMIZER_BYTES * self.run.optimizer_share(self.grid) * shard / (1e9 * self.machine.memory_gbs)
+        stepped = self._add("optimizer", COMPUTE, seconds, tuple(dict.fromkeys(waits)))
+        gather = data_seconds(self.network, 0.0, shard, self.run)
+        if gather:
+            gathered = self._add("parameters gather", "data", gather, stepped)
+            self._add("end", COMPUTE, 0.0, gathered)
 
     def _gathered(self, layer: Layer) -> float:
         """Bytes of a gathered weight."""

@@ -42,12 +42,17 @@ class Layer:
         bias: A linear layer's bias.
         transposed: x and y swap roles (Algorithm 1). An ``attention`` or ``pointwise`` layer that is transposed has its
             features split over y, else over x.
-        rows: Rows a token: 1, but for convolutions at a lower resolution, whose rows are fewer.
+        rows: Rows a token: 1, but for convolutions at a lower resolution and for experts, whose rows are fewer.
         norm: "layernorm" or "rmsnorm".
+        over: Of a norm: the axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so
+            that only its weight, of ``out_features`` values, is anybody else's business.
         moves: Of a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
         heads: Of an attention layer.
         input_grad: False for a layer whose input needs no gradient.
         uneven: out_features need not divide over its axis (a head over a vocabulary).
+        experts: So many equal layers beside each other, each with ``rows`` rows a token.
+        kv_features, kv_groups: Of a layer of queries, keys and values: how many of out_features, the last, are keys and
+            values, and of how many groups; neighbours along x share a group where there are fewer groups than ranks.
     """
 
     kind: str
@@ -62,16 +67,24 @@ class Layer:
     heads: int = 0
     input_grad: bool = True
     uneven: bool = False
+    over: str = "y"
+    experts: int = 1
+    kv_features: int = 0
+    kv_groups: int = 0
+
+    def kv_copies(self, ranks: int) -> int:
+        """How many neighbours along x hold the same keys and values."""
+        return ranks // self.kv_groups if 0 < self.kv_groups < ranks else 1
 
     @property
     def parameters(self) -> int:
         """Trainable values of the whole layer."""
         if self.kind == "linear":
-            return self.in_features * self.out_features + (self.out_features if self.bias else 0)
+            return self.experts * (self.in_features * self.out_features + (self.out_features if self.bias else 0))
         if self.kind == "embedding":
             return self.in_features * self.out_features
         if self.kind == "norm":
-            return self.in_features * (2 if self.norm == "layernorm" else 1)
+            return (self.out_features or self.in_features) * (2 if self.norm == "layernorm" else 1)
         return 0
 
 
@@ -94,7 +107,7 @@ class Workload:
         seq_length: Tokens of one sample: the smallest piece of a batch that a rank can take.
         hidden: Width of the residual stream (0: unknown).
         heads: Attention heads: x must divide them (0: no such limit).
-        kv_heads: Key-value groups: x must divide them too.
+        kv_heads: Key-value groups: x must divide them, or be a multiple (neighbours share a group then).
         vocab: Vocabulary (0: none).
     """
 
@@ -117,26 +130,47 @@ class Workload:
         """Trainable values of the whole model."""
         return sum(block.repeat * layer.parameters for block in self.blocks for layer in block.layers)
 
+    def copied(self, grid: Grid) -> int:
+        """Values that are held more than once on ``grid`` (keys and values that neighbours along x share), added up."""
+        if not 0 < self.kv_heads < grid.x:
+            return 0
+        return sum(
+            block.repeat * layer.kv_features * layer.in_features * (layer.kv_copies(grid.x) - 1)
+            for block in self.blocks
+            for layer in block.layers
+        )
+
     def misfit(self, grid: Grid) -> str:
         """Say which size an axis of ``grid`` does not divide; empty when all do."""
         for what, size, axis in self._sizes:
             ranks = grid.size(axis)
             if size % ranks:
                 return f"{axis}={ranks} does not divide {what}={size}"
+        if 0 < self.kv_heads < grid.x:
+            if grid.x % self.kv_heads:
+                return f"x={grid.x} neither divides kv_heads={self.kv_heads} nor is a multiple of it"
+            if self._norms_all_keys:
+                return f"x={grid.x} is more than kv_heads={self.kv_heads}, whose keys are normalised together"
+        elif self.kv_heads % grid.x:
+            return f"x={grid.x} does not divide kv_heads={self.kv_heads}"
         return ""
 
     @cached_property
     def _sizes(self) -> list[tuple[str, int, str]]:
-        sizes = [("heads", self.heads, "x"), ("kv_heads", self.kv_heads, "x")]
+        sizes = [("heads", self.heads, "x")]
         for layer in dict.fromkeys(layer for block in self.blocks for layer in block.layers):
             x, y = ("y", "x") if layer.transposed else ("x", "y")
             if layer.kind == "linear":
                 sizes.append((f"{layer.name}.in_features", layer.in_features, y))
                 if not layer.uneven:
-                    sizes.append((f"{layer.name}.out_features", layer.out_features, x))
-            elif layer.kind == "norm":
+                    sizes.append((f"{layer.name}.out_features", layer.out_features - layer.kv_features, x))
+            elif layer.kind == "norm" and layer.over == "y":
                 sizes.append((f"{layer.name}.features", layer.in_features, "y"))
         return [entry for entry in dict.fromkeys(sizes) if entry[1]]
+
+    @cached_property
+    def _norms_all_keys(self) -> bool:
+        return any(layer.over == "x" for block in self.blocks for layer in block.layers)
 
     @property
     def checkpointed(self) -> bool:
@@ -148,6 +182,58 @@ class Workload:
         return replace(
             self, blocks=tuple(replace(block, checkpointed=on and block.repeat > 1) for block in self.blocks)
         )
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts (SwiGLU each), all of which all ranks hold, cut like a dense MLP.
+
+    A token goes through ``per_token`` of ``count`` experts; the load is taken to be even, so an expert has
+    ``per_token / count`` rows a token. The ``shared`` ones, one MLP of their joint width, take every token.
+
+    Args:
+        count, per_token: Experts, and how many of them a token goes through.
+        intermediate: Width of one.
+        shared: So many more that every token goes through.
+        dense_blocks: The first blocks that have a dense MLP instead.
+    """
+
+    count: int
+    per_token: int
+    intermediate: int
+    shared: int = 0
+    dense_blocks: int = 0
+
+    def layers(self, hidden: int, bias: bool) -> tuple[Layer, ...]:
+        """The layers of one block's experts. Choosing and weighing tokens counts as memory traffic."""
+        found = [Layer("linear", "mlp.gate", hidden, self.count, uneven=True)]
+        for name, width, count, rows in (
+            ("experts", self.intermediate, self.count, self.per_token / self.count),
+            ("shared_experts", self.intermediate * self.shared, 1, 1.0),
+        ):
+            if not width:
+                continue
+            each = (
+                Layer("pointwise", f"mlp.{name}.take", hidden, transposed=True, moves=SPLIT),
+                Layer("linear", f"mlp.{name}.fc_1", hidden, width, bias),
+                Layer("linear", f"mlp.{name}.fc_2", hidden, width, bias),
+                Layer("pointwise", f"mlp.{name}.act", width, moves=ACTIVATION_GATED),
+                Layer("linear", f"mlp.{name}.proj", width, hidden, bias, True),
+                Layer("pointwise", f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
+            )
+            found += [replace(layer, rows=rows, experts=count) for layer in each]
+        return tuple(found)
+
+
+def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads: int) -> tuple[Layer, ...]:
+    """The norms of queries and of keys."""
+    if not which:
+        return ()
+    over, width = ("x", 0) if which == "all" else ("", head_size)
+    return tuple(
+        Layer("norm", f"attn.{name}", count * head_size, width, norm=norm, over=over)
+        for name, count in (("norm_q", heads), ("norm_k", kv_heads))
+    )
 
 
 def gpt(
@@ -168,6 +254,8 @@ def gpt(
     norms: int = 2,
     post_norms: tuple[bool, bool] = (False, False),
     head_size: int = 0,
+    norm_qk: str = "",
+    experts: Experts | None = None,
     checkpointed: bool = True,
 ) -> Workload:
     """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
@@ -177,9 +265,11 @@ def gpt(
         intermediate: Width of the MLP; 0 means 4 * hidden.
         gated: Two input products of the MLP (SwiGLU) instead of one.
         qkv_bias: A bias of the qkv layer; None: as ``bias``.
-        norms: Norms of a block: 2, or 1 where attention and MLP share one (parallel residual).
+        norms: Norms of a block before attention and MLP: 2, 1 where they share one (parallel residual), or 0.
         post_norms: A norm behind attention's proj, and one behind the MLP's (Gemma 2).
         head_size: Width of one head; 0 means hidden // heads.
+        norm_qk: Norms of queries and keys: "" for none, "heads": of each head, "all": of all of them together.
+        experts: The MLP is a mixture of experts, but in the first ``experts.dense_blocks`` blocks.
     """
     kv_heads = kv_heads or heads
     intermediate = intermediate or 4 * hidden
@@ -192,26 +282,46 @@ def gpt(
             Layer("linear", "mlp.fc_1", hidden, intermediate, bias),
             Layer("linear", "mlp.fc_2", hidden, intermediate, bias),
         ]
-    block = (
-        Layer("norm", "norm_1", hidden, norm=norm),
-        Layer("linear", "attn.qkv", hidden, qkv, bias if qkv_bias is None else qkv_bias),
-        Layer("pointwise", "attn.split", qkv, moves=SPLIT),
-        Layer("attention", "attn", inner, heads=heads),
-        Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
-        *([Layer("norm", "post_attention_norm", hidden, norm=norm)] if post_norms[0] else []),
-        Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
-        *([Layer("norm", "norm_2", hidden, norm=norm)] if norms == 2 else []),
+    keys = 2 * kv_heads * head_size
+    dense = (
         *fc,
         Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED if gated else ACTIVATION),
         Layer("linear", "mlp.proj", intermediate, hidden, bias, transposed=True),
-        *([Layer("norm", "post_mlp_norm", hidden, norm=norm)] if post_norms[1] else []),
-        Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
     )
+
+    def block(mlp: tuple[Layer, ...]) -> tuple[Layer, ...]:
+        return (
+            *([Layer("norm", "norm_1", hidden, norm=norm)] if norms else []),
+            Layer(
+                "linear",
+                "attn.qkv",
+                hidden,
+                qkv,
+                bias if qkv_bias is None else qkv_bias,
+                kv_features=keys,
+                kv_groups=kv_heads,
+            ),
+            Layer("pointwise", "attn.split", qkv, moves=SPLIT),
+            *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
+            Layer("attention", "attn", inner, heads=heads),
+            Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
+            *([Layer("norm", "post_attention_norm", hidden, norm=norm)] if post_norms[0] else []),
+            Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
+            *([Layer("norm", "norm_2", hidden, norm=norm)] if norms == 2 else []),
+            *mlp,
+            *([Layer("norm", "post_mlp_norm", hidden, norm=norm)] if post_norms[1] else []),
+            Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
+        )
+
+    first = layers if experts is None else min(layers, experts.dense_blocks)
+    stacks = [Block(block(dense), first, checkpointed)] if first else []
+    if experts is not None and layers > first:
+        stacks.append(Block(block(experts.layers(hidden, bias)), layers - first, checkpointed))
     return Workload(
         name,
         (
             Block((Layer("embedding", "wte", vocab, hidden, input_grad=False),)),
-            Block(block, layers, checkpointed),
+            *stacks,
             Block(
                 (
                     Layer("norm", "ln_f", hidden, norm=norm),
