@@ -46,6 +46,7 @@ def matmul_all_reduce(
     """
     check_layout(layout)
     _check(comm, "matmul_all_reduce")
+    _check_bias("matmul_all_reduce", bias, b.shape[0 if layout == "NT" else -1])
     flat, lead = _flat(a, layout, "matmul_all_reduce")
     out: torch.Tensor = _MatmulAllReduce.apply(flat, b, bias, comm, grad_comm, layout, strategy, chunks)
     return out if lead is None else out.view(*lead, out.shape[-1])
@@ -79,6 +80,8 @@ def all_gather_matmul(
     """
     check_layout(layout)
     _check(comm, "all_gather_matmul")
+    columns = b.shape[0 if layout == "NT" else -1]
+    _check_bias("all_gather_matmul", bias, columns * (comm.size if gather == "b" else 1))
     flat, lead = _flat(a, layout, "all_gather_matmul")
     out: torch.Tensor = _AllGatherMatmul.apply(flat, b, bias, comm, layout, gather, keep, strategy, chunks)
     if lead is None:
@@ -125,6 +128,11 @@ def _check(comm: FusedCommunicator, operation: str) -> None:
             f"{operation}: comm is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"
         )
+
+
+def _check_bias(operation: str, bias: torch.Tensor | None, columns: int) -> None:
+    if bias is not None and tuple(bias.shape) != (columns,):
+        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; use ({columns},), one value a column")
 
 
 def _flat(a: torch.Tensor, layout: str, operation: str) -> tuple[torch.Tensor, torch.Size | None]:

@@ -38,8 +38,8 @@ def check_strategy(operation: str, strategy: str, chunks: int, device: torch.dev
     """Refuse an unknown strategy, and one that this device cannot run."""
     if strategy not in STRATEGIES:
         raise ValueError(f"{operation}: strategy={strategy!r}; use one of {', '.join(STRATEGIES)}")
-    if chunks < 1:
-        raise ValueError(f"{operation}: chunks={chunks}; use at least 1")
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise ValueError(f"{operation}: chunks={chunks!r}; use a whole number of at least 1")
     if strategy == "signal" and device.type != "cpu" and not devices.runs_triton(device):
         raise ValueError(f"{operation}: strategy='signal' needs Triton on {device}; install triton, or use 'split'")
 
@@ -128,7 +128,8 @@ def start_reduce_scatter(
     """
     product = product_of(a, b, layout)
     check_strategy("matmul_reduce_scatter", strategy, chunks, a.device)
-    schedule = plan("reduce_scatter", product.m, chunks, comm.rank, comm.size, _multiple(strategy, a.device))
+    pieces = 1 if strategy == "serial" else chunks
+    schedule = plan("reduce_scatter", product.m, pieces, comm.rank, comm.size, _multiple(strategy, a.device))
     comm.ran.append(Ran("matmul_reduce_scatter", strategy, chunks, layout, engine(strategy, a.device, multiply)))
     multiply = multiply or partial(vendor_matmul, layout=layout)
     if out is None:
@@ -214,7 +215,9 @@ def run_all_gather(
     other = b if gather == "a" else a
     rows, depth = shard.shape
     product = product_of(a, b, layout)
-    schedule = plan("all_gather", rows, chunks, comm.rank, comm.size, _multiple(strategy, a.device))
+    schedule = plan(
+        "all_gather", rows, 1 if strategy == "serial" else chunks, comm.rank, comm.size, _multiple(strategy, a.device)
+    )
     comm.ran.append(Ran("all_gather_matmul", strategy, chunks, layout, engine(strategy, a.device, multiply)))
     multiply = multiply or partial(vendor_matmul, layout=layout)
     if strategy == "serial":

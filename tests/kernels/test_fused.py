@@ -253,7 +253,9 @@ def test_signal_kernel_on_two_ranks(interpreter, operation, tmp_path):
 
 BAD = {
     "strategy='magic'; use one of serial, split, signal": {"strategy": "magic"},
-    "chunks=0; use at least 1": {"strategy": "split", "chunks": 0},
+    "chunks=0; use a whole number of at least 1": {"strategy": "split", "chunks": 0},
+    "chunks=2.0; use a whole number of at least 1": {"strategy": "split", "chunks": 2.0},
+    r"bias has shape \(4,\); use \(3,\), one value a column": {"bias": torch.ones(4)},
     "9 chunks do not fit 4 rows; use between 1 and 4": {"strategy": "split", "chunks": 9},
     "layout='XX' is not a layout": {"layout": "XX"},
 }
@@ -280,3 +282,8 @@ def test_bad_communicators_and_shapes():
         all_gather_matmul(torch.ones(4, 8), torch.ones(8, 3), SoloCommunicator(), "NN", strategy="split")
     with pytest.raises(ValueError, match="a has 3 dims; TN takes 2"):
         matmul_reduce_scatter(torch.ones(4, 8, 2), torch.ones(8, 3), SoloCommunicator(), "TN")
+    with pytest.raises(ValueError, match=r"all_gather_matmul: bias has shape \(5,\); use \(3,\)"):
+        all_gather_matmul(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), bias=torch.ones(5))
+    # one piece is not cut: the default of 4 chunks fits one row
+    assert matmul_reduce_scatter(torch.ones(1, 8), torch.ones(3, 8), SoloCommunicator()).shape == (1, 3)
+    assert all_gather_matmul(torch.ones(4, 8), torch.ones(1, 8), SoloCommunicator()).shape == (4, 1)

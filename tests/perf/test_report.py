@@ -4,8 +4,11 @@ Oracles: the plan itself; Python's own csv, json and HTML parsers; the PNG signa
 """
 
 import csv
+import html
 import io
 import json
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -163,3 +166,30 @@ def test_a_measured_machine_file_can_be_planned_on(tmp_path: Path) -> None:
     assert found.gpus_per_node == 4 and len(found.gemms) == len(first["gemms"]) > 5
     request = planner.Request(gpt("tiny", layers=1, hidden=32, heads=4, vocab=64, seq_length=16), found, 4, 256)
     assert planner.plan(request).best.time is not None
+
+
+@pytest.mark.soak
+def test_a_browser_shows_the_page_without_a_network(made: planner.Plan, tmp_path: Path) -> None:
+    """Headless Chromium (`apt-get install chromium`), no host reachable: plots decoded, no table wider than the page.
+
+    The page has no script; a copy gets one that says what the browser sees.
+    """
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no chromium; the page is only parsed")
+    step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
+    text = report.plan_page(made, step, plots.plan_plots(made, step))
+    look = (
+        "<script>onload = () => document.title = JSON.stringify({images: [...document.images].map(i => i.naturalWidth),"
+        "rows: document.querySelectorAll('tr').length, wide: document.body.scrollWidth})</script>"
+    )
+    path = tmp_path / "page.html"
+    path.write_text(text.replace("</body>", look + "</body>"))
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900", f"--user-data-dir={tmp_path}/u"]
+    offline = "--host-resolver-rules=MAP * ~NOTFOUND"
+    command = [browser, *options, offline, "--virtual-time-budget=5000", "--dump-dom", f"file://{path}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "<title>{" in done.stdout, done.stderr[-2000:]
+    seen = json.loads(html.unescape(done.stdout.split("<title>")[1].split("</title>")[0]))
+    assert len(seen["images"]) == 5 and min(seen["images"]) > 300
+    assert seen["rows"] > 20 and seen["wide"] <= 1200
