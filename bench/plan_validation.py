@@ -6,7 +6,7 @@ Four "hosts" of two CPU ranks on this machine (AXO_RANKS_PER_HOST); what leaves 
 by sleeping, so that a step is communication for the most part and other load on the machine matters little. First what
 `axo profile` measures is measured on the same ranks and the same link, and kept as a machine file; nothing is fitted to
 the 20 results. Then every grid trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the slowest rank's
-seconds, the median of the counted steps.
+seconds, the median of the counted steps of all passes.
 
 Predictions: the planner's closed form, the simulator, and the closed form with one bandwidth for every axis, without
 placement. What is measured already stays in --state, so a run of limited time goes on where the last one ended.
@@ -63,6 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--state", type=Path, default=Path("runs/plan_validation"), help="folder of what is measured")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further grid after this time")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each grid, after two that are not")
+    parser.add_argument("--passes", type=int, default=2, help="over all grids, so that a busy minute hits none twice")
     parser.add_argument("--grids", default="", help="only these, comma-separated; all by default")
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines here when all is measured")
     options = parser.parse_args(arguments)
@@ -75,13 +76,13 @@ def main(arguments: list[str] | None = None) -> int:
     if not state.machine.exists():
         profile.write(launch_local(measure_machine, RANKS), state.machine)
         print(f"machine measured: {state.machine}", flush=True)
-    left = [grid for grid in grids if grid not in state.steps]
+    left = state.left(grids, options.passes)
     if left and time.time() < deadline:
         launch_local(measure_grids, RANKS, left, options.steps, deadline, state)
         state.read()
-    left = [grid for grid in grids if grid not in state.steps]
+    left = state.left(grids, options.passes)
     if left:
-        print(f"{len(left)} of {len(grids)} grids are not measured yet; run the same command again")
+        print(f"{len(left)} of {options.passes * len(grids)} are not measured yet; run the same command again")
         return 0
     header = environment(torch.device("cpu")) | {"bench": "plan_validation", "ranks": RANKS, "ranks_per_host": A_HOST}
     header |= {"cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1), "setup": setup}
@@ -105,8 +106,13 @@ class State:
             raise SystemExit(f"plan_validation: {self.path} holds another setup's results; give another --state")
         self.steps = found["steps"]
 
+    def left(self, grids: list[str], passes: int) -> list[str]:
+        """What is still to be measured, a pass after the other."""
+        done = {grid: len(self.steps.get(grid, [])) // self.setup["steps"] for grid in grids}
+        return [grid for number in range(passes) for grid in grids if done[grid] <= number]
+
     def add(self, grid: str, steps: list[float]) -> None:
-        self.steps[grid] = steps
+        self.steps[grid] = self.steps.get(grid, []) + steps
         new = self.path.with_suffix(".new")
         new.write_text(json.dumps({"setup": self.setup, "steps": self.steps}))
         new.replace(self.path)

@@ -171,8 +171,8 @@ class _Pieces:
         self.path = 0.0  # backward: products and blocking collectives, the time in which z may hide
         self.queue = 0.0  # backward: what waits on z
         self.shared = 0.0  # backward: blocking collectives that use the NICs too
-        self.first_gather = self.last_scatter = 0.0
-        self.started = False
+        self.last_scatter = 0.0
+        self.open: tuple[float, float] | None = None  # the last segment so far: its path, its collectives on the NICs
 
     def block(self, block: Block, costs: list[LayerCost]) -> None:
         """Add one block, ``repeat`` times."""
@@ -192,14 +192,19 @@ class _Pieces:
         for i, (gather, path, blocking) in enumerate(segments):
             self._blocking(blocking, times)
             self.step.communication["z"] += times * gather
-            following = segments[(i + 1) % len(segments)][0]
-            if "oag" in self.run.overlap:
-                self.step.exposed["z"] += times * max(0.0, following + self._nics(blocking) - path)
-            else:
+            if "oag" not in self.run.overlap:
                 self.step.exposed["z"] += times * gather
-        if not self.started and "oag" in self.run.overlap:
-            self.step.exposed["z"] += segments[0][0]
-        self.started = True
+                continue
+            if i == 0:  # behind what stood before this block once, then behind the end of its own last repeat
+                before = self.open or (0.0, 0.0)
+                self.step.exposed["z"] += max(0.0, gather + before[1] - before[0])
+                repeats, after = times - 1, segments[0][0]
+                last = segments[-1]
+                behind = after + self._nics(last[2]) - last[1]
+                self.step.exposed["z"] += repeats * max(0.0, behind)
+            if i + 1 < len(segments):
+                self.step.exposed["z"] += times * max(0.0, segments[i + 1][0] + self._nics(blocking) - path)
+            self.open = path, self._nics(blocking)
 
     def _recompute(self, costs: list[LayerCost], times: int) -> None:
         for one in costs:
@@ -238,9 +243,8 @@ class _Pieces:
 
     def finish(self) -> None:
         """Close the backward: what z could not hide behind products, and the last reduce-scatter."""
-        self.step.exposed["z"] += max(0.0, self.queue + self.shared - self.path)
-        if "ors" in self.run.overlap:
-            self.step.exposed["z"] += self.last_scatter
+        left = max(0.0, self.queue + self.shared - self.path)
+        self.step.exposed["z"] += max(left, self.last_scatter) if "ors" in self.run.overlap else left
 
     def _blocking(self, by_axis: dict[str, float], times: int) -> None:
         for axis, seconds in by_axis.items():
