@@ -214,10 +214,11 @@ class _Normalize(torch.autograd.Function):
         ctx.input_dtype, ctx.norm, ctx.wide = x.dtype, norm, wide
         ctx.parameters = weight, bias
         xw = x.to(wide)
+        mean: torch.Tensor | None
         ctx.whole = norm.centered and exchange.size(axis) == 1
         if ctx.whole:
-            parameters = (None if p is None else p.to(wide) for p in (weight, bias))
-            y, mean, rstd = torch.native_layer_norm(xw, (h,), *parameters, _epsilon(norm, wide))
+            scale, shift = (None if p is None else p.to(wide) for p in (weight, bias))
+            y, mean, rstd = torch.native_layer_norm(xw, (h,), scale, shift, _epsilon(norm, wide))
             ctx.save_for_backward(x, weight, mean, rstd)
             return y.to(wide if lifted else x.dtype)
         mean = None
