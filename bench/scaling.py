@@ -5,10 +5,10 @@
     torchrun --nproc-per-node 8 -m axo_bench.scaling --grids 2x2x2x1,1x1x8x1       grids of as many ranks as there are
     srun ... (one task a rank, RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set)  likewise
 
-The first grid is the yardstick. Efficiency is (tokens/s a rank) / (tokens/s a rank of the yardstick); over ranks that
-share cores it cannot reach 1, so ``cores`` stands in the header. Times as in ``axo bench step``: the slowest rank's,
-mean of the last 8 of 10 steps. ``comm`` is the part of the step that a rank is blocked in communication, mean over
-ranks.
+The first grid is the yardstick. Efficiency is (tokens/s a rank) / (tokens/s a rank of the yardstick); a rank has
+``--threads`` on every grid, but over ranks that share cores efficiency cannot reach 1, so ``cores`` stands in the
+header. Times as in ``axo bench step``: the slowest rank's, mean of the last 8 of 10 steps. ``comm`` is the part of the
+step that a rank is blocked in communication, mean over ranks.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=256, help="of each data rank (weak), or of all (strong)")
     parser.add_argument("--precision", default="bf16-mixed", choices=list(LOSS_LIMIT))
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank, on every grid")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
@@ -57,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(f"grid {grid} has {grid.world_size} ranks and {rank.world_size} were started; name such grids")
     cores = len(os.sched_getaffinity(0))
     header = {"bench": "scaling", "mode": options.mode, "cores": cores, **environment(torch.device(options.device))}
+    header["threads"] = options.threads
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
     for hidden in map(int, options.hidden.split(",")):
         first: float | None = None
@@ -94,9 +96,8 @@ def rows_of(grid: Grid, options: argparse.Namespace) -> int:
 def measure(grid: Grid, hidden: int, options: argparse.Namespace) -> dict[str, Any] | None:
     """On every rank: time one grid; the row on rank 0."""
     import axo
-    from axo.launch import set_threads
 
-    set_threads(0, int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])))
+    torch.set_num_threads(options.threads)
     rows = rows_of(grid, options)
     sizes = models.Sizes(
         hidden, options.layers, options.heads, options.vocab, options.seq_len, rows, options.precision
