@@ -212,7 +212,12 @@ def consolidate(
     with _one_message("consolidate"):
         from axo import checkpoint
 
-        _say(f"wrote {checkpoint.consolidate(source, out, optimizer=optimizer)}")
+        write: Any = checkpoint.consolidate
+        if (Path(source) / "lit_model.pth").is_dir():  # a folder of axo litgpt --sharded
+            from axo.integrations import sharded
+
+            write = sharded.consolidate
+        _say(f"wrote {write(source, out, optimizer=optimizer)}")
 
 
 @app.command()

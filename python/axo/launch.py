@@ -41,11 +41,14 @@ class RankFailed(RuntimeError):
         rank: Which.
         user_error: True when the message explains all (a ``ValueError``), so that a traceback would only hide it.
         trace: The rank's traceback, or "".
+        lost: The rank died without an error of its own, and not by SIGTERM: another start may do better.
     """
 
-    def __init__(self, message: str, *, rank: int, user_error: bool = False, trace: str = "") -> None:
+    def __init__(
+        self, message: str, *, rank: int, user_error: bool = False, trace: str = "", lost: bool = False
+    ) -> None:
         super().__init__(message)
-        self.rank, self.user_error, self.trace = rank, user_error, trace
+        self.rank, self.user_error, self.trace, self.lost = rank, user_error, trace, lost
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,10 @@ class Termination:
 
     def __exit__(self, *error: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    def was_asked(self) -> bool:
+        """``asked``, as a function."""
+        return self.asked
 
     def _note(self, number: int, frame: Any) -> None:
         if not self.asked:
@@ -245,10 +252,12 @@ def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFai
     """Choose what to tell of the failures of one launch."""
     own = [report for report in reports if not report["consequence"]]
     for rank, code in exit_codes.items():
-        if not own and all(report["rank"] != rank for report in reports):
+        # A killed rank lets others fail in many ways, in libraries that know no PeerLost too; not by wrong input.
+        killed = code < 0 and code != -signal.SIGTERM and not any(report["user_error"] for report in own)
+        if (killed or not own) and all(report["rank"] != rank for report in reports):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
-            return RankFailed(f"rank {rank} {how}{hint}", rank=rank)
+            return RankFailed(f"rank {rank} {how}{hint}", rank=rank, lost=code != -signal.SIGTERM)
     if not reports:
         return RankFailed("a rank ended without saying why", rank=-1)
     report = min(own or reports, key=lambda report: report["time"])

@@ -76,11 +76,17 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
         (["pretrain", "--goldfish"], "wants K,H"),
         (["pretrain", "--goldfish", "1,13"], "K of at least 2"),
         (["pretrain", "--goldfish=x"], "K,H"),
-        (["generate", "--goldfish", "2,13"], "not of generate"),
-        (["chat", "--goldfish", "2,13"], "not of chat"),
+        (["generate", "--goldfish", "2,13"], "not for generate"),
+        (["chat", "--goldfish", "2,13"], "not for chat"),
+        (["generate", "--sharded"], "--sharded is for training .pretrain, finetune_full.*, not for generate"),
+        (["generate", "--max-restarts", "2"], "--max-restarts is for training"),
+        (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
+        (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
+        (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
+        (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
     ],
 )
-def test_goldfish_options_that_are_wrong(arguments, words):
+def test_options_that_are_wrong(arguments, words):
     from axo.integrations.litgpt import run as run_command
 
     with pytest.raises(ValueError, match=words):

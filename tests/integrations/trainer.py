@@ -95,7 +95,7 @@ def pretrain(folder, out, options, grid=None):
 
     if options.get("goldfish") and grid is None:
         litgpt.pretrain.chunked_cross_entropy = masked_loss(*options["goldfish"])
-    _run(start, "pretrain", grid, options.get("goldfish"))
+    _run(start, "pretrain", grid, options.get("goldfish"), options.get("sharded"))
     return losses, sums
 
 
@@ -167,12 +167,14 @@ def masked_loss(k, h):
     return loss
 
 
-def _run(start, name, grid, goldfish=None):
+def _run(start, name, grid, goldfish=None, sharded=None):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
     from axo.integrations import litgpt as integration
+    from axo.integrations.litgpt_options import Options
 
     if grid is not None:
-        integration._rank(start, name, grid, goldfish, True)
+        asked = Options(grid=None, goldfish=goldfish, sharded=sharded)
+        integration._rank(lambda again: start(), name, grid, asked, True, 0)
         return
     torch._dynamo.config.disable = True
     if "LT_STRATEGY" not in os.environ:
@@ -217,5 +219,6 @@ def run(folder, out, grid=None, env=None, **options):
             assert sums == lines[rank // peers][1], "peers on x and y read different batches"
     losses = mean(line[0] for line in lines)
     sums = [sum(column) for column in zip(*(line[1] for line in lines), strict=True)]
-    state = torch.load(folder / out / "final" / "lit_model.pth", weights_only=True)
+    final = folder / out / "final" / "lit_model.pth"
+    state = torch.load(final, weights_only=True) if final.is_file() else None
     return losses, sums, state

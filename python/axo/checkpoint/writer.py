@@ -98,6 +98,7 @@ def save(
     optimizer: Optimizer | None = None,
     *,
     step: int = 0,
+    name: str | None = None,
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
     async_: bool = False,
@@ -110,6 +111,7 @@ def save(
         model: Parallel or plain.
         optimizer: Over the model's parameters.
         step: Names the checkpoint; ``load`` gives it back. An older one of the same step is replaced.
+        name: Names it instead; ``latest`` and ``keep`` then do not see it.
         extra: Plain values and tensors, the same on all ranks (data position, a scaler's or scheduler's state).
         keep: Remove the oldest of more than this many, once this one is complete; None: none.
         async_: Copy to host memory, return, and write while training goes on. The next save waits for it.
@@ -126,9 +128,9 @@ def save(
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    final, problem = Path(folder).absolute() / folders.name_of(max(step, 0)), ""
+    final, problem = Path(folder).absolute() / (name or folders.name_of(max(step, 0))), ""
     try:
-        _check_arguments(step, extra, keep, final.parent)
+        _check_arguments(step, extra, keep, final)
         entries = _entries(model, optimizer, step, extra, comms)
         if _rank(group) == 0:
             folders.prepare(final)
@@ -155,13 +157,14 @@ def save(
     return handle
 
 
-def _check_arguments(step: int, extra: Any, keep: int | None, folder: Path) -> None:
+def _check_arguments(step: int, extra: Any, keep: int | None, final: Path) -> None:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"checkpoint: {folder} is a file; give a folder")
+    for folder in (final.parent, final):
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"checkpoint: {folder} is a file; give a folder")
     buffer = io.BytesIO()
     try:
         torch.save(extra, buffer)

@@ -6,8 +6,8 @@
 The file is what ``torch.save`` of the serial state gives: whole tensors under torch's names, the optimizer's moments in
 the shape of their parameters. So a run without Axo reads it, and one on any other grid.
 
-Not here: sharded files written by all ranks; state of an optimizer that has not the shape of its parameter (Adafactor's
-rows and columns) is refused by name.
+Not here: sharded checkpoints, written by all ranks (sharded.py); state of an optimizer that has not the shape of its
+parameter (Adafactor's rows and columns) is refused by name.
 """
 
 from __future__ import annotations
@@ -129,10 +129,14 @@ def save(
 
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
+    if target.is_dir():
+        raise ValueError(f"checkpoint: {target} is a sharded checkpoint, a folder; remove it, or save sharded again")
+    unfinished = target.with_name(f".{target.name}.part")  # one name: what a killed run left is written over
     try:
         with incremental_save(unfinished) as file:
             file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters))
+        with open(unfinished, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(unfinished, target)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.utilities.distributed import _init_dist_connection
@@ -72,7 +73,9 @@ class GridRanks(ParallelStrategy):
 
     @num_nodes.setter
     def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
+        # Who counts data ranks cannot say on how many hosts they are: one of them may be on several.
+        slurm = self.counts == "data" and SLURMEnvironment.detect()
+        self._num_nodes = int(os.environ.get("SLURM_NNODES", num_nodes)) if slurm else num_nodes
 
     @property
     def num_processes(self) -> int:
@@ -117,7 +120,7 @@ class GridRanks(ParallelStrategy):
                 f" num_nodes={self._num_nodes}"
             )
         given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
-        fitting = {1, wanted} | ({self.data_ranks // self._num_nodes} if self.counts == "data" else set())
+        fitting = {1, wanted} | ({self.data_ranks} if self.counts == "data" else set())
         if len(given) not in fitting:
             raise ValueError(
                 f"AxoStrategy: devices={len(given)} does not fit grid {self.grid}; leave devices out (the grid says how"

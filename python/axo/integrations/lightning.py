@@ -12,12 +12,14 @@ What Fabric's parts become:
     sampler              replicas = Gz*Gdata, this rank's number = z + Gz*data; peers on x and y get the same batches
     backward             gradients come back averaged over the data ranks
     clip_gradients       the norm over all shards, each element once
-    save, load           plain whole tensors, as one rank would write them, optimizer state included
+    save, load           plain whole tensors, as one rank would write them, optimizer state included; or, with
+                         ``sharded`` (AXO_SHARDED=1), a folder into which every rank writes its own chunks
     logits               whole on every rank; ``vocab_loss`` (AXO_VOCAB_LOSS=1) leaves them split over x in training:
                          then the loss must be ``fabric.strategy.cross_entropy``
 
 ``fabric.world_size`` counts ranks. A trainer that takes every rank for a data rank (LitGPT) wants ``counts="data"``:
-then a data rank, its Gx*Gy ranks together, is what Fabric calls a device. Environment: AXO_GRID, AXO_VOCAB_LOSS.
+then a data rank, its Gx*Gy ranks together, is what Fabric calls a device. Environment: AXO_GRID, AXO_VOCAB_LOSS,
+AXO_SHARDED.
 
 ``fabric.no_backward_sync`` is ``axo.no_sync``: gradients of all but the last micro-batch are added up unreduced.
 
@@ -41,10 +43,12 @@ from torch.optim import Optimizer
 
 import axo
 from axo.grid import Grid
-from axo.integrations import checkpoint
+from axo.integrations import checkpoint, sharded
 from axo.integrations.fabric import GridRanks
+from axo.integrations.guard import Guard
 from axo.integrations.loader import SharedLoader
 from axo.integrations.materialize import is_parallel, materialize
+from axo.integrations.opaque import keep_out_of_graphs
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -57,7 +61,9 @@ class AxoStrategy(GridRanks):
         plan: How ``axo.parallelize`` is to split the model.
         zero: ZeRO on the data axis, as for ``axo.parallelize``: 0, 1 or 2.
         vocab_loss: Leave logits split over x while training; None: whether AXO_VOCAB_LOSS is 1.
+        sharded: Save sharded checkpoints (sharded.py), not whole ones; None: whether AXO_SHARDED is 1. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
+        guard: Has all ranks agree before each optimizer step that their losses are finite, or raises on all of them.
         timeout: Of the rendezvous and of each operation.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
 
@@ -72,7 +78,9 @@ class AxoStrategy(GridRanks):
         plan: str = "litgpt",
         zero: int = 0,
         vocab_loss: bool | None = None,
+        sharded: bool | None = None,
         counts: str = "ranks",
+        guard: Guard | None = None,
         timeout: timedelta = _TIMEOUT,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -85,6 +93,8 @@ class AxoStrategy(GridRanks):
         )
         self.plan, self.zero = plan, zero
         self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
+        self.sharded = os.environ.get("AXO_SHARDED") == "1" if sharded is None else sharded
+        self.guard = guard
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
 
@@ -118,6 +128,7 @@ class AxoStrategy(GridRanks):
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
             head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
+        keep_out_of_graphs(module)  # Fabric compiles the parallel module again if it was compiled before
         return module
 
     def setup_module_and_optimizers(
@@ -134,6 +145,19 @@ class AxoStrategy(GridRanks):
                 group["params"] = [parallel[names[id(p)]] if id(p) in names else p for p in group["params"]]
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
+    def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        if self.guard is not None:
+            self.guard.note(tensor)
+        super().backward(tensor, module, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        self._agree()
+        return super().optimizer_step(optimizer, **kwargs)
+
+    def _agree(self) -> None:
+        if self.guard is not None:
+            self.guard.before_step(self.comms)
+
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -142,8 +166,13 @@ class AxoStrategy(GridRanks):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
+        self._agree()
         self.precision.unscale_gradients(optimizer)
-        return axo.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, error_if_nonfinite)
+        strict = error_if_nonfinite and self.guard is None
+        norm = axo.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, strict)
+        if error_if_nonfinite and self.guard is not None:
+            self.guard.check_norm(norm)
+        return norm
 
     def cross_entropy(
         self, logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100
@@ -188,13 +217,21 @@ class AxoStrategy(GridRanks):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write whole tensors into one file. Rank 0 writes; no rank holds more than one of them at a time."""
+        """Write whole tensors into one file. Rank 0 writes; no rank holds more than one of them at a time.
+
+        ``sharded``: every rank writes its chunks into a folder of that name; what is filtered (LoRA's) stays whole.
+        """
+        if self.sharded and not filter and any(isinstance(value, nn.Module) for value in state.values()):
+            sharded.save(path, state, self.comms)
+            return
         checkpoint.save(path, state, self.checkpoint_io, storage_options, filter or {}, writes=self.is_global_zero)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read a file that any number of ranks, or a run without Axo, wrote; each rank copies its parts out of it."""
+        """Read what any number of ranks wrote, whole or sharded, or a run without Axo; each rank takes its parts."""
+        if sharded.is_sharded(path):
+            return sharded.load(path, state or {}, strict, self.comms)
         loaded = checkpoint.load(path, self.checkpoint_io, weights_only)
         if not state:
             return loaded

@@ -25,10 +25,16 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
-from axo.launch import Rank, launch_local, set_threads
+from axo.integrations import auto_grid, litgpt_options, supervisor
+from axo.integrations.guard import Guard
+from axo.integrations.litgpt_options import Options
+from axo.integrations.long_run import Stopped, Watch, newest, refuse_mixing, restarts_by_torchrun
+from axo.integrations.sharded import holds_sharded
+from axo.launch import Rank, Termination, set_threads
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,7 @@ PARALLEL = {
     "finetune_full": Command("litgpt.finetune.full", "setup", True),
     "generate": Command("litgpt.generate.base", "main", False),
 }
+_HELP = {"-h", "--help"}
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
 
 
@@ -66,69 +73,64 @@ def run(arguments: list[str]) -> None:
     """
     if importlib.util.find_spec("litgpt") is None:
         raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
-    grid_text, arguments = _take("--grid", "a grid, such as --grid 2x2x2x1", arguments)
-    grid_text = grid_text or os.environ.get("AXO_GRID", "")
-    grid = Grid.parse(grid_text) if grid_text else Grid()
-    goldfish_text, arguments = _take("--goldfish", "K,H, such as --goldfish 2,13", arguments)
-    goldfish = _goldfish(goldfish_text) if goldfish_text else None
+    options, arguments = litgpt_options.take(arguments)
     name = arguments[0] if arguments else "--help"
+    if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
+        print(litgpt_options.HELP)
     if name not in PARALLEL:
-        if grid.world_size > 1 and not name.startswith("-"):
-            raise ValueError(
-                f"litgpt: {name} runs on one rank only, not on grid {grid}; on a grid run {', '.join(PARALLEL)}"
-            )
-        if goldfish is not None:
-            raise ValueError(f"litgpt: --goldfish is a loss of {', '.join(_TRAINERS)}, not of {name}; leave it out")
+        _refuse_if_parallel(name, options)
         _stock(arguments)
         return
-    if goldfish is not None and not PARALLEL[name].trains:
-        raise ValueError(f"litgpt: --goldfish is a loss of {', '.join(_TRAINERS)}, not of {name}; leave it out")
+    if not PARALLEL[name].trains:
+        _refuse_if_training(name, options)
+    _tell_rank_of_slurm()
     rank = Rank.from_environment()
-    if rank is not None and rank.world_size != grid.world_size:
-        raise ValueError(
-            f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
-            f" start {grid.world_size}, or use another grid"
-        )
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-    start = _parse(name, arguments[1:], grid)
-    if rank is None:
-        launch_local(_rank, grid.world_size, start, name, str(grid), goldfish, True)
-    else:
-        _rank(start, name, str(grid), goldfish, False)
+    grid, start = _parse(name, arguments[1:], options, rank)
+    if rank is not None:
+        _rank(start, name, str(grid), options, False, restarts_by_torchrun()[0])
+        return
+    supervisor.run(
+        _rank,
+        grid.world_size,
+        start,
+        name,
+        str(grid),
+        options,
+        True,
+        max_restarts=options.max_restarts,
+        terminate=PARALLEL[name].trains,
+    )
 
 
-def _take(option: str, wanted: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of an option of Axo's own ("" without it), and the other arguments.
+def _tell_rank_of_slurm() -> None:
+    """Under srun with several tasks: this process is one rank of them. Put it as torchrun does."""
+    from lightning.fabric.plugins.environments import SLURMEnvironment
 
-    Raises:
-        ValueError: The option stands last, without a value.
-    """
-    value, rest, waiting = "", [], False
-    for argument in arguments:
-        if waiting:
-            value, waiting = argument, False
-        elif argument == option:
-            waiting = True
-        elif argument.startswith(f"{option}="):
-            value = argument.removeprefix(f"{option}=")
-        else:
-            rest.append(argument)
-    if waiting:
-        raise ValueError(f"litgpt: {option} wants {wanted}")
-    return value, rest
+    if "RANK" not in os.environ and SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
+        tasks = os.environ["SLURM_NTASKS"]
+        os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": tasks}
+        os.environ |= {"LOCAL_RANK": os.environ["SLURM_LOCALID"]}
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
 
 
-def _goldfish(text: str) -> tuple[int, int]:
-    try:
-        k, h = (int(part) for part in text.split(","))
-    except ValueError:
-        k, h = 0, 0
-    if k < 2 or h < 1:
+def _refuse_if_parallel(name: str, options: Options) -> None:
+    if (options.grid is None or options.grid.world_size > 1) and not name.startswith("-"):
+        grid = litgpt_options.AUTO if options.grid is None else options.grid
         raise ValueError(
-            f"litgpt: --goldfish {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
-            " least 1 (the tokens before it that decide), such as --goldfish 2,13"
+            f"litgpt: {name} runs on one rank only, not on grid {grid}; on a grid run {', '.join(PARALLEL)}"
         )
-    return k, h
+    _refuse_if_training(name, options)
+
+
+def _refuse_if_training(name: str, options: Options) -> None:
+    given = {
+        "--goldfish": options.goldfish is not None,
+        "--sharded": options.sharded is not None,
+        "--max-restarts": options.max_restarts > 0,
+    }
+    for option in (option for option, is_given in given.items() if is_given):
+        raise ValueError(f"litgpt: {option} is for training ({', '.join(_TRAINERS)}), not for {name}; leave it out")
 
 
 def _stock(arguments: list[str]) -> None:
@@ -139,11 +141,14 @@ def _stock(arguments: list[str]) -> None:
     main()
 
 
-def _parse(name: str, arguments: list[str], grid: Grid) -> Callable[[], Any]:
+def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> tuple[Grid, Callable[[bool], Any]]:
     """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
 
+    Returns:
+        The grid, and the command as a function; true asks it to go on from the newest checkpoint.
+
     Raises:
-        ValueError: An argument is the grid's business, or the global batch does not divide over the data ranks.
+        ValueError: An argument is the grid's business, or the grid, the batch sizes and the ranks do not fit.
     """
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
@@ -152,22 +157,44 @@ def _parse(name: str, arguments: list[str], grid: Grid) -> Callable[[], Any]:
 
     for option in ("--devices", "--num_nodes"):
         if any(argument.split("=")[0] == option for argument in arguments):
-            raise ValueError(f"litgpt: {option} is what the grid says ({grid}); leave it out")
-    if PARALLEL[name].trains:
-        arguments = [*arguments, "--devices", str(grid.z * grid.data)]
-    sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
+            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or 'auto'}); leave it out")
     function = PARALLEL[name].load()
     parser = capture_parser(lambda: CLI(function))
     parser.prog = f"axo litgpt {name}"
+    sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
     options = parser.parse_args(arguments)
-    if "train" in options:
+    grid = asked.grid or auto_grid.choose(name, options, asked, rank)
+    if rank is not None and rank.world_size != grid.world_size:
+        raise ValueError(
+            f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
+            f" start {grid.world_size}, or use another grid"
+        )
+    if PARALLEL[name].trains:
+        devices = ["--devices", str(grid.z * grid.data)]
+        sys.argv += devices
+        options = parser.parse_args([*arguments, *devices])
         _check_batch(options.train, grid)
+        _check_logger(options)
+        if asked.max_restarts or (restarts_by_torchrun()[1] and not restarts_by_torchrun()[0]):
+            refuse_mixing(options.out_dir, getattr(options, "resume", True))
+    else:
+        folder = Path(str(options.checkpoint_dir))
+        if holds_sharded(folder):
+            raise ValueError(
+                f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"
+            )
 
-    def start() -> None:
+    def start(again: bool) -> None:
         values = parser.instantiate_classes(options)
-        function(**{key: value for key, value in values.items(branches=True) if key in _parameters(function)})
+        given = {key: value for key, value in values.items(branches=True) if key in _parameters(function)}
+        found = newest(given["out_dir"]) if again and "resume" in given else None
+        if found is not None:
+            given["resume"] = found
+            if "initial_checkpoint_dir" in given:
+                given["initial_checkpoint_dir"] = None  # only one of the two may be given
+        function(**given)
 
-    return start
+    return grid, start
 
 
 def _parameters(function: Callable[..., Any]) -> set[str]:
@@ -184,7 +211,16 @@ def _check_batch(train: Any, grid: Grid) -> None:
         )
 
 
-def _rank(start: Callable[[], Any], name: str, grid: str, goldfish: tuple[int, int] | None, local: bool) -> None:
+def _check_logger(options: Any) -> None:
+    packages = ("tensorboard", "tensorboardX")
+    if options.get("logger_name") == "tensorboard" and not any(map(importlib.util.find_spec, packages)):
+        raise ValueError(
+            "litgpt: --logger_name tensorboard (what pretrain takes if nothing is said) needs TensorBoard's files:"
+            " pip install tensorboardX, or use --logger_name csv"
+        )
+
+
+def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, local: bool, restart: int) -> None:
     """What each rank runs."""
     import torch
 
@@ -195,24 +231,33 @@ def _rank(start: Callable[[], Any], name: str, grid: str, goldfish: tuple[int, i
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("LT_ACCELERATOR", "cpu")  # what axo.connect has a transport for
     os.environ["LT_STRATEGY"] = "axo"
-    if not PARALLEL[name].trains:
-        os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
+    command = PARALLEL[name]
     strategies: list[Any] = []
-    _register(grid, goldfish, strategies)
     # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
     quiet: Any = _silence() if local and rank.rank else contextlib.nullcontext()
-    try:
-        with quiet:
-            start()
-    except SystemExit as stop:
-        if stop.code:
-            raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(quiet)
+        guard = None
+        if command.trains:
+            guard = Guard(stack.enter_context(Termination()).was_asked)
+            stack.enter_context(Watch(importlib.import_module(command.module), guard))
+        else:
+            os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
+        _register(grid, options, guard, strategies)
+        try:
+            start(restart > 0)
+        except Stopped as stopped:
+            if rank.rank == 0:
+                print(f"axo litgpt: {stopped}; go on with --resume auto", flush=True)
+        except SystemExit as stop:
+            if stop.code:
+                raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
     for strategy in strategies:
         if strategy.comms is not None:
             strategy.comms.close()
 
 
-def _register(grid: str, goldfish: tuple[int, int] | None, made: list[Any]) -> None:
+def _register(grid: str, options: Options, guard: Guard | None, made: list[Any]) -> None:
     """Let LT_STRATEGY=axo make strategies of ``grid`` that count data ranks, and note them in ``made``."""
     import torch._dynamo
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -222,10 +267,10 @@ def _register(grid: str, goldfish: tuple[int, int] | None, made: list[Any]) -> N
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
     def make() -> AxoStrategy:
-        strategy = AxoStrategy(grid, counts="data")
+        strategy = AxoStrategy(grid, counts="data", sharded=options.sharded, guard=guard)
         made.append(strategy)
-        if strategy.vocab_loss or goldfish is not None:
-            _use_loss_of(strategy, goldfish)
+        if strategy.vocab_loss or options.goldfish is not None:
+            _use_loss_of(strategy, options.goldfish)
         return strategy
 
     STRATEGY_REGISTRY.register("axo", make, "The grid of axo litgpt", override=True)

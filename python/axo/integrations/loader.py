@@ -12,7 +12,9 @@ too. A loader that has a state of its own (:class:`ResumableLoader`, litdata's) 
 from __future__ import annotations
 
 import pickle
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -149,6 +151,8 @@ class SharedLoader:
                     return
                 yield "batch", batch
         except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            error.add_note(f"in {last.name}, {Path(last.filename).name}:{last.lineno}")  # what peers have no frames of
             yield "error", error
 
     def _start(self) -> Iterator[Any]:
