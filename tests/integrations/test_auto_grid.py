@@ -49,7 +49,7 @@ def test_a_grid_of_ones_own_asks_nobody(launched, tmp_path):
         (["pretrain", "pythia-14m", "--grid", "auto", "--ranks", "4", *BATCH], "does not know the machine; add --mach"),
         (["pretrain", "pythia-14m", *PLAN, "--ranks", "x", *BATCH], "--ranks x is not a whole number"),
         (["pretrain", "pythia-14m", *PLAN, "--ranks", "7", *BATCH], "no grid of 7 GPUs can train pythia-14m"),
-        (["pretrain", "Mixtral-8x7B-v0.1", *PLAN, "--ranks", "4", *BATCH], "mixtures of experts are not modelled"),
+        (["pretrain", "Mixtral-8x7B-v0.1", *PLAN, "--ranks", "4", *BATCH], "the nearest miss is 4x1x1x1, which needs"),
         (["generate", "EleutherAI/pythia-14m", *PLAN, "--ranks", "4"], "plans training steps, and generate takes none"),
     ],
 )

@@ -269,7 +269,7 @@ def check_ranks_agree(folder):
 
 def test_ranks_make_one_choice_by_the_slowest(tmp_path):
     found = run_ranks(check_ranks_agree, 2, tmp_path)
-    assert found[0] == found[1] == [("split", 4, 0.51)] * 4
+    assert found[0] == found[1] == [("split", 4, 0.51)] * len(tuner_module.FUSED)
 
 
 def test_fused_choices_need_a_communicator(cache):

@@ -222,7 +222,7 @@ def write(final: Path, entries: dict[str, Any], keep: int | None, group: Any) ->
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(
                 entries,
-                storage_writer=dcp.FileSystemWriter(part),
+                storage_writer=_FileSystemWriter(part),
                 planner=SavePlanner(),
                 process_group=group,
                 no_dist=group is None,
@@ -238,6 +238,21 @@ def write(final: Path, entries: dict[str, Any], keep: int | None, group: Any) ->
     problems = share(group, problem)
     if any(problems):
         raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
+
+
+class _FileSystemWriter(dcp.FileSystemWriter):
+    """Says what the file system said: closing a file that did not fit raises an error of torch's over it."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except RuntimeError as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from error  # here, because what is sent to the other ranks loses its causes
 
 
 def _first_failure(error: CheckpointException) -> str:
