@@ -48,6 +48,16 @@ def test_known_machines() -> None:
         (6, "", r"field 'memory_gbs': is missing"),
         (1, "gemms: [{m: 1}]", r"line 1, field 'gemms': .* lacks one of m, k, n, tflops"),
         (1, "network_fraction: 77", r"line 1, field 'network_fraction': 77.0 is not a share"),
+        (1, "contention: 1.5", r"line 1, field 'contention': 1.5 is not a share under 1"),
+        (1, "calibrated_on: 3", r"line 1, field 'calibrated_on': 3 is not a list"),
+        (1, "name: !mine x", r"line 1: not YAML: could not determine a constructor"),
+        (1, "name: 2026-99-99", r"line 1, field 'name': month must be in 1..12"),
+        (1, "[a, b]: 3", r"line 1, field .* is not a field"),
+        (2, "gpus_per_node: 9000000000", r"line 2, field 'gpus_per_node': 9000000000 is not a whole number from 1 to"),
+        (4, "memory_gib: 40", r"line 4, field 'memory_gib': is given twice, first in line 3"),
+        (4, f"peak_tflops: {10**400}", r"line 4, field 'peak_tflops': 1000.*\.\.\. is not a number"),
+        (8, "intra_gbs:\n  1x2: 80\n  1x4: -3", r"line 10, field 'intra_gbs': -3 must be above 0"),
+        (8, "intra_gbs: {1x2: 80, 1x2: 90}", r"line 8, field 'intra_gbs': has an entry twice"),
     ],
 )
 def test_broken_machine_files_name_line_and_field(tmp_path: Path, line: int, text: str, message: str) -> None:
@@ -69,10 +79,17 @@ def test_a_machine_file_of_ones_own(tmp_path: Path) -> None:
     path.write_text(FILE.replace("{1x2: 80, 1x4: 230}", "150"))
     machine._read.cache_clear()
     assert machine.load(str(path)).intra(2, 2) == 150
-    path.write_text("- 1\n- 2\n")
-    machine._read.cache_clear()
-    with pytest.raises(ValueError, match="line 1: expected fields"):
-        machine.load(str(path))
+    for content, message in (
+        (b"- 1\n- 2\n", "line 1: expected fields"),
+        (b"", "line 1: expected fields"),
+        (b"name: \xff", "not text, from byte 6 on"),
+    ):
+        path.write_bytes(content)
+        machine._read.cache_clear()
+        with pytest.raises(ValueError, match=message):
+            machine.load(str(path))
+    with pytest.raises(ValueError, match=f"machine file '{tmp_path}' is not a file"):
+        machine.load(str(tmp_path))
 
 
 def test_unknown_names_list_the_known() -> None:
@@ -138,9 +155,18 @@ def test_hugging_face_and_litgpt_agree(tmp_path: Path) -> None:
     path.write_text(json.dumps({"model_type": "llama", "hidden_size": 4096}))
     with pytest.raises(ValueError, match="has no num_attention_heads or n_head"):
         readers.read(str(path))
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json"):
-        readers.read(str(path))
+    for changes, message in (
+        ({"num_key_value_heads": "8"}, "num_key_value_heads='8' is not a whole number of at least 1"),
+        ({"intermediate_size": -4}, "intermediate_size=-4 is not a whole number"),
+        ({"hidden_size": 4095}, "32 heads do not divide the width 4095, and there is no head_dim"),
+    ):
+        path.write_text(json.dumps(fields | changes))
+        with pytest.raises(ValueError, match=message):
+            readers.read(str(path))
+    for content in (b"{", b"[" * 100_000, b"\xff\xfe"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"config\.json"):
+            readers.read(str(path))
 
 
 @pytest.mark.parametrize(
@@ -227,6 +253,8 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
         ("plan --model gpt-80b --gpus 8192 --machine summit", "axo plan: machine 'summit' is not known"),
         ("plan --model gpt-7b --gpus 8 --machine alps", "axo plan: model 'gpt-7b' is not known"),
         ("plan --model gpt-5b --gpus 64 --machine alps --top 0", "axo plan: top=0 is not at least 1"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --seq 0", "axo plan: sequence length 0 is not at least 1"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens 1e400", "'1e400' is more tokens than there are"),
         ("plan --model gpt-5b --gpus 64 --machine alps --json - --csv -", "both want stdout; give one of them a file"),
         ("plan --model gpt-5b --gpus 64 --machine alps --zero 3", "zero=3 is not a stage; use 0, 1 or 2"),
         ("plan --model gpt-5b --gpus 100000000000 --machine alps", "is more than any machine has; use at most 1048576"),

@@ -107,6 +107,13 @@ def test_commands_write_what_they_say(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+def test_a_grid_that_is_left_out_is_explained_by_its_reason_alone() -> None:
+    call = "plan --model gpt-5b --gpus 64 --machine alps --top 1 --explain 64x1x1x1"
+    done = CliRunner().invoke(cli.app, call.split())
+    assert done.exit_code == 0 and "64x1x1x1 is left out: x=64 does not divide heads=" in done.output
+    assert "traffic of" not in done.output and "memory of" not in done.output
+
+
 def test_hierarchies_are_all_that_fit() -> None:
     assert list(profile.hierarchies(8)) == [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
     assert list(profile.hierarchies(1)) == []

@@ -24,6 +24,8 @@ from axo.perf.memory import GIB
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plan, simulate and check training steps.")
 
+MOST_TOKENS = 1e18
+
 Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 MachineName = Annotated[str, typer.Option("--machine", help="A known machine, or a machine file (axo profile).")]
 Batch = Annotated[str, typer.Option(help="Tokens of one step, all ranks: 16.8M, 4M, 524288.")]
@@ -283,6 +285,8 @@ def tokens_of(text: str, *, batch: bool) -> int:
     if match is None:
         raise ValueError(f"{text!r} is not a count of tokens; write 524288, 4M, 16.8M or 2T")
     value = float(match[1]) * {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}[match[2].lower()]
+    if value > MOST_TOKENS:
+        raise ValueError(f"{text!r} is more tokens than there are; use at most {MOST_TOKENS:g}")
     if batch and match[2] and value >= 1:
         power = 2 ** round(math.log2(value))
         if abs(power / value - 1) <= 0.05:
@@ -337,8 +341,10 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None) -> None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
         typer.echo("")
         typer.echo(made.why(chosen))
-        _table(f"traffic of {explain}", report.traffic_table(made, chosen))
-        _table(f"memory of {explain}", report.memory_table(chosen))
+        if chosen.time is not None:
+            _table(f"traffic of {explain}", report.traffic_table(made, chosen))
+        if chosen.memory is not None:
+            _table(f"memory of {explain}", report.memory_table(chosen))
 
 
 def _table(title: str, table: tuple[list[str], list[list[str]]]) -> None:

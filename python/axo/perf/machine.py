@@ -167,24 +167,28 @@ def load(name_or_path: str) -> Machine:
         return _read(_FOLDER / f"{name_or_path}.yaml")
     if path.suffix in (".yaml", ".yml", ".json") or path.exists():
         if not path.is_file():
-            raise ValueError(f"machine file {name_or_path!r} does not exist; `axo profile --out FILE` writes one")
+            what = "is not a file" if path.exists() else "does not exist"
+            raise ValueError(f"machine file {name_or_path!r} {what}; `axo profile --out FILE` writes one")
         return _read(path)
     raise ValueError(f"machine {name_or_path!r} is not known; use one of {', '.join(known())}, or a machine file")
 
 
 @cache
 def _read(path: Path) -> Machine:
-    text = path.read_text()
     try:
-        node = yaml.compose(text, Loader=_LOADER)
+        return _Reader(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)).machine()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
         raise ValueError(f"machine file {path}, {where}: not YAML: {getattr(error, 'problem', error)}") from None
-    return _Reader(path, node).machine()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"machine file {path}: not text, from byte {error.start} on") from None
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+_MOST = 1e15  # of any number in a file, so that nothing computed from it is infinite
+_MOST_A_NODE = 65536
 
 _NUMBERS = {  # field: must be given
     "memory_gib": True,
@@ -220,19 +224,28 @@ class _Reader:
             raise ValueError(
                 f"machine file {path}, line 1: expected fields such as 'gpus_per_node: 4', got something else"
             )
-        self.nodes = {key.value: value for key, value in node.value}
-        self.lines = {key.value: key.start_mark.line + 1 for key, _ in node.value}
+        self.lines: dict[str, int] = {}
+        self.nodes: dict[str, Any] = {}
+        self.values: dict[str, Any] = {}
         loader = _LOADER("")
-        self.values = {key: loader.construct_object(value, deep=True) for key, value in self.nodes.items()}
+        for key, value in node.value:
+            name, line = str(key.value), key.start_mark.line + 1
+            if name in self.lines:
+                raise self.fail(name, f"is given twice, first in line {self.lines[name]}", line)
+            self.lines[name], self.nodes[name] = line, value
+            try:
+                self.values[name] = loader.construct_object(value, deep=True)
+            except ValueError as error:  # a date that there is not, a number of thousands of digits
+                raise self.fail(name, str(error)) from None
 
-    def fail(self, name: str, what: str) -> ValueError:
-        return ValueError(f"machine file {self.path}, line {self.lines.get(name, 1)}, field {name!r}: {what}")
+    def fail(self, name: str, what: str, line: int = 0) -> ValueError:
+        return ValueError(f"machine file {self.path}, line {line or self.lines.get(name, 1)}, field {name!r}: {what}")
 
-    def number(self, name: str, value: Any, *, zero: bool = False) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.fail(name, f"{value!r} is not a number")
+    def number(self, name: str, value: Any, *, zero: bool = False, line: int = 0) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_MOST <= value <= _MOST:
+            raise self.fail(name, f"{_short(value)} is not a number", line)
         if value < 0 or (value == 0 and not zero):
-            raise self.fail(name, f"{value!r} must be above 0")
+            raise self.fail(name, f"{value!r} must be above 0", line)
         return float(value)
 
     def machine(self) -> Machine:
@@ -243,8 +256,8 @@ class _Reader:
             if name not in self.values:
                 raise self.fail(name, "is missing")
         gpus = self.values["gpus_per_node"]
-        if isinstance(gpus, bool) or not isinstance(gpus, int) or gpus < 1:
-            raise self.fail("gpus_per_node", f"{gpus!r} is not a whole number of at least 1")
+        if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
+            raise self.fail("gpus_per_node", f"{_short(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
         numbers = {
             name: self.number(name, self.values[name], zero=name.startswith(("latency", "contention")))
             for name in _NUMBERS
@@ -253,13 +266,18 @@ class _Reader:
         for name in ("gemm_fraction", "network_fraction"):
             if numbers.get(name, 1.0) > 2.0:
                 raise self.fail(name, f"{numbers[name]} is not a share; a value near or under 1 is meant")
+        if numbers.get("contention", 0.0) >= 1.0:
+            raise self.fail("contention", f"{numbers['contention']} is not a share under 1")
+        rows = self.values.get("calibrated_on") or []
+        if not isinstance(rows, list):
+            raise self.fail("calibrated_on", f"{_short(rows)} is not a list of what was measured")
         return Machine(
             name=str(self.values.get("name", self.path.stem)),
             gpus_per_node=gpus,
             intra_gbs=self.intra(gpus),
             cross_gbs=self.table("cross_gbs", self.values.get("cross_gbs", {})),
             gemms=self.gemms(),
-            calibrated_on=tuple(str(row) for row in self.values.get("calibrated_on") or ()),
+            calibrated_on=tuple(map(str, rows)),
             description=str(self.values.get("description", "")),
             **numbers,
         )
@@ -272,13 +290,16 @@ class _Reader:
 
     def table(self, name: str, value: Any) -> dict[tuple[int, int], float]:
         if not isinstance(value, dict):
-            raise self.fail(name, f"{value!r} is not a table of INNERxSIZE: GB/s")
+            raise self.fail(name, f"{_short(value)} is not a table of INNERxSIZE: GB/s")
         table = {}
-        for key, bandwidth in value.items():
+        lines = [key.start_mark.line + 1 for key, _ in self.nodes[name].value] if value else []
+        if len(lines) != len(value):
+            raise self.fail(name, "has an entry twice")
+        for (key, bandwidth), line in zip(value.items(), lines, strict=True):
             parts = str(key).split("x")
-            if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-                raise self.fail(name, f"{key!r} is not of the form INNERxSIZE, such as 2x4")
-            table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth)
+            if len(parts) != 2 or not all(part.isdecimal() and 0 < int(part) <= _MOST for part in parts):
+                raise self.fail(name, f"{_short(key)} is not of the form INNERxSIZE, such as 2x4", line)
+            table[int(parts[0]), int(parts[1])] = self.number(name, bandwidth, line=line)
         return table
 
     def gemms(self) -> tuple[Gemm, ...]:
@@ -286,12 +307,19 @@ class _Reader:
         if not isinstance(rows, list):
             raise self.fail("gemms", "is not a list of {m, k, n, tflops}")
         found = []
-        for row in rows:
+        for row, node in zip(rows, self.nodes["gemms"].value if rows else [], strict=True):
+            line = node.start_mark.line + 1
             if not isinstance(row, dict) or not {"m", "k", "n", "tflops"} <= set(row):
-                raise self.fail("gemms", f"{row!r} lacks one of m, k, n, tflops")
-            m, k, n, tflops = (self.number("gemms", row[part]) for part in ("m", "k", "n", "tflops"))
-            found.append(Gemm(int(m), int(k), int(n), tflops))
+                raise self.fail("gemms", f"{_short(row)} lacks one of m, k, n, tflops", line)
+            m, k, n, tflops = (self.number("gemms", row[part], line=line) for part in ("m", "k", "n", "tflops"))
+            found.append(Gemm(math.ceil(m), math.ceil(k), math.ceil(n), tflops))
         return tuple(found)
+
+
+def _short(value: Any) -> str:
+    """A value as a message shows it."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def axis_bandwidths(machine: Machine, grid: Grid) -> dict[str, float]:

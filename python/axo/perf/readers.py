@@ -50,8 +50,10 @@ def read(name: str, *, seq_length: int | None = None, checkpointed: bool = True)
         checkpointed: Whether the repeated blocks run again before backward.
 
     Raises:
-        ValueError: Unknown name, or a file or model that cannot be read.
+        ValueError: Unknown name, a file or model that cannot be read, or a length that is none.
     """
+    if seq_length is not None and seq_length < 1:
+        raise ValueError(f"sequence length {seq_length} is not at least 1")
     path = Path(name)
     if path.suffix in (".json", ".yaml", ".yml"):
         workload = _from_file(path, seq_length)
@@ -76,9 +78,10 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
     if not path.is_file():
         raise ValueError(f"model file {str(path)!r} does not exist")
     try:
-        fields = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"model file {path}: {error}") from None
+        text = path.read_text(encoding="utf-8")
+        fields = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"model file {path}: {' '.join(str(error).split())}") from None
     if not isinstance(fields, Mapping):
         raise ValueError(f'model file {path}: expected fields such as "hidden_size", got a {type(fields).__name__}')
     name = path.parent.name or path.stem
@@ -116,8 +119,8 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
             _field(config, name, "n_expert"),
             _field(config, name, "n_expert_per_token"),
             _field(config, name, "moe_intermediate_size", "intermediate_size"),
-            config.get("n_shared_expert") or 0,
-            config.get("first_k_dense_replace") or 0,
+            _optional(config, name, "n_shared_expert"),
+            _optional(config, name, "first_k_dense_replace"),
         )
     norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
     pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
@@ -127,10 +130,10 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         layers=_field(config, name, "n_layer"),
         hidden=_field(config, name, "n_embd"),
         heads=heads,
-        kv_heads=config.get("n_query_groups") or heads,
-        head_size=config.get("head_size") or 0,
-        intermediate=config.get("intermediate_size") or 0,
-        vocab=config.get("padded_vocab_size") or _field(config, name, "vocab_size"),
+        kv_heads=_optional(config, name, "n_query_groups") or heads,
+        head_size=_head_size(config, name, "head_size", heads),
+        intermediate=_optional(config, name, "intermediate_size"),
+        vocab=_optional(config, name, "padded_vocab_size") or _field(config, name, "vocab_size"),
         seq_length=_seq_length(seq_length, config.get("block_size")),
         gated=kind in ("LLaMAMLP", "GemmaMLP", "LLaMAMoE"),
         bias=bool(config.get("bias", True)),
@@ -161,8 +164,8 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
             _field(config, name, *_EXPERTS),
             _field(config, name, "num_experts_per_tok"),
             _field(config, name, "moe_intermediate_size", "intermediate_size"),
-            config.get("n_shared_experts") or 0,
-            config.get("first_k_dense_replace") or 0,
+            _optional(config, name, "n_shared_experts"),
+            _optional(config, name, "first_k_dense_replace"),
         )
     norm_qk = "all" if kind == "olmo2" else "heads" if kind.startswith(("qwen3", "gemma3")) else ""
     gated = kind not in ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
@@ -172,9 +175,9 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
         layers=_field(config, name, "num_hidden_layers", "n_layer"),
         hidden=_field(config, name, "hidden_size", "n_embd"),
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_size=config.get("head_dim") or 0,
-        intermediate=config.get("intermediate_size") or config.get("n_inner") or 0,
+        kv_heads=_optional(config, name, "num_key_value_heads") or heads,
+        head_size=_head_size(config, name, "head_dim", heads),
+        intermediate=_optional(config, name, "intermediate_size") or _optional(config, name, "n_inner"),
         vocab=_field(config, name, "vocab_size"),
         seq_length=_seq_length(seq_length, config.get("max_position_embeddings") or config.get("n_positions")),
         gated=gated,
@@ -241,9 +244,21 @@ def _field(config: Mapping[str, Any], name: str, *names: str) -> int:
     raise ValueError(f"model {name!r}: the configuration has no {' or '.join(names)}")
 
 
+def _optional(config: Mapping[str, Any], name: str, field: str) -> int:
+    """A count that may be missing, null or 0: 0 then."""
+    return _field(config, name, field) if config.get(field) else 0
+
+
+def _head_size(config: Mapping[str, Any], name: str, field: str, heads: int) -> int:
+    """Width of a head where the configuration says so; 0: the hidden size over the heads, which must divide it."""
+    size = _optional(config, name, field)
+    hidden = _field(config, name, "hidden_size", "n_embd")
+    if not size and hidden % heads:
+        raise ValueError(f"model {name!r}: {heads} heads do not divide the width {hidden}, and there is no {field}")
+    return size
+
+
 def _seq_length(asked: int | None, longest: Any) -> int:
     if asked is not None:
-        if asked < 1:
-            raise ValueError(f"sequence length {asked} is not at least 1")
         return asked
     return min(2048, longest) if isinstance(longest, int) and longest > 0 else 2048
