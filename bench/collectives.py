@@ -228,6 +228,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         axes.set(title=op, xlabel="size (bytes)", ylabel="busbw (GB/s)")
         axes.grid(visible=True, which="major", alpha=0.3)
         axes.legend(fontsize=6)
+    for axes in grid.flat[len(operations) :]:
+        axes.set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
