@@ -287,7 +287,10 @@ REFUSED = [
     ({"n_head": 24, "n_embd": 48, "n_query_groups": 6}, "n_query_groups=6 does not divide over x=4"),
     ({"intermediate_size": 90}, "intermediate_size=90 does not divide over x=4; use 88 or 92"),
     ({"n_embd": 65, "head_size": 8}, "n_embd=65 does not divide over y=2"),
-    ({"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 8}, "of experts"),
+    (
+        {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 10},
+        "moe_intermediate_size=10 does not divide over x=4; use 8 or 12",
+    ),
     (
         {
             "latent_attention": {
@@ -305,8 +308,8 @@ REFUSED = [
 
 
 def refusals():
-    from litgpt.lora import GPT as LoRAGPT
-    from litgpt.lora import Config as LoRAConfig
+    from litgpt.adapter import GPT as AdapterGPT
+    from litgpt.adapter import Config as AdapterConfig
 
     comms = axo.connect("4x2x1x1")
     messages = []
@@ -320,7 +323,7 @@ def refusals():
         config = Config(**{**LLAMA, "name": "odd", **changes})
         refused(partial(GPT, config))
 
-    refused(lambda: LoRAGPT(LoRAConfig(**LLAMA, lora_r=2, lora_query=True)))
+    refused(lambda: AdapterGPT(AdapterConfig(**LLAMA, adapter_start_layer=0)))
     refused(lambda: torch.nn.Linear(4, 4))
     refused(lambda: axo.parallelize(GPT(Config(**LLAMA)), comms))
     refused(lambda: GPT(Config(**LLAMA)), plan="megatron")
@@ -333,7 +336,7 @@ def refusals():
 
 def test_what_the_plan_cannot_do_is_one_error_that_names_it():
     expected = [message for _, message in REFUSED] + [
-        "litgpt.lora",
+        "block 0 holds a litgpt.adapter.CausalSelfAttention, which plan 'litgpt' does not know",
         "wants a litgpt.GPT, got a Linear",
         "'lm_head' is parallel already",
         "plan='megatron' is not known",

@@ -62,6 +62,11 @@ DENSE = {
     "Qwen3-0.6B": {"n_query_groups": 2, "head_size": 24},
     "Qwen3-8B": {"n_query_groups": 2, "head_size": 24},
 }  # fmt: skip
+EXPERTS = {
+    "Mixtral-8x7B-v0.1": {"n_query_groups": 2, "n_expert": 4},
+    "Qwen3-30B-A3B": {"n_query_groups": 2, "head_size": 24, "n_expert": 8, "n_expert_per_token": 3,
+                      "moe_intermediate_size": 40},
+}  # fmt: skip
 TIED = {"falcon-7b", "falcon-40b", "Llama-3.2-1B", "SmolLM2-135M", "OLMo-1B-hf", "Gemma-2b", "Gemma-7b", "Gemma-2-2b",
         "Gemma-3-1b-it", "Gemma-3-4b-it", "Phi-4-mini-instruct", "Qwen2.5-0.5B", "Qwen3-0.6B"}  # fmt: skip
 
@@ -151,6 +156,15 @@ def theirs(config, tied):
         model = hf.Phi3ForCausalLM(made)
     elif name.startswith(("Qwen2", "QwQ")):
         model = hf.Qwen2ForCausalLM(hf.Qwen2Config(**rms))
+    elif name.startswith("Qwen3-30B"):
+        made = hf.Qwen3MoeConfig(
+            **with_head, num_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token,
+            moe_intermediate_size=config.moe_intermediate_size, norm_topk_prob=True,
+        )  # fmt: skip
+        model = hf.Qwen3MoeForCausalLM(made)
+    elif name.startswith("Mixtral"):
+        made = hf.MixtralConfig(**rms, num_local_experts=config.n_expert, num_experts_per_tok=config.n_expert_per_token)
+        model = hf.MixtralForCausalLM(made)
     elif name.startswith("Qwen3"):
         model = hf.Qwen3ForCausalLM(hf.Qwen3Config(**with_head))
     elif name.startswith("Mistral"):

@@ -10,12 +10,12 @@ from litgpt.generate.base import generate
 from litgpt.model import GPT
 
 import axo
-from tests.integrations.hugging_face import DENSE, TIED, VOCABULARY, converted, small, theirs
+from tests.integrations.hugging_face import DENSE, EXPERTS, TIED, VOCABULARY, converted, small, theirs
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, my_rows
 
 GRIDS = ("2x1x1x1", "1x2x1x1", "1x1x2x1")
-SAMPLE = ("Gemma-2-2b", "falcon-7b")
+SAMPLE = ("Gemma-2-2b", "Mixtral-8x7B-v0.1")
 LIMIT = 1e-5  # absolute below 1, relative to the largest entry above it
 PROMPT, LENGTH = 6, 14
 
@@ -30,7 +30,7 @@ def tokens():
 
 def reference(name, **changes):
     """Configuration, weights as LitGPT names them, and what the Hugging Face class makes of the tokens."""
-    config, tied = small(name, **{**DENSE.get(name, {}), **changes}), name in TIED
+    config, tied = small(name, **{**(DENSE | EXPERTS).get(name, {}), **changes}), name in TIED
     model = theirs(config, tied)
     ids = tokens()
     logits = model(ids[:, :-1]).logits
@@ -89,6 +89,6 @@ def test_a_sample_of_architectures_equals_hugging_face():
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", DENSE)
-def test_every_dense_architecture_equals_hugging_face(name):
+@pytest.mark.parametrize("name", [*DENSE, *EXPERTS])
+def test_every_architecture_equals_hugging_face(name):
     run_ranks(on_all_grids, 2, [name], timeout=120, preload=("transformers",))

@@ -17,6 +17,7 @@ Not here: re-layout of activations; convolutions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +49,10 @@ class Linear(ParallelLayer, nn.Linear):
         out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
             values that several ranks' queries attend to. Their gradient is summed over those ranks.
         uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
+        whole_input: The weight's in_features are not split: the layer takes all of them on every rank along the in
+            axis (a layer before it returned them whole), and gives each the complete gradient.
+        whole_output: The weight's out_features are not split: the layer returns all of them on every rank along the
+            out axis. Each of these must give it the complete gradient.
         scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
         gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
         sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
@@ -74,20 +79,26 @@ class Linear(ParallelLayer, nn.Linear):
         out_blocks: tuple[int, ...] | None = None,
         out_copies: tuple[int, ...] | None = None,
         uneven_out: bool = False,
+        whole_input: bool = False,
+        whole_output: bool = False,
         scatter_input: bool = False,
         gather_output: bool = False,
         sequence_parallel: bool = False,
         name: str | None = None,
     ) -> None:
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
-        splits = ((out_axis, "z"), (in_axis,))
+        in_axes, out_axes = () if whole_input else (in_axis,), () if whole_output else (out_axis,)
+        splits = ((*out_axes, "z"), in_axes)
         placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
         if bias:
-            placements["bias"] = Placement((out_features,), ((out_axis,),), out_blocks, comms, out_copies)
+            placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
-        check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
+        if (whole_output and (out_blocks or sequence_parallel)) or (whole_input and sequence_parallel):
+            raise ValueError(f"{self.label()}: whole features with out_blocks or sequence_parallel are not supported")
+        if not whole_input:
+            check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
         check_copies(self.label(), out_copies, out_axis, comms.grid.size(out_axis))
-        blocks = () if uneven_out else out_blocks or (out_features,)
+        blocks = () if uneven_out or whole_output else out_blocks or (out_features,)
         for block, copies in zip(blocks, out_copies or (1,) * len(blocks), strict=True):
             what = "out_features" if out_blocks is None else "a row block of out_features"
             check_divides(self.label(), what, block, out_axis, comms.grid.size(out_axis) // copies)
@@ -95,13 +106,13 @@ class Linear(ParallelLayer, nn.Linear):
         self.out_features = self.out_features_whole = out_features
         self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
         self.out_copies, self.scatter_input = out_copies, scatter_input
-        self.in_axis, self.out_axis = in_axis, out_axis
+        self.in_axis, self.out_axis = next(iter(in_axes), None), next(iter(out_axes), None)
         self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
         self.matmul = DistributedMatmul(
             comms,
             placements["weight"],
-            in_axis=None if sequence_parallel and transposed else in_axis,
-            out_axis=None if sequence_parallel and not transposed else out_axis,
+            in_axis=None if sequence_parallel and transposed else self.in_axis,
+            out_axis=None if sequence_parallel and not transposed else self.out_axis,
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
@@ -127,7 +138,7 @@ class Linear(ParallelLayer, nn.Linear):
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.weight.shape[1]}, this rank's"
                 f" part of in_features={self.in_features} over {self.in_axis}="
-                f"{self.comms.grid.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
+                f"{self.matmul.exchange.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
             )
         if self.scatters_tokens:
             output = scatter_sequence(self.matmul(input, self.weight, None), self.comms, owner=self.label())
@@ -162,6 +173,8 @@ class Linear(ParallelLayer, nn.Linear):
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]
         grid, coords, transposed = self.comms.grid, self.comms.coords, self.transposed
+        for axis in {"x", "y"} - {self.in_axis, self.out_axis}:  # features that are whole: as if it had one rank
+            grid, coords = replace(grid, **{axis: 1}), coords._replace(**{axis: 0})
         calls = cost.linear(
             grid,
             rows,
@@ -176,7 +189,7 @@ class Linear(ParallelLayer, nn.Linear):
             input_grad=input_grad,
             copied_features=sum(copied),
             copies=max(self.out_copies or (1,)) if copied else 1,
-            sequence_parallel=self.scatters_tokens or (self.matmul.out_axis is None and not transposed),
+            sequence_parallel=self.scatters_tokens or self.matmul.out_axis != self.out_axis,
             coords=coords,
         )
         mine = cost.part(rows, grid.z, coords.z)

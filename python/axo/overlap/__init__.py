@@ -27,11 +27,12 @@ __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "en
 
 
 def exchanges(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(module name, Exchange) of each parallel layer in ``model``."""
+    """(module name, Exchange) of each parallel layer in ``model``; a layer may have several."""
     for name, module in model.named_modules():
-        found = getattr(module, "exchange", None) or getattr(getattr(module, "matmul", None), "exchange", None)
-        if found is not None and hasattr(found, "engine"):
-            yield name, found
+        own = getattr(module, "exchange", None) or getattr(getattr(module, "matmul", None), "exchange", None)
+        for found in (own, *getattr(module, "exchanges", ())):
+            if found is not None and hasattr(found, "engine"):
+                yield name, found
 
 
 def engines(model: nn.Module) -> list[Engine]:

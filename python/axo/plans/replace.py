@@ -131,10 +131,15 @@ class Replacer:
     @torch.no_grad()
     def _take_values(self, new: ParallelLayer, old: nn.Module) -> None:
         for name, placement in new.placements.items():
-            full = getattr(old, name).detach().to(self.comms.device).contiguous()
-            if self.comms.grid.world_size > 1:
-                self.comms.world.broadcast(full, root=0)
-            getattr(new, name).copy_(placement.take(full))
+            getattr(new, name).copy_(placement.take(self._from_rank_0(getattr(old, name))))
+        for name, buffer in old.named_buffers(recurse=False):
+            getattr(new, name).copy_(self._from_rank_0(buffer))
+
+    def _from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
+        full = tensor.detach().to(self.comms.device).contiguous()
+        if self.comms.grid.world_size > 1:
+            self.comms.world.broadcast(full, root=0)
+        return full
 
 
 def check_exact(module: nn.Module, kind: type, name: str) -> None:
@@ -146,7 +151,7 @@ def check_exact(module: nn.Module, kind: type, name: str) -> None:
     if type(module) is not kind:
         raise ValueError(
             f"parallelize: {name!r} is a {type(module).__module__}.{type(module).__qualname__}, and the plan knows only"
-            f" torch.nn.{kind.__name__} there; LoRA and quantised layers are not supported"
+            f" torch.nn.{kind.__name__} there; quantised layers and adapters are not supported"
         )
 
 

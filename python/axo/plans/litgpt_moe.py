@@ -1,0 +1,108 @@
+"""LitGPT's mixture of experts on a grid: every expert a dense MLP that all ranks share, the gate's choice on all alike.
+
+    gate      router[m, E] = all-reduce_y(I[m, h/Gy] @ W[E, h/Gy]^T)     whole on every rank: the same bits, so the same
+                                                                        experts for a token on all ranks along x and y
+    expert    a dense MLP (normal, normal, transposed) on the rows that chose it; all E are called, with no rows too
+    output    y[rows] += probs[rows] * expert(I[rows])                   features over y
+
+The loop over experts is LitGPT's own. Of the gradient of a probability each rank along y has the part of its features:
+it is summed over y where it enters the gate. Ranks along z and data route their own rows; each calls all experts in
+the same order, so that the weights that they gather from each other are there.
+
+Not here: experts on different ranks (expert parallelism), capacity, balancing losses (LitGPT has none), sequence
+parallelism (refused: an expert's rows are no sequence).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from litgpt.model import GroupedTopkRouter
+from torch import nn
+
+from axo.matmul.product import refuse_create_graph
+from axo.nn import Linear
+
+
+class SumGradient:
+    """A forward hook: the gradient of the module's output is partial along ``axis``; sum it before it goes on."""
+
+    def __init__(self, comms: Any, axis: str = "y") -> None:
+        self.comms, self.axis = comms, axis
+
+    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        if self.comms.grid.size(self.axis) == 1:
+            return output
+        return _Sum.apply(output, self.comms.axis(self.axis))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SumGradient:
+        return self
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, communicator: Any) -> torch.Tensor:
+        ctx.communicator = communicator
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        refuse_create_graph("the gate of a mixture of experts")
+        return ctx.communicator.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
+
+
+class GroupedRouter(Linear, GroupedTopkRouter):
+    """``litgpt.model.GroupedTopkRouter`` (DeepSeek's): (rows, h/Gy) -> weights and experts, (rows, per token) each.
+
+    Args:
+        old: The serial router.
+        comms, grad_reduce, name: As for :class:`axo.nn.Linear`.
+    """
+
+    def __init__(self, old: Any, *, comms: Any, grad_reduce: str, name: str) -> None:
+        experts, hidden = old.weight.shape
+        Linear.__init__(
+            self, hidden, experts, False, "meta", old.weight.dtype,
+            comms=comms, grad_reduce=grad_reduce, whole_output=True, name=name,
+        )  # fmt: skip
+        self.config = old.config
+        self.register_buffer("e_score_correction_bias", old.e_score_correction_bias.clone())
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        with torch.device(device):
+            return _SerialRouter(self.config).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scores = SumGradient(self.comms)(self, (), Linear.forward(self, x.float())).sigmoid()
+        indices = self.get_topk_indices(scores)
+        weights = scores.gather(1, indices)
+        if self.config.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights, indices
+
+
+class _SerialRouter(GroupedTopkRouter):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, mean=0.0, std=0.02)  # what GPT._init_weights does
+
+
+def replace_moe(mlp: Any, name: str, replacer: Any, linear: Any, dense: Any) -> None:
+    """Replace the layers of a ``LLaMAMoE`` in place.
+
+    Args:
+        mlp: The mixture.
+        name: What messages call it.
+        replacer: Makes the parallel layers.
+        linear, dense: Replace a linear layer, and a whole MLP.
+    """
+    if isinstance(mlp.gate, GroupedTopkRouter):
+        router = GroupedRouter(mlp.gate, comms=replacer.comms, grad_reduce=replacer.grad_reduce, name=f"{name}.gate")
+        replacer.put(mlp, "gate", router)
+    else:
+        linear(mlp, "gate", f"{name}.gate", replacer, whole_output=True)
+        mlp.gate.register_forward_hook(SumGradient(replacer.comms))
+    for index, expert in enumerate(mlp.experts):
+        dense(expert, f"{name}.experts.{index}", replacer)
+    if hasattr(mlp, "shared_experts"):
+        dense(mlp.shared_experts, f"{name}.shared_experts", replacer)

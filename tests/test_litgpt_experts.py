@@ -1,0 +1,95 @@
+"""Mixtures of experts of LitGPT on grids, against the serial model. (Hugging Face's: test_architectures.)"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from litgpt.config import Config
+from litgpt.model import GPT
+
+import axo
+from axo.matmul import cost
+from tests.gpt import LLAMA, batch
+from tests.launcher import run_ranks
+from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
+
+FIELDS = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert_per_token": 2}
+CASES = {
+    "mixtral": {**FIELDS, "n_expert": 5, "moe_intermediate_size": 24},
+    # DeepSeek's: the first block dense, a shared expert, groups of experts, scaled
+    "grouped": {**FIELDS, "n_expert": 8, "n_expert_groups": 4, "n_topk_groups": 2, "n_topk_scores_per_group": 2,
+                "moe_intermediate_size": 16, "n_shared_expert": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5},
+}  # fmt: skip
+
+
+def serial_model(case):
+    """Drawn as litgpt draws it before training, larger: a gate that has a mind of its own."""
+    serial_seed()
+    model = GPT(Config(**CASES[case]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "gate" in name:
+                parameter.normal_(std=0.3)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.1)
+    return model
+
+
+def compare(grid, cases):
+    comms = axo.connect(grid)
+    for case in cases:
+        what = f"{case} at {grid}"
+        serial, model = serial_model(case), serial_model(case)
+        seed_apart(comms)
+        axo.parallelize(model, comms, gather_logits=True)
+        assert list(model.state_dict()) == list(serial.state_dict())
+        ids, targets = batch(serial.config, 0)
+        for _ in range(2):  # the second pass foretells its gathers
+            expected = serial(ids)
+            F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+            logits = model(my_rows(comms, ids))
+            F.cross_entropy(logits.flatten(0, 1), my_rows(comms, targets).flatten()).backward()
+            assert_close(logits, my_rows(comms, expected), 1e-5, f"{what}: logits")
+            assert_gradients_match(model, serial, 1e-5, what)
+            assert serial.transformer.h[1].mlp.gate.weight.grad.abs().max() > 1e-4
+            model.zero_grad()
+            serial.zero_grad()
+        state = {name: value + 0.01 for name, value in serial.state_dict().items()}
+        for target in (model, serial):
+            target.load_state_dict(state)
+        with torch.no_grad():
+            assert_close(model(my_rows(comms, ids)), my_rows(comms, serial(ids)), 1e-5, f"{what}: after loading")
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])
+def test_experts_equal_serial(grid):
+    run_ranks(compare, 2, grid, list(CASES))
+
+
+def test_experts_equal_serial_on_all_axes():
+    run_ranks(compare, 8, "2x2x2x1", list(CASES), timeout=120)
+
+
+def alone(grid):
+    """One row a rank: most experts get no token, on other ranks others; what the gate sends is what it says."""
+    comms = axo.connect(grid)
+    serial, model = serial_model("mixtral"), serial_model("mixtral")
+    axo.parallelize(model, comms, gather_logits=True, overlap=axo.Overlap(bucket_bytes=0))
+    ids = torch.arange(comms.grid.z * comms.grid.data).view(-1, 1) * 7
+    serial(ids).logsumexp(-1).mean().backward()
+    model(my_rows(comms, ids)).logsumexp(-1).mean().backward()
+    assert_gradients_match(model, serial, 1e-5, "one token a rank")
+    gate = model.transformer.h[0].mlp.gate
+    rows = torch.randn(6, gate.weight.shape[1], requires_grad=True)
+    with axo.count_collectives() as counts:
+        gate(rows).sum().backward()
+    on_y = cost.Call(cost.BACKWARD, "all_reduce", "y", 6 * gate.out_features, 4, "")  # of SumGradient
+    expected = cost.total([*gate.cost(6 * comms.grid.z), on_y])
+    assert {key: (v.calls, v.bytes) for key, v in counts.items()} == {
+        k: (v.calls, v.bytes) for k, v in expected.items()
+    }
+
+
+def test_experts_without_tokens_and_the_cost_of_a_gate():
+    run_ranks(alone, 8, "1x2x2x2")
