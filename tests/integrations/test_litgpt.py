@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.integrations.support import distance
-from tests.integrations.trainer import STEPS, finetune, masked_loss, ranks_of, run, write_base
-from tests.launcher import run_ranks
+from tests.integrations.trainer import STEPS, masked_loss, run
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +79,9 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
         (["chat", "--goldfish", "2,13"], "not for chat"),
         (["generate", "--sharded"], "--sharded is for training .pretrain, finetune_full.*, not for generate"),
         (["generate", "--max-restarts", "2"], "--max-restarts is for training"),
+        (["finetune_lora", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
+        (["finetune", "--sharded"], "--sharded is not for finetune: it saves adapters"),
+        (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
         (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
@@ -105,15 +107,3 @@ def test_accumulation_equals_stock_litgpt(folder):
 def test_bf16_mixed_is_close_to_stock_litgpt(folder, serial):
     """Oracle: the fp32 run, within 1% at each step."""
     assert run(folder, "bf16", "2x1x2x1", precision="bf16-mixed")[0] == pytest.approx(serial[0], rel=0.01)
-
-
-def test_full_finetuning_equals_stock_litgpt(folder):
-    """Oracle: ``litgpt finetune_full`` on one rank. 40 samples in 20 steps, one at a time: losses to 1e-4."""
-    write_base(folder)
-    stock = run_ranks(finetune, 1, folder, "stock-full", env={"TORCHELASTIC_RUN_ID": "test"})[0]
-    ranks, environment = ranks_of("2x1x2x1")
-    results = run_ranks(finetune, ranks, folder, "full", "2x1x2x1", env=environment, timeout=120)
-    assert len(stock) == 40 and stock[-1] < stock[0] - 0.3
-    both = [loss for pair in zip(results[0], results[2], strict=True) for loss in pair]
-    assert both == pytest.approx(stock, abs=1e-4)
-    assert results[1] == pytest.approx(results[0], abs=1e-6) and results[3] == pytest.approx(results[2], abs=1e-6)

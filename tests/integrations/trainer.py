@@ -1,5 +1,6 @@
 """LitGPT's pretraining and generation as functions that ranks run; without a grid they are stock LitGPT."""
 
+import importlib
 import json
 import os
 import sys
@@ -99,43 +100,45 @@ def pretrain(folder, out, options, grid=None):
     return losses, sums
 
 
-def finetune(folder, out, grid=None):
-    """The losses that one rank of ``litgpt finetune_full`` saw: samples one by one, two an optimizer step.
+def finetune(folder, out, grid=None, method="full", options=None):
+    """The losses that one rank of ``litgpt finetune_*`` saw: samples one by one, two an optimizer step.
 
-    Without a grid: stock litgpt, with the sampler that Fabric gives to distributed strategies (DDP of one rank).
+    Without a grid: stock litgpt on one device. An example is generated after steps 8 and 16.
     """
-    import litgpt.finetune.full as full
+    module = importlib.import_module(f"litgpt.finetune.{method}")
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.data import JSON
 
     losses = []
 
-    class Losses(full.RunningMean):
+    class Losses(module.RunningMean):
         def update(self, value):
             losses.append(float(value))
             super().update(value)
 
-    full.RunningMean = Losses
-    full.save_hyperparameters = lambda *_: None
-    data_ranks = 1 if grid is None else 2
+    module.RunningMean = Losses
+    _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
+    options = dict(options or {})
+    rate = options.pop("lr", 4e-4)
+    # What litgpt writes beside its checkpoint, and reads when it merges adapters.
+    sys.argv = ["litgpt", f"finetune_{method}", str(folder / "base"), *(f"--{k}={v}" for k, v in options.items())]
 
     def start():
-        full.setup(
+        module.setup(
             folder / "base",
             out_dir=folder / out,
             precision="32-true",
-            devices=data_ranks,
+            devices=z * data,
             data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
             train=TrainArgs(
                 global_batch_size=2, micro_batch_size=1, epochs=5, max_steps=20, lr_warmup_steps=2, save_interval=None
             ),
-            eval=EvalArgs(interval=1000, max_iters=2, max_new_tokens=4, final_validation=False),
-            optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": 4e-4}},
+            eval=EvalArgs(interval=8, max_iters=2, max_new_tokens=4, final_validation=False),
+            optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": rate}},
+            **options,
         )
 
-    if grid is None:
-        os.environ["LT_STRATEGY"] = "ddp"
-    _run(start, "finetune_full", grid)
+    _run(start, f"finetune_{method}", grid)
     return losses
 
 
@@ -177,9 +180,8 @@ def _run(start, name, grid, goldfish=None, sharded=None):
         integration._rank(lambda again: start(), name, grid, asked, True, 0)
         return
     torch._dynamo.config.disable = True
-    if "LT_STRATEGY" not in os.environ:
-        for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-            del os.environ[variable]
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del os.environ[variable]
     start()
 
 

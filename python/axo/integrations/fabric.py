@@ -92,7 +92,7 @@ class GridRanks(ParallelStrategy):
         return self.data_ranks if self.counts == "data" else self.grid.world_size
 
     @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+    def distributed_sampler_kwargs(self) -> Any:
         coords = self.grid.coords(self.global_rank)
         return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
 

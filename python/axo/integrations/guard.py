@@ -20,13 +20,14 @@ class Guard:
 
     Attributes:
         stop: All ranks have agreed to end after this step.
+        step: Optimizer steps of this process.
     """
 
     def __init__(self, asked: Callable[[], bool] = lambda: False) -> None:
         self._asked = asked
         self._bad: torch.Tensor | None = None
         self.stop = False
-        self._step = 0  # counted in this process
+        self.step = 0
 
     def note(self, loss: torch.Tensor) -> None:
         """Look at a loss (any shape) without waiting for it."""
@@ -45,7 +46,7 @@ class Guard:
         flags[0] = self._bad * (comms.grid.world_size - comms.rank)  # the largest is that of the lowest rank
         flags[1] = int(self._asked())
         self._bad = None
-        self._step += 1
+        self.step += 1
         bad, asked = comms.world.all_reduce(flags, "max").tolist()
         if bad:
             where = comms.grid.world_size - bad
@@ -64,7 +65,7 @@ class Guard:
 
     def _raise(self, what: str, where: str) -> None:
         raise FloatingPointError(
-            f"{what} is not finite (NaN or infinite) at step {self._step} of this start{where}; all ranks"
+            f"{what} is not finite (NaN or infinite) at step {self.step} of this start{where}; all ranks"
             " stopped before it changed a weight. Use a lower learning rate, or look at that batch; the last checkpoint"
             " is sound"
         )

@@ -44,9 +44,10 @@ from torch.optim import Optimizer
 import axo
 from axo.grid import Grid
 from axo.integrations import checkpoint, sharded
+from axo.integrations.as_built import AsBuilt
 from axo.integrations.fabric import GridRanks
 from axo.integrations.guard import Guard
-from axo.integrations.loader import SharedLoader
+from axo.integrations.loader import SharedLoader, split_in_order
 from axo.integrations.materialize import is_parallel, materialize
 from axo.integrations.opaque import keep_out_of_graphs
 
@@ -63,6 +64,8 @@ class AxoStrategy(GridRanks):
         vocab_loss: Leave logits split over x while training; None: whether AXO_VOCAB_LOSS is 1.
         sharded: Save sharded checkpoints (sharded.py), not whole ones; None: whether AXO_SHARDED is 1. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
+        like_one_device: Start from what one device would start from: values as the model's constructors draw them, not
+            ``reset_parameters``; samples in the order of the loader's own sampler, not of a DistributedSampler.
         guard: Has all ranks agree before each optimizer step that their losses are finite, or raises on all of them.
         timeout: Of the rendezvous and of each operation.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
@@ -80,6 +83,7 @@ class AxoStrategy(GridRanks):
         vocab_loss: bool | None = None,
         sharded: bool | None = None,
         counts: str = "ranks",
+        like_one_device: bool = False,
         guard: Guard | None = None,
         timeout: timedelta = _TIMEOUT,
         accelerator: Any = None,
@@ -94,7 +98,8 @@ class AxoStrategy(GridRanks):
         self.plan, self.zero = plan, zero
         self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
         self.sharded = os.environ.get("AXO_SHARDED") == "1" if sharded is None else sharded
-        self.guard = guard
+        self.guard, self.like_one_device = guard, like_one_device
+        self._as_built: AsBuilt | None = None
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
 
@@ -106,8 +111,10 @@ class AxoStrategy(GridRanks):
         A trainer that counts data ranks loads or resets the weights in any case, so there it is always meta.
         """
         stack = ExitStack()
-        meta = bool(empty_init) or self.counts == "data"
+        meta = bool(empty_init) or self.counts == "data" or self.like_one_device
         stack.enter_context(torch.device("meta") if meta else torch.device("cpu"))
+        if self.like_one_device:
+            self._as_built = stack.enter_context(AsBuilt(self.root_device))
         stack.enter_context(self.precision.module_init_context())
         return stack
 
@@ -123,7 +130,8 @@ class AxoStrategy(GridRanks):
         originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
         axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss, zero=self.zero)
         if originals:
-            materialize(module, originals, self.comms)
+            materialize(module, originals, self.comms, self._as_built)
+            self._as_built = None
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
@@ -196,8 +204,14 @@ class AxoStrategy(GridRanks):
 
     # --- data ---------------------------------------------------------------------------------------------------
 
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        return None if self.like_one_device else super().distributed_sampler_kwargs  # None: Fabric keeps the sampler
+
     def process_dataloader(self, dataloader: Any) -> Any:
         self._check_launched("setup_dataloaders")
+        if self.like_one_device:
+            dataloader = split_in_order(dataloader, self.comms)
         return SharedLoader(dataloader, self.comms)
 
     # --- checkpoints ---------------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations import auto_grid, litgpt_options, supervisor
+from axo.integrations import architectures, auto_grid, litgpt_options, supervisor
+from axo.integrations.finetune import together
 from axo.integrations.guard import Guard
 from axo.integrations.litgpt_options import Options
 from axo.integrations.long_run import Stopped, Watch, newest, refuse_mixing, restarts_by_torchrun
@@ -44,11 +45,15 @@ class Command:
     Args:
         module, function: Where it is.
         trains: Whether it takes ``--devices`` and launches ranks; if not, it is written for one device.
+        finetunes: Whether it starts from what a model's constructors draw, on one device.
+        resumes: Whether it can go on from a checkpoint of its own.
     """
 
     module: str
     function: str
     trains: bool
+    finetunes: bool = False
+    resumes: bool = True
 
     def load(self) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), self.function)
@@ -57,7 +62,9 @@ class Command:
 # All others run on one rank, without Axo.
 PARALLEL = {
     "pretrain": Command("litgpt.pretrain", "setup", True),
-    "finetune_full": Command("litgpt.finetune.full", "setup", True),
+    "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
+    "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False),
+    "finetune": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False),  # litgpt's other name
     "generate": Command("litgpt.generate.base", "main", False),
 }
 _HELP = {"-h", "--help"}
@@ -77,12 +84,17 @@ def run(arguments: list[str]) -> None:
     name = arguments[0] if arguments else "--help"
     if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
         print(litgpt_options.HELP)
+    if name == "architectures":
+        print(architectures.report(options.grid or Grid()))
+        return
     if name not in PARALLEL:
         _refuse_if_parallel(name, options)
         _stock(arguments)
         return
     if not PARALLEL[name].trains:
         _refuse_if_training(name, options)
+    if not PARALLEL[name].resumes:
+        _refuse_what_adapters_lack(name, options)
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
@@ -133,6 +145,17 @@ def _refuse_if_training(name: str, options: Options) -> None:
         raise ValueError(f"litgpt: {option} is for training ({', '.join(_TRAINERS)}), not for {name}; leave it out")
 
 
+def _refuse_what_adapters_lack(name: str, options: Options) -> None:
+    reasons = {
+        "--max-restarts": (options.max_restarts > 0, "it cannot resume, so a run started again would begin anew"),
+        "--sharded": (options.sharded is not None, "it saves adapters, which are small and always whole"),
+        "--grid auto": (options.grid is None, "the planner plans steps that train all weights"),
+    }
+    for option, (given, why) in reasons.items():
+        if given:
+            raise ValueError(f"litgpt: {option} is not for {name}: {why}; use finetune_full, or leave it out")
+
+
 def _stock(arguments: list[str]) -> None:
     """litgpt's own command line in this process."""
     from litgpt.__main__ import main
@@ -163,6 +186,10 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     parser.prog = f"axo litgpt {name}"
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
     options = parser.parse_args(arguments)
+    if options.get("quantize") is not None:
+        raise ValueError(
+            f"litgpt: --quantize {options.quantize} runs on one device only; run litgpt {name} without axo"
+        )
     grid = asked.grid or auto_grid.choose(name, options, asked, rank)
     if rank is not None and rank.world_size != grid.world_size:
         raise ValueError(
@@ -240,15 +267,16 @@ def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, 
         guard = None
         if command.trains:
             guard = Guard(stack.enter_context(Termination()).was_asked)
+            stack.enter_context(together(importlib.import_module(command.module)))
             stack.enter_context(Watch(importlib.import_module(command.module), guard))
         else:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
-        _register(grid, options, guard, strategies)
+        _register(grid, options, guard, command, strategies)
         try:
             start(restart > 0)
         except Stopped as stopped:
             if rank.rank == 0:
-                print(f"axo litgpt: {stopped}; go on with --resume auto", flush=True)
+                print(f"axo litgpt: {stopped}", flush=True)
         except SystemExit as stop:
             if stop.code:
                 raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
@@ -257,7 +285,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, 
             strategy.comms.close()
 
 
-def _register(grid: str, options: Options, guard: Guard | None, made: list[Any]) -> None:
+def _register(grid: str, options: Options, guard: Guard | None, command: Command, made: list[Any]) -> None:
     """Let LT_STRATEGY=axo make strategies of ``grid`` that count data ranks, and note them in ``made``."""
     import torch._dynamo
     from lightning.fabric.strategies import STRATEGY_REGISTRY
@@ -267,7 +295,9 @@ def _register(grid: str, options: Options, guard: Guard | None, made: list[Any])
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
 
     def make() -> AxoStrategy:
-        strategy = AxoStrategy(grid, counts="data", sharded=options.sharded, guard=guard)
+        strategy = AxoStrategy(
+            grid, counts="data", sharded=options.sharded, guard=guard, like_one_device=command.finetunes
+        )
         made.append(strategy)
         if strategy.vocab_loss or options.goldfish is not None:
             _use_loss_of(strategy, options.goldfish)
@@ -279,6 +309,7 @@ def _register(grid: str, options: Options, guard: Guard | None, made: list[Any])
 def _use_loss_of(strategy: Any, goldfish: tuple[int, int] | None) -> None:
     """Put the strategy's loss where litgpt's commands look theirs up."""
     import litgpt.finetune.full
+    import litgpt.finetune.lora
     import litgpt.pretrain
     import torch
 
@@ -289,7 +320,7 @@ def _use_loss_of(strategy: Any, goldfish: tuple[int, int] | None) -> None:
             targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
         return strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
 
-    for module in (litgpt.pretrain, litgpt.finetune.full):
+    for module in (litgpt.pretrain, litgpt.finetune.full, litgpt.finetune.lora):
         module.chunked_cross_entropy = loss
 
 

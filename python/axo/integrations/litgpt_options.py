@@ -16,6 +16,8 @@ Options of Axo's own, for commands that run on a grid (pretrain, finetune_full, 
   --sharded             Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.
   --max-restarts N      Start the ranks again, from the newest checkpoint, when one was lost; at most N times.
   --goldfish K,H        Leave one of K tokens out of the training loss, chosen by the H tokens before it.
+
+A command of Axo's own: axo litgpt architectures [--grid ...] says which of LitGPT's configurations run on a grid.
 """
 
 

@@ -19,10 +19,11 @@ from axo.integrations.guard import Guard
 
 
 class Stopped(Exception):
-    """The run ended on request; ``checkpoint`` is what it saved."""
+    """The run ended on request; ``checkpoint`` is what it saved, from which it may go on or not."""
 
-    def __init__(self, checkpoint: Path, step: int) -> None:
-        super().__init__(f"stopped by SIGTERM after step {step}; saved {checkpoint}")
+    def __init__(self, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
+        then = "go on with --resume auto" if resumes else "adapters only, from which LitGPT does not resume a run"
+        super().__init__(f"stopped by SIGTERM after step {step}; saved {checkpoint}; {then}")
         self.checkpoint, self.step = checkpoint, step
 
 
@@ -73,8 +74,14 @@ class Watch:
     def _save(self, given: dict[str, Any]) -> Stopped:
         """Save as the loop itself does, in the folder of the step that was done last."""
         fabric, out = given["fabric"], Path(given["out_dir"])
+        if "state" not in given:  # finetune_lora
+            step = self._guard.step
+            path = out / f"step-{step:06d}" / "lit_model.pth.lora"
+            self._module.save_lora_checkpoint(fabric, given["model"], path)
+            self._save_files(given, path.parent)
+            return Stopped(path, step, resumes=False)
         state: dict[str, Any] = given["state"]
-        step: int = state["step_count"]
+        step = int(state["step_count"])
         if hasattr(self._module, "save_checkpoint"):  # pretrain
             path = out / f"step-{step:08d}" / "lit_model.pth"
             if not path.exists():
@@ -84,11 +91,14 @@ class Watch:
         path = out / f"step-{step:06d}" / "lit_model.pth"
         path.parent.mkdir(parents=True, exist_ok=True)
         fabric.save(path, state)
-        if fabric.global_rank == 0:
-            self._module.copy_config_files(given["checkpoint_dir"], path.parent)
-            self._module.save_hyperparameters(self._module.setup, path.parent)
-            self._module.save_prompt_style(given["data"].prompt_style, path.parent)
+        self._save_files(given, path.parent)
         return Stopped(path, step)
+
+    def _save_files(self, given: dict[str, Any], folder: Path) -> None:
+        if given["fabric"].global_rank == 0:
+            self._module.copy_config_files(given["checkpoint_dir"], folder)
+            self._module.save_hyperparameters(self._module.setup, folder)
+            self._module.save_prompt_style(given["data"].prompt_style, folder)
 
 
 def newest(out_dir: Any) -> Path | None:

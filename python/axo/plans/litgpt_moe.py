@@ -75,7 +75,8 @@ class GroupedRouter(Linear, GroupedTopkRouter):
 
     def forward(self, x: torch.Tensor) -> Any:
         scores = SumGradient(self.comms)(self, (), Linear.forward(self, x.float())).sigmoid()
-        indices = self.get_topk_indices(scores)
+        router: Any = self
+        indices = router.get_topk_indices(scores)
         weights = scores.gather(1, indices)
         if self.config.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)

@@ -1,0 +1,57 @@
+"""``axo litgpt finetune_full`` and ``finetune_lora`` against LitGPT as it is on one device: same samples, same values.
+
+Stock runs draw adapters while they build the model and read samples in their loader's own order; so do runs on a grid.
+"""
+
+import pytest
+import torch
+
+from tests.integrations.support import distance
+from tests.integrations.trainer import finetune, generate, ranks_of, write_base
+from tests.launcher import run_ranks
+
+# Larger steps than usual, and no dropout (whose masks no other run can have): adapters begin at zero.
+LORA = {"lora_dropout": 0.0, "lora_key": True, "lora_projection": True, "lora_mlp": True, "lora_head": True, "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def base(folder):
+    write_base(folder)
+    return folder
+
+
+def losses_on(folder, out, grid, method, options=None):
+    """One list of losses, in the order of one device: data ranks take turns."""
+    ranks, environment = ranks_of(grid)
+    per_rank = run_ranks(finetune, ranks, folder, out, grid, method, options, env=environment, timeout=180)
+    peers = ranks // (int(grid.split("x")[2]) * int(grid.split("x")[3]))
+    for rank, losses in enumerate(per_rank):
+        assert losses == pytest.approx(per_rank[rank // peers * peers], abs=1e-6), "peers on x and y disagree"
+    return [loss for column in zip(*per_rank[::peers], strict=True) for loss in column]
+
+
+def test_full_finetuning_equals_stock_litgpt(base):
+    """40 samples in 20 steps, one at a time: losses to 1e-4."""
+    stock = run_ranks(finetune, 1, base, "stock-full")[0]
+    assert len(stock) == 40 and stock[-1] < stock[0] - 0.3
+    assert losses_on(base, "full", "2x1x2x1", "full") == pytest.approx(stock, abs=1e-4)
+
+
+@pytest.fixture(scope="module")
+def stock_lora(base):
+    losses = run_ranks(finetune, 1, base, "stock-lora", None, "lora", LORA)[0]
+    assert len(losses) == 40 and losses[-1] < losses[0] - 0.3
+    return losses
+
+
+@pytest.mark.parametrize("grid", ["2x1x2x1", pytest.param("1x2x1x1", marks=pytest.mark.soak)])
+def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid):
+    """Losses to 1e-4; the saved adapters and the merged model to 1e-5; stock LitGPT generates the same from both."""
+    assert losses_on(base, f"lora-{grid}", grid, "lora", LORA) == pytest.approx(stock_lora, abs=1e-4)
+    for name in ("lit_model.pth.lora", "lit_model.pth"):
+        stock, mine = (torch.load(base / out / "final" / name) for out in ("stock-lora", f"lora-{grid}"))
+        stock, mine = stock.get("model", stock), mine.get("model", mine)
+        assert list(mine) == list(stock) and all(mine[key].shape == stock[key].shape for key in stock)
+        assert distance(mine, stock) < 1e-5, name
+    made = [run_ranks(generate, 1, base / out / "final")[0] for out in ("stock-lora", f"lora-{grid}")]
+    assert made[0] == made[1]
