@@ -15,6 +15,7 @@ V := .venv
 PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check
 CORE := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc)
 QUICK_TESTS := tests/test_house.py tests/test_grid.py tests/test_placement.py tests/test_launcher.py tests/test_collectives.py tests/perf
+CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
@@ -30,9 +31,9 @@ demo: $(V)/.built
 
 test: $(V)/.built
 	@echo "C++ tests of the core"
-	@$(MAKE) --no-print-directory -s -C csrc/tests test
-	@echo "Python tests"
-	$(PYTEST) -ra $(ARGS)
+	@$(MAKE) --no-print-directory -s -j$(CORES) -C csrc/tests test
+	@echo "Python tests, two at a time"
+	$(PYTEST) -ra -n 2 --dist worksteal $(ARGS)
 
 check: $(V)/.built
 	$(V)/bin/ruff check .
