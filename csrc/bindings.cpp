@@ -4,6 +4,7 @@
 // The GIL is released around every call that enters the core, since any of them may wait: for a peer, for a lock, or
 // for the progress thread. Errors. axo::Error and its kinds become axo.errors.*, for torch's own pybind functions too
 // (one set of internals).
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -70,8 +71,16 @@ py::object exception_of(const Work& work) {
 // the core's threads never need the GIL.
 class Completed {
  public:
+  // Never destroyed: a thread may wait here when the process ends. A forked child has its own, since the one that it
+  // inherits counts a thread of the parent among those that wait.
   static Completed& get() {
-    static auto* const self = new Completed;  // never destroyed: a thread may wait here when the process ends
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { current_.store(new Completed); });
+    (void)registered;
+    Completed* self = current_.load();
+    if (self != nullptr) return *self;
+    auto* const made = new Completed;
+    if (current_.compare_exchange_strong(self, made)) return *made;
+    delete made;
     return *self;
   }
   void add(std::uint64_t number) {
@@ -88,6 +97,7 @@ class Completed {
   }
 
  private:
+  static inline std::atomic<Completed*> current_{nullptr};
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<std::uint64_t> numbers_;

@@ -167,8 +167,9 @@ std::string FlightLog::lines() {
   return text;
 }
 
-// To a temporary name first: a reader never sees half a file.
+// To a temporary name first: a reader never sees half a file. One thread at a time: communicators may fail together.
 std::string FlightLog::write() {
+  std::lock_guard<std::mutex> writing(write_mutex_);
   std::string directory;
   {
     std::lock_guard<std::mutex> lock(mutex_);

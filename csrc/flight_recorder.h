@@ -83,6 +83,7 @@ class FlightLog {
   std::string lines();
 
  private:
+  std::mutex write_mutex_;
   std::mutex mutex_;
   std::string directory_;
   std::vector<std::weak_ptr<FlightRecorder>> recorders_;

@@ -268,8 +268,9 @@ void SpanCore::send_pieces(const SpanWork& work, FrameKind frame, const std::vec
       Lock lock(mutex_);
       changed_.wait_until(lock, Clock::now() + kPatience,
                           [&] { return peer.gone || failure_.kind != FailureKind::none; });
+      const char* how = peer.left ? "left" : "died";
       lock.unlock();
-      fail({FailureKind::peer_lost, chunk.rank, peer.left ? "left" : "died"}, true);
+      fail({FailureKind::peer_lost, chunk.rank, how}, true);
       throw Failed{};
     }
   }

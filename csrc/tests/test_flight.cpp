@@ -74,6 +74,27 @@ PROCESS_TEST(flight_file_on_failure_and_on_signal) {
   CHECK_EQ(::rmdir(directory.c_str()), 0);
 }
 
+// Several communicators fail at once, each on a thread of its own: every write gives a whole file.
+TEST(flight_files_written_at_the_same_time) {
+  const std::string directory = temporary_directory();
+  ranks::with_threads(2, [&](Comm c) {
+    for (int i = 0; i < 50; ++i) c->barrier(ranks::blocking());
+    if (c->rank() == 0) {
+      set_flight_directory(directory, 0);
+      ranks::threads(4, [](int) {
+        for (int i = 0; i < 100; ++i) CHECK(!write_flight_file().empty());
+      });
+      const std::string path = write_flight_file();
+      set_flight_directory("", 0);
+      const std::string text = read_and_remove(path);
+      CHECK(count(text, "\n") >= 102);
+      CHECK_EQ(count(text, "\n"), count(text, "\"failure\": null}\n"));
+    }
+    c->barrier(ranks::blocking());
+  });
+  CHECK_EQ(::rmdir(directory.c_str()), 0);
+}
+
 TEST(flight_lines_of_pending_operations) {
   ranks::with_threads(2, [](Comm c) {
     c->barrier(ranks::blocking());

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,11 @@ _STOP = 0
 
 class _Completions:
     def __init__(self) -> None:
+        self.reset()
+        os.register_at_fork(after_in_child=self.reset)  # the thread stays with the parent
+
+    def reset(self) -> None:
+        """Forget everything: nothing waits, no thread runs."""
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._waiting: dict[int, Callable[[], None]] = {}
@@ -44,7 +50,8 @@ class _Completions:
 
     def _stop(self) -> None:
         # A thread that comes back from the core while the interpreter ends would take the process down.
-        assert self._thread is not None
+        if self._thread is None:  # a forked child that used none
+            return
         _C.add_completed(_STOP)
         self._thread.join(timeout=5)
 
