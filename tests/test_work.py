@@ -1,11 +1,15 @@
 """Work beyond waiting: futures, durations, and the scaled sum. Oracles: the sums written out, and the host's clock."""
 
+import math
+import os
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import axo
+from axo.extension import _C
 from tests.launcher import run_ranks
 
 
@@ -73,7 +77,66 @@ def scaled_sums():
         comm.all_reduce(torch.ones(3, dtype=torch.int32), scale=2.0)
 
 
-@pytest.mark.parametrize("check", [futures_tell, durations_are_seconds, scaled_sums], ids=lambda check: check.__name__)
+def nonsense_is_refused():
+    """Before anything is sent: the ranks are still together afterwards."""
+    comm = axo.connect("2x1x1x1").x
+    one = torch.ones(1)
+    work = comm.all_reduce(one.clone(), async_op=True)
+    for bad in (-1.0, math.nan):
+        with pytest.raises(ValueError, match="is no time"):
+            work.synchronize(bad)
+    work.synchronize(math.inf)
+    for bad in (-1.0, 0.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match=r"connect: timeout=.* is not a number of seconds"):
+            axo.connect("2x1x1x1", timeout=bad)
+    numbers = {
+        "root=0.5": lambda: comm.broadcast(one, root=0.5),
+        "peer='1'": lambda: comm.send(one, peer="1"),
+        "tag=1099511627776": lambda: comm.recv(one, peer=1 - comm.rank, tag=2**40),
+        "color=4294967296": lambda: comm.split(2**32),
+        "send_counts=1.0": lambda: comm.all_to_all(torch.ones(2), send_counts=[1.0, 1.0], recv_counts=[1, 1]),
+    }
+    for message, call in numbers.items():
+        with pytest.raises(TypeError, match=f"{message} is not a whole number of"):
+            call()
+    memory = {
+        "negative size": lambda: axo.empty_shared((-1, 2)),
+        "more memory than": lambda: axo.empty_shared((2**62, 8)),
+        "dtype torch.qint8 is not supported": lambda: axo.empty_shared((3,), dtype=torch.qint8),
+    }
+    for message, call in memory.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(axo.Error, match="no room"):
+        axo.empty_shared((2**50,))
+    assert comm.all_reduce(one).item() == 2.0
+
+
+def futures_of_a_forked_child():
+    """The thread that completes futures stays with the parent; a child has its own."""
+    comm = axo.connect("2x1x1x1").x
+    comm.all_reduce(torch.ones(1), async_op=True).future().wait()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            core = _C.create_host_communicator(dist.HashStore(), "child", 0, 1, "child", 5000)
+            child = axo.Communicator(core, name="child", axis="child")
+            futures = [child.all_reduce(torch.ones(1), async_op=True).future() for _ in range(3)]
+            end = time.monotonic() + 10
+            while time.monotonic() < end and not all(future.done() for future in futures):
+                time.sleep(0.005)
+            status = 0 if all(future.done() for future in futures) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert comm.all_reduce(torch.ones(1), async_op=True).future().wait().item() == 2.0
+
+
+CHECKS = [futures_tell, durations_are_seconds, scaled_sums, nonsense_is_refused, futures_of_a_forked_child]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_on_ranks(check):
     run_ranks(check, world_size=2)
 

@@ -8,7 +8,7 @@ exact either way. It checks; it does not move.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 import torch
@@ -117,6 +117,12 @@ def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset:
         raise ValueError(f"{what}: input and out overlap in memory other than in place; use separate tensors")
 
 
+def check_integer(what: str, name: str, value: Any, bits: int = 32) -> None:
+    """Raises TypeError when ``value`` is not a whole number (NumPy's are) of so many bits."""
+    if not isinstance(value, SupportsIndex) or not -(2 ** (bits - 1)) <= value.__index__() < 2 ** (bits - 1):
+        raise TypeError(f"{what}: {name}={value!r} is not a whole number of {bits} bits")
+
+
 def rows_to_elements(
     what: str, name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
 ) -> tuple[list[int], list[int]]:
@@ -126,6 +132,8 @@ def rows_to_elements(
         if rows % size:
             raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
         counts = [rows // size] * size
+    for rows_of_rank in counts:
+        check_integer(what, name, rows_of_rank, bits=64)
     if len(counts) != size or sum(counts) != rows or min(counts) < 0:
         raise ValueError(
             f"{what}: {name}={list(counts)} does not cut {rows} rows into {size} parts; "

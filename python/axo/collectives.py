@@ -25,6 +25,7 @@ from axo.buffers import (
     OPS,
     address,
     check_elements,
+    check_integer,
     core_buffers,
     like,
     plain_input,
@@ -183,7 +184,7 @@ class Communicator(Issuing):
         else:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
-            rows = sum(recv_counts) if recv_counts is not None else source.shape[0]
+            rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
             target = self._empty((rows, *source.shape[1:]), source.dtype)
             result = like(target, tensor)
         received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
@@ -202,6 +203,7 @@ class Communicator(Issuing):
     def send(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
         """Send to ``peer``; meets its ``recv`` of the same tag, in issue order."""
         self._check_peer("send", peer)
+        check_integer("send", "tag", tag)
         source = self._tensor(tensor, "send")
         self._count("send", source)
         buffer = plain_input(source)
@@ -217,6 +219,7 @@ class Communicator(Issuing):
             self._check_peer("recv", peer)
         elif self.size == 1:
             raise ValueError(f"recv: {self.name!r} has one rank: there is nobody to receive from")
+        check_integer("recv", "tag", tag)
         target = self._tensor(tensor, "recv")
         self._count("recv", target)
         buffer, _, copies = core_buffers("recv", target, target)
@@ -236,6 +239,8 @@ class Communicator(Issuing):
 
         A negative color takes no part and gets None. ``axis`` is the name under which its operations are counted.
         """
+        check_integer("split", "color", color)
+        check_integer("split", "key", key)
         name = name or f"{self.name}/split{color}"
         alone = self._core is None and color >= 0
         core = None if self._core is None else self._core.split(color, key, name)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from axo.buffers import DTYPES, OPS, as_tensor, check_elements, like
+from axo.buffers import DTYPES, OPS, as_tensor, check_elements, check_integer, like
 from axo.counting import active as counting
 from axo.counting import watch
 from axo.errors import Error, Mismatch
@@ -174,6 +174,7 @@ class Issuing:
         return target, out
 
     def _check_rank(self, what: str, name: str, rank: int) -> None:
+        check_integer(what, name, rank)
         if not 0 <= rank < self.size:
             raise ValueError(f"{what}: {name}={rank} is not a rank of {self.name!r}; use 0 to {self.size - 1}")
 

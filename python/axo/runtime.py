@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from axo.buffers import DTYPES
 from axo.collectives import Communicator
 from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.errors import PeerLost, Timeout
@@ -31,6 +32,7 @@ from axo.transports import alone, meet, resolve_device
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
+_LONGEST_S = 1e9
 _LOOK_S = 0.25  # how often a rank that waits for others looks whether those who have come still live
 
 
@@ -184,15 +186,15 @@ def connect(
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
 
     Raises:
-        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it.
+        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time.
         axo.Timeout: A rank did not come; names it.
     """
     grid = Grid.parse(grid) if isinstance(grid, str) else grid
     place = resolve_device(device)
     if device_options is not None and place.type == "cpu":
         raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
-    seconds = _in_seconds(timeout)
-    meeting = min(seconds, _in_seconds(meeting_timeout))
+    seconds = _in_seconds("timeout", timeout)
+    meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
     owns_process_group = False
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
@@ -234,8 +236,11 @@ def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
     return Communicators(grid, 0, alone("world", device), False)
 
 
-def _in_seconds(time: float | timedelta) -> float:
-    return time.total_seconds() if isinstance(time, timedelta) else float(time)
+def _in_seconds(name: str, time: float | timedelta) -> float:
+    seconds = time.total_seconds() if isinstance(time, timedelta) else float(time)
+    if not 1e-3 <= seconds <= _LONGEST_S:
+        raise ValueError(f"connect: {name}={time} is not a number of seconds from 0.001 to {_LONGEST_S:g} (30 years)")
+    return seconds
 
 
 def _init_process_group(seconds: float, meeting: float, device: torch.device) -> None:
@@ -322,12 +327,20 @@ def empty_shared(
     On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
     allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
     with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
-    one is as good.
+    one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
+    must not touch it.
 
     Raises:
-        ValueError: A GPU without ``comms``, or another device than theirs. axo.Error: The library is too old for it.
+        ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
+            not move. axo.Error: No room, or the library is too old for it.
     """
+    if any(size < 0 for size in shape):
+        raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
+    if dtype not in DTYPES:
+        raise ValueError(f"empty_shared: dtype {dtype} is not supported; view it as one that is, such as torch.uint8")
     count = math.prod(shape)
+    if count * dtype.itemsize >= 2**63:
+        raise ValueError(f"empty_shared: shape {tuple(shape)} is more memory than can be addressed")
     place = torch.device(device)
     if place.type != "cpu":
         return _empty_on_device(tuple(shape), dtype, place, comms)

@@ -20,6 +20,8 @@ from axo.counting import watch
 from axo.errors import Error, Mismatch
 from axo.futures import when_completed
 
+_LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
+
 
 class Issuer(Protocol):
     """The communicator: adds up the time that a rank is blocked, and tells other axes of a mismatch."""
@@ -66,16 +68,18 @@ class Work:
         """Block the host until the operation is complete, at most ``timeout`` seconds.
 
         Raises:
-            Timeout: Still pending then; the operation itself goes on.
+            Timeout: Still pending then; the operation itself goes on. ValueError: A negative time, or none.
         """
         if timeout is None:
             self.wait()
             return
+        if not timeout >= 0:
+            raise ValueError(f"synchronize: timeout={timeout} is no time; use seconds of at least 0, or None for ever")
         self._check_issued()
         if self._core is not None:
             start = time.perf_counter()
             try:
-                self._core.synchronize(int(timeout * 1000))
+                self._core.synchronize(int(min(timeout, _LONGEST_S) * 1000))
             except Mismatch as error:
                 self._communicator._spread(error)
                 raise
