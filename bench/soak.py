@@ -2,6 +2,7 @@
 
     make soak                              # all parts, then the proofs of the Python side
     python -m bench.soak core fuzz         # some parts; --json FILE appends a line for each proof
+    python -m bench.soak --short           # the same parts at a tenth of their length or less: whether all of it runs
 
     core     200,000 random pending collectives over 4 overlapping communicators, 4 ranks; memory and descriptors
     kills    100 ranks killed inside collectives, connect, split and abort
@@ -37,7 +38,7 @@ from .table import Table, environment
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = {"part": "s", "proof": "s", "tests": "d", "checks": "d", "failed": "d", "seconds": ".1f"}
 MEMORY = "address,undefined"
-FUZZ_SECONDS = 300
+FUZZ_SECONDS, SHORT_FUZZ_SECONDS = 300, 10
 FUZZ_TARGETS = 5
 DEADLINE_S = "3600"
 Row = dict[str, Any]
@@ -65,9 +66,10 @@ def device_tests(sanitizer: str) -> Row:
     return row
 
 
-def suite(world: int) -> Row:
-    """What test_c10d_suite prints of one number of ranks, over its slices."""
-    command = [sys.executable, "-m", "pytest", "-m", "soak", "-s", "tests/test_c10d_suite.py", "-k", f"{world}-"]
+def suite(world: int, slices: str = "") -> Row:
+    """What test_c10d_suite prints of one number of ranks, over its slices, or one of them."""
+    chosen = f"{world}-{slices}"
+    command = [sys.executable, "-m", "pytest", "-m", "soak", "-s", "tests/test_c10d_suite.py", "-k", chosen]
     row, output = run(f"{world} ranks", command, {})
     counts = re.findall(rf"^{world} ranks: (\d+) passed, (\d+) failed, (\d+) skipped", output, re.MULTILINE)
     passed, failed, skipped = (sum(int(line[i]) for line in counts) for i in range(3))
@@ -94,11 +96,11 @@ def run(name: str, command: list[str], variables: dict[str, str]) -> tuple[Row, 
     return row | {"command": f"{settings} {said}".strip()}, done.stdout
 
 
-def proofs(part: str) -> Iterator[Row]:
+def proofs(part: str, short: bool = False) -> Iterator[Row]:
     if part == "core":
-        yield core_tests("random operations", filter_="soak_random", AXO_SOAK="10")
+        yield core_tests("random operations", filter_="soak_random", AXO_SOAK="1" if short else "10")
     elif part == "kills":
-        yield core_tests("kills", filter_="soak_kills", AXO_SOAK="1")
+        yield core_tests("kills", filter_="soak_kills", **({} if short else {"AXO_SOAK": "1"}))
     elif part == "memory":
         yield core_tests(MEMORY, MEMORY)
     elif part == "threads":
@@ -107,10 +109,12 @@ def proofs(part: str) -> Iterator[Row]:
         for sanitizer in ("address", "undefined", "thread"):
             yield device_tests(sanitizer)
     elif part == "fuzz":
-        seconds = str(FUZZ_SECONDS / FUZZ_TARGETS)
+        seconds = str((SHORT_FUZZ_SECONDS if short else FUZZ_SECONDS) / FUZZ_TARGETS)
         yield core_tests(f"fuzz, {MEMORY}", MEMORY, "fuzz", AXO_FUZZ_SECONDS=seconds)
     elif part == "tables":
         yield tables()
+    elif short:
+        yield suite(4, slices="0")
     else:
         for world in (2, 4, 8):
             yield suite(world)
@@ -122,6 +126,7 @@ PARTS = ("core", "kills", "memory", "threads", "device", "fuzz", "tables", "suit
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--short", action="store_true", help="a sample of each part, which proves little")
     parser.add_argument("--json", type=Path, default=None, help="append a line for each proof to this file")
     options = parser.parse_args()
     if not (ROOT / "csrc/tests").is_dir():
@@ -131,7 +136,7 @@ def main() -> int:
     table = Table(COLUMNS, options.json, {"bench": "soak", **environment(torch.device("cpu"))})
     failed = 0
     for part in options.parts or PARTS:
-        for row in proofs(part):
+        for row in proofs(part, options.short):
             failed += bool(row["failed"] or row["exit"])
             table.add(part=part, **row)
     return int(failed > 0)

@@ -286,7 +286,8 @@ void HostCore::end_all() {
 }
 
 void HostCore::abort(const std::string& reason) {
-  if (engine_.forked() || closed_.load()) return;
+  // Until this rank has left: a shutdown that waits for pending operations is one of those whom an abort frees.
+  if (engine_.forked() || state(m_.rank).left.load(std::memory_order_acquire) != 0) return;
   while (!enter()) std::this_thread::yield();  // a step is short
   if (!failed_.load()) {
     take_incoming();

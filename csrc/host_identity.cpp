@@ -41,8 +41,10 @@ std::string host_name() {
   }
   if (const char* told = std::getenv("AXO_RANKS_PER_HOST"); told != nullptr && *told != '\0') {
     const char* rank = std::getenv("RANK");
-    const long count = std::strtol(told, nullptr, 10);
-    AXO_CHECK(count > 0, "AXO_RANKS_PER_HOST", std::string("'") + told + "'", "a number of ranks");
+    char* end = nullptr;
+    const long count = std::strtol(told, &end, 10);
+    AXO_CHECK(count > 0 && count <= 1 << 20 && *end == '\0', "AXO_RANKS_PER_HOST", std::string("'") + told + "'",
+              "a number of ranks");
     AXO_CHECK(rank != nullptr, "AXO_RANKS_PER_HOST", "no RANK in the environment", "a launcher that sets it");
     return "host" + std::to_string(std::strtol(rank, nullptr, 10) / count);
   }

@@ -17,12 +17,13 @@ struct Unit {
   double factor;
 };
 
-// A positive number with one of the units, or NaN.
+// A positive decimal number with one of the units, or NaN.
 template <std::size_t n>
 double parse(const std::string& text, const Unit (&units)[n]) {
   char* end = nullptr;
   const double value = std::strtod(text.c_str(), &end);
-  if (end == text.c_str() || !std::isfinite(value) || value <= 0) return NAN;
+  const bool decimal = text.find_first_of("xX") == std::string::npos;
+  if (end == text.c_str() || !decimal || !std::isfinite(value) || value <= 0) return NAN;
   for (const Unit& unit : units) {
     if (std::string(end) == unit.name) return value * unit.factor;
   }
@@ -41,7 +42,7 @@ std::shared_ptr<host::Process> first_keeper(const std::shared_ptr<host::Process>
 
 double parse_rate(const std::string& text) {
   const double rate = parse(text, {{"", 1.0}, {"K", 1e3}, {"M", 1e6}, {"G", 1e9}});
-  AXO_CHECK(rate > 0, "AXO_LINK_LIMIT", "'" + text + "'", "bytes a second, such as 200M or 1.5G");
+  AXO_CHECK(rate >= 1 && rate <= 1e15, "AXO_LINK_LIMIT", "'" + text + "'", "bytes a second, such as 200M or 1.5G");
   return rate;
 }
 

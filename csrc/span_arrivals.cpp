@@ -216,7 +216,14 @@ std::exception_ptr SpanCore::error_at(const std::string& where, const std::strin
   }
 }
 
+void SpanCore::check_not_forked(const char* what) const {
+  if (!engine_.forked()) return;
+  throw Error(std::string(what) + " on '" + p_.name +
+              "': the communicator belongs to the parent process; connect again after fork");
+}
+
 void SpanCore::check_usable(const char* what) const {
+  check_not_forked(what);
   const std::string where = std::string(what) + " on '" + p_.name + "' (rank " + std::to_string(p_.rank) + " of " +
                             std::to_string(size()) + "): ";
   Lock lock(mutex_);

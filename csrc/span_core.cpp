@@ -8,7 +8,6 @@
 namespace axo::span {
 namespace {
 
-constexpr std::chrono::seconds kPatience{10};  // for what ends by itself unless a peer hangs
 constexpr std::chrono::seconds kFlush{5};
 
 Signature signature_of(const Request& r) {
@@ -19,7 +18,8 @@ Signature signature_of(const Request& r) {
 }  // namespace
 
 SpanCore::SpanCore(SpanParts parts)
-    : p_(std::move(parts)),
+    : engine_(host::Engine::get()),
+      p_(std::move(parts)),
       flight_(
           std::make_shared<host::FlightRecorder>(p_.name, p_.rank, static_cast<int>(p_.place.wire.size()), p_.number)),
       peers_(p_.place.wire.size()) {}
@@ -212,98 +212,6 @@ void SpanCore::await_all(const SpanWork& work) {
   }
 }
 
-void SpanCore::sleep_until(Clock::time_point end) {
-  if (Clock::now() >= end) return;
-  Lock lock(mutex_);
-  if (alarm_.wait_until(lock, end, [this] { return failure_.kind != FailureKind::none; })) throw Failed{};
-}
-
-// The pieces take turns, chunk by chunk; time on the link is reserved two chunks ahead, so that a late wake-up costs no
-// bandwidth.
-void SpanCore::send_pieces(const SpanWork& work, FrameKind frame, const std::vector<Piece>& out) {
-  constexpr std::size_t kAhead = 2;
-  const LinkLimit& limit = *p_.limit;
-  struct Chunk {
-    int rank;
-    const char* data;
-    std::size_t bytes;
-  };
-  std::vector<Chunk> chunks;
-  for (std::size_t at = 0, left = 1; left != 0; at += limit.chunk()) {
-    left = 0;
-    for (const Piece& piece : out) {
-      if (at >= piece.bytes && !(at == 0 && frame == FrameKind::message)) continue;
-      chunks.push_back({piece.rank, piece.data + at, std::min(limit.chunk(), piece.bytes - at)});
-      left += piece.bytes - at;
-    }
-  }
-  if (chunks.empty()) return;
-  sleep_until(Clock::now() + limit.latency());
-  std::deque<Clock::time_point> ends;
-  std::size_t reserved = 0;
-  for (std::size_t i = 0; i < chunks.size(); ++i) {
-    const Chunk& chunk = chunks[i];
-    if (frame == FrameKind::data) {
-      Lock lock(mutex_);
-      const Peer& peer = peers_[static_cast<std::size_t>(chunk.rank)];
-      await(lock, work, chunk.rank, [&] { return peer.begun > work.sequence; });
-    }
-    if (limit.limited()) {
-      for (; reserved < std::min(chunks.size(), i + 1 + kAhead); ++reserved) {
-        ends.push_back(limit.reserve(chunks[reserved].bytes));
-      }
-      sleep_until(ends.front());
-      ends.pop_front();
-    }
-    Head head;
-    head.communicator = p_.number;
-    head.frame = frame;
-    head.sequence = work.sequence;
-    head.tag = work.request.tag;
-    try {
-      p_.mesh->send(p_.place.wire[static_cast<std::size_t>(chunk.rank)], head, chunk.data, chunk.bytes,
-                    work.deadline() + kPatience);
-    } catch (const std::exception& e) {
-      const Peer& peer = peers_[static_cast<std::size_t>(chunk.rank)];
-      Lock lock(mutex_);
-      changed_.wait_until(lock, Clock::now() + kPatience,
-                          [&] { return peer.gone || failure_.kind != FailureKind::none; });
-      const char* how = peer.left ? "left" : "died";
-      lock.unlock();
-      fail({FailureKind::peer_lost, chunk.rank, how}, true);
-      throw Failed{};
-    }
-  }
-}
-
-void SpanCore::exchange(const SpanWork& work, const std::vector<Piece>& out, const std::vector<Piece>& in) {
-  {
-    Lock lock(mutex_);
-    for (const Piece& piece : in) {
-      if (piece.bytes == 0) continue;
-      Peer& peer = peers_[static_cast<std::size_t>(piece.rank)];
-      peer.want = piece.data;
-      peer.bytes = piece.bytes;
-      peer.got = 0;
-      drain(peer);
-    }
-  }
-  try {
-    send_pieces(work, FrameKind::data, out);
-    Lock lock(mutex_);
-    for (const Piece& piece : in) {
-      if (piece.bytes == 0) continue;
-      Peer& peer = peers_[static_cast<std::size_t>(piece.rank)];
-      await(lock, work, piece.rank, [&] { return peer.got == peer.bytes; });
-      peer.want = nullptr;
-    }
-  } catch (...) {  // `in` may be memory of the collective, which unwinding frees
-    Lock lock(mutex_);
-    end_readers(lock);
-    throw;
-  }
-}
-
 void SpanCore::inside(const SpanWork& work, const InnerCall& issue) {
   CallOptions options;
   const auto left = std::chrono::duration_cast<Milliseconds>(work.deadline() - Clock::now());
@@ -357,15 +265,24 @@ void SpanCore::fail_inside(const SpanWork& work, const std::exception_ptr& error
   }
 }
 
-void SpanCore::abort(const std::string& reason) { fail({FailureKind::aborted, -1, reason}, true); }
+void SpanCore::abort(const std::string& reason) {
+  if (engine_.forked()) return;
+  {
+    Lock lock(mutex_);
+    if (ended_) return;  // this rank has left: what the others do there is not its affair
+  }
+  fail({FailureKind::aborted, -1, reason}, true);
+}
 
 void SpanCore::shutdown() {
+  if (engine_.forked()) return;
   release();
   Lock lock(mutex_);
   changed_.wait(lock, [this] { return ended_; });
 }
 
 void SpanCore::release() {
+  if (engine_.forked()) return;
   {
     Lock lock(mutex_);
     closing_ = true;

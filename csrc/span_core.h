@@ -26,6 +26,8 @@ using host::Failure;
 using host::Kind;
 using host::Request;
 
+inline constexpr std::chrono::seconds kPatience{10};  // for what ends by itself unless a peer hangs
+
 // Where the ranks of a communicator are.
 struct Place {
   std::vector<int> wire;                // by rank: its rank on the wire
@@ -111,7 +113,10 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   const std::string& name() const { return p_.name; }
   const SpanParts& parts() const { return p_; }
 
+  // Throws when the communicator cannot take operations (aborted, closed, forked child).
   void check_usable(const char* what) const;
+  // A forked child has none of the threads that drive this core, and must not wait for them.
+  void check_not_forked(const char* what) const;
   void submit(const std::vector<SpanWorkPtr>& works);
   void abort(const std::string& reason);
   void shutdown();
@@ -156,7 +161,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void fail(const Failure& failure, bool tell);
   void fail_inside(const SpanWork& work, const std::exception_ptr& error);
   void await(Lock& lock, const SpanWork& work, int on, const std::function<bool()>& done);
-  void sleep_until(Clock::time_point end);
+  void sleep_until(const SpanWork& work, Clock::time_point end);
   void send_pieces(const SpanWork& work, FrameKind frame, const std::vector<Piece>& out);
   void drain(Peer& peer);
   void compare(int peer, std::uint64_t sequence, const Signature& theirs, Failure* failure) const;
@@ -177,6 +182,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void end_messages(Lock& lock);
   SpanWorkPtr next_send(Failure* failure);
 
+  const host::Engine& engine_;  // of the process that made this
   const SpanParts p_;
   std::shared_ptr<host::FlightRecorder> flight_;
 

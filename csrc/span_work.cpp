@@ -44,6 +44,8 @@ bool SpanWork::wait_until(Clock::time_point deadline) {
     {
       std::unique_lock<std::mutex> lock(mutex_);
       if (!issued_) throw Error("wait: the operation is recorded in a group that has not ended; call group_end first");
+      if (done_) return true;
+      core_->check_not_forked("wait");
       const auto until = std::min(deadline, Clock::now() + kAskPeriod);
       if (changed_.wait_until(lock, until, [this] { return done_; })) return true;
     }

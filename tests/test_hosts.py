@@ -211,6 +211,7 @@ def bad_settings():
     "name, value, message",
     [
         ("AXO_LINK_LIMIT", "fast", "bytes a second, such as 200M"),
+        ("AXO_LINK_LIMIT", "1e-300", "bytes a second, such as 200M"),
         ("AXO_LINK_LATENCY", "3", "such as 50us"),
         ("AXO_HOST", "a b", "a name of letters"),
     ],
@@ -235,6 +236,40 @@ def test_a_limited_link_takes_at_least_its_time():
     # Two hosts: 2 (H - 1) / H = 1, so 4e5 bytes leave each host. Only the lower bound does not depend on the machine.
     seconds = run_ranks(limited, 4, 100_000, 2, env={**PAIRS, "AXO_LINK_LIMIT": "2M"})
     assert min(seconds) >= 0.95 * 4e5 / 2e6
+
+
+def forked_child():
+    """The child has none of the threads that drive the communicator: it is told so, and can end."""
+    comms = axo.connect("2x1x1x1", timeout=20)
+    done, pending = torch.ones(1), torch.ones(1)
+    work = comms.x.all_reduce(done, async_op=True)
+    work.wait()
+    late = comms.x.all_reduce(pending, async_op=True) if comms.rank == 0 else None
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work.wait()
+            calls = [lambda: comms.x.all_reduce(done)]
+            calls += [late.wait] if late is not None else []
+            for call in calls:
+                with pytest.raises(axo.Error, match="belongs to the parent process; connect again after fork"):
+                    call()
+            comms.x.abort("of the parent only")
+            comms.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    if late is None:
+        comms.x.all_reduce(pending)
+    else:
+        late.wait()
+    return pending.item()
+
+
+def test_a_forked_child_neither_uses_nor_hangs_on_its_parents_communicators():
+    assert run_ranks(forked_child, 2, env=SINGLES) == [2.0, 2.0]
 
 
 def train_gpt(steps):

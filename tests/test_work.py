@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
 import axo
 from axo.extension import _C
@@ -99,8 +100,11 @@ def nonsense_is_refused():
     for message, call in numbers.items():
         with pytest.raises(TypeError, match=f"{message} is not a whole number of"):
             call()
+    mesh = dist.init_device_mesh("cpu", (2,))
+    with pytest.raises(ValueError, match="DTensor has no memory of its own"):
+        comm.all_reduce(DTensor.from_local(one, mesh, [Replicate()]))
     memory = {
-        "negative size": lambda: axo.empty_shared((-1, 2)),
+        "has a negative size": lambda: axo.empty_shared((-1, 2)),
         "more memory than": lambda: axo.empty_shared((2**62, 8)),
         "dtype torch.qint8 is not supported": lambda: axo.empty_shared((3,), dtype=torch.qint8),
     }

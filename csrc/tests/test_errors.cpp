@@ -152,6 +152,25 @@ TEST(abort_frees_every_waiter) {
   });
 }
 
+TEST(abort_frees_a_shutdown) {
+  ranks::with_threads(2, [](Comm c) {
+    float x = 1.0f;
+    if (c->rank() == 0) {
+      auto pending = c->recv(&x, 1, DType::float32, 1, 7, {});  // never sent
+      std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        c->abort("enough");
+      });
+      c->shutdown();
+      other.join();
+      CHECK_THROWS(Aborted, "enough", pending->wait());
+      c->abort("too late");  // and not its affair
+    } else {
+      CHECK_THROWS(Aborted, "enough", c->barrier(ranks::blocking()));
+    }
+  });
+}
+
 TEST(abort_of_own_pending_operations) {
   ranks::with_threads(2, [](Comm c) {
     std::vector<float> data(1000, 1.0f);

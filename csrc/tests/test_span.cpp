@@ -292,11 +292,59 @@ TEST(span_a_time_limit_names_who_is_missing) {
       Milliseconds(300));
 }
 
+// Rank 1 leaves and then calls abort, which is not its affair any more; rank 0 frees its own shutdown.
+TEST(span_abort_after_and_during_shutdown) {
+  on_hosts(2, 1, [](Comm c, Net&) {
+    Comm pair = c->split(0, c->rank(), "pair");
+    float x = 1.0f;
+    WorkPtr pending;
+    if (c->rank() == 0) {
+      pending = pair->recv(&x, 1, DType::float32, 1, 7, {});  // never sent
+      std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        pair->abort("enough");
+      });
+      pair->shutdown();
+      other.join();
+      CHECK_THROWS(Aborted, "enough", pending->wait());
+    } else {
+      CHECK_THROWS(Aborted, "enough", pair->barrier(blocking()));
+    }
+    Comm third = c->split(0, c->rank(), "third");
+    if (c->rank() == 1) {
+      third->shutdown();
+      third->abort("too late");
+    }
+    c->barrier(blocking());
+    if (c->rank() == 0) CHECK_THROWS(PeerLost, "rank 1 (host host1) left", third->barrier(blocking()));
+  });
+}
+
+TEST(span_a_wait_for_the_link_ends_at_the_time_limit) {
+  ::setenv("AXO_LINK_LATENCY", "30s", 1);
+  const auto start = std::chrono::steady_clock::now();
+  try {
+    on_hosts(
+        2, 1,
+        [](Comm c, Net&) {
+          std::vector<float> x(100);
+          CHECK_THROWS(Timeout, "timed out after",
+                       c->all_reduce(x.data(), x.data(), 100, DType::float32, ReduceOp::sum, blocking()));
+        },
+        Milliseconds(1000));
+  } catch (...) {
+    ::unsetenv("AXO_LINK_LATENCY");
+    throw;
+  }
+  ::unsetenv("AXO_LINK_LATENCY");
+  CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
+}
+
 TEST(span_rates_and_times_of_the_environment) {
   CHECK_EQ(span::parse_rate("200M"), 2e8);
   CHECK_EQ(span::parse_rate("1.5G"), 1.5e9);
   CHECK_EQ(span::parse_seconds("50us"), 50 * 1e-6);
-  for (const char* bad : {"", "fast", "-1M", "0", "1T", "nan", "1 M"})
+  for (const char* bad : {"", "fast", "-1M", "0", "1T", "nan", "1 M", "0x10", "1e-300", "1e300", "1e308G"})
     CHECK_THROWS(Error, "AXO_LINK_LIMIT", span::parse_rate(bad));
   for (const char* bad : {"", "3", "1h", "100s"}) CHECK_THROWS(Error, "AXO_LINK_LATENCY", span::parse_seconds(bad));
 }

@@ -41,6 +41,7 @@ OPS = {name: code for code, name in enumerate(("sum", "avg", "product", "min", "
 
 
 _CPU = torch.device("cpu")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tensor:
@@ -51,6 +52,9 @@ def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tenso
     """
     if isinstance(array, torch.Tensor):
         tensor = array
+        if type(array) not in _PLAIN and array.device == device and array.numel() > 0 and array.data_ptr() == 0:
+            kind = type(array).__name__
+            raise ValueError(f"{what}: {kind} has no memory of its own; pass the tensor inside it (.to_local())")
     elif isinstance(array, np.ndarray):
         if not array.flags.writeable:
             raise ValueError(f"{what}: the NumPy array is read-only; pass a copy")

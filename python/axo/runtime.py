@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from axo.buffers import DTYPES
+from axo.buffers import DTYPES, check_integer
 from axo.collectives import Communicator
 from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.errors import PeerLost, Timeout
@@ -334,6 +334,8 @@ def empty_shared(
         ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
             not move. axo.Error: No room, or the library is too old for it.
     """
+    for size in shape:
+        check_integer("empty_shared", "shape", size, bits=64)
     if any(size < 0 for size in shape):
         raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
     if dtype not in DTYPES:
