@@ -86,6 +86,8 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
+        (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
+        (["generate", "no/such/folder", "--quantize", "bnb.nf4"], "--quantize bnb.nf4 runs on one device only"),
     ],
 )
 def test_options_that_are_wrong(arguments, words):

@@ -174,7 +174,7 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         ValueError: An argument is the grid's business, or the grid, the batch sizes and the ranks do not fit.
     """
     from jsonargparse import capture_parser
-    from litgpt.utils import CLI
+    from litgpt.utils import CLI, extend_checkpoint_dir
 
     from axo.integrations import text_data  # noqa: F401  so that --data LocalText is found
 
@@ -196,7 +196,13 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
             f" start {grid.world_size}, or use another grid"
         )
+    if "checkpoint_dir" in options and grid.world_size > 1:
+        folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
+        if not folder.is_dir():  # litgpt would download it, on every rank at once
+            raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
     if PARALLEL[name].trains:
+        if options.get("num_nodes", 1) != 1:  # from a configuration file
+            raise ValueError(f"litgpt: num_nodes: {options.num_nodes} is what the grid says ({grid}); leave it out")
         devices = ["--devices", str(grid.z * grid.data)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
