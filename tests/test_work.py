@@ -103,6 +103,13 @@ def nonsense_is_refused():
     mesh = dist.init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="DTensor has no memory of its own"):
         comm.all_reduce(DTensor.from_local(one, mesh, [Replicate()]))
+
+    class NoDevice:
+        def __dlpack__(self, **_):
+            return one.__dlpack__()
+
+    with pytest.raises(TypeError, match="cannot read the DLPack of NoDevice"):
+        comm.all_reduce(NoDevice())
     memory = {
         "has a negative size": lambda: axo.empty_shared((-1, 2)),
         "more memory than": lambda: axo.empty_shared((2**62, 8)),

@@ -60,7 +60,10 @@ def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tenso
             raise ValueError(f"{what}: the NumPy array is read-only; pass a copy")
         tensor = torch.from_numpy(array)
     elif hasattr(array, "__dlpack__"):
-        tensor = torch.from_dlpack(array)
+        try:
+            tensor = torch.from_dlpack(array)
+        except (AttributeError, BufferError, RuntimeError) as error:
+            raise TypeError(f"{what}: torch cannot read the DLPack of {type(array).__name__}: {error}") from None
     else:
         raise TypeError(f"{what}: {type(array).__name__} is not a tensor; pass a torch tensor, a NumPy or DLPack array")
     if tensor.device != device:
