@@ -69,14 +69,15 @@ def refusal(config: Any, grid: Grid) -> str | None:
     """Why the plan would not run a model of this configuration on ``grid``; None: it would.
 
     Args:
-        config: A ``litgpt.Config``; changed: layers beyond the fourth are left out.
+        config: A ``litgpt.Config``; changed: layers that are like those before them are left out.
         grid: The grid.
     """
     from litgpt.model import GPT
 
     from axo.plans.litgpt import check
 
-    config.n_layer, config.block_size = min(config.n_layer, 4), min(config.block_size, 64)
+    config.n_layer = min(config.n_layer, 1 + (config.first_k_dense_replace or 0))  # later layers are like the last
+    config.block_size = min(config.block_size, 64)
     with torch.device("meta"):
         model = GPT(config)
     try:
