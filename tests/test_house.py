@@ -21,7 +21,7 @@ MOST_LINES = 400
 # A module may import those of a lower level, and its own package. What stands here is the design's order of the house.
 LEVELS = [
     {"errors", "grid", "config", "presence"},
-    {"placement", "counting", "launch"},
+    {"placement", "counting", "launch", "starts"},
     {"extension"},
     {"futures", "flight", "flight_report"},
     {"work", "buffers", "hosts"},

@@ -28,6 +28,7 @@ from axo.extension import _C
 from axo.grid import AXES, Coords, Grid
 from axo.hosts import create_core
 from axo.presence import gone, present
+from axo.starts import store_of_this_start
 from axo.transports import alone, meet, resolve_device
 
 _DEFAULT_TIMEOUT_S = 600.0
@@ -202,10 +203,12 @@ def connect(
         _init_process_group(seconds, meeting, place)
         owns_process_group = True
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size > 1 and not owns_process_group:
-        _gather_ranks(dist.distributed_c10d._get_default_store(), rank, world_size, meeting)
     if world_size > 1:
-        store = dist.PrefixStore("axo", dist.distributed_c10d._get_default_store())
+        store = dist.distributed_c10d._get_default_store()
+        if not owns_process_group:
+            store = store_of_this_start(store, rank, world_size, meeting)
+            _gather_ranks(store, rank, world_size, meeting)
+        store = dist.PrefixStore("axo", store)
         # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
         key = f"connect{store.add(f'connects/{rank}', 1)}"
         world = meet(store, key, rank, world_size, place, seconds, device_options or DeviceOptions())
@@ -254,6 +257,7 @@ def _init_process_group(seconds: float, meeting: float, device: torch.device) ->
             f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {meeting:g} s;"
             f" a rank died at start-up, or never came ({error})"
         ) from None
+    store = store_of_this_start(store, rank, world_size, meeting)
     _gather_ranks(store, rank, world_size, meeting)
     dist.init_process_group(
         _backends(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
@@ -378,7 +382,7 @@ def create_c10d_backend(options: Any) -> Any:
     timeout_ms = int(options.timeout.total_seconds() * 1000)
     name = str(options.group_id) or "default"
     key = f"axo/{name}"
-    core = create_core(
-        options.store, key, options.group_rank, options.group_size, name, timeout_ms, options.global_ranks_in_group
-    )
-    return _C.C10dBackend(options.store, key, core, timeout_ms)
+    rank, size = options.group_rank, options.group_size
+    store = store_of_this_start(options.store, rank, size, options.timeout.total_seconds())
+    core = create_core(store, key, rank, size, name, timeout_ms, options.global_ranks_in_group)
+    return _C.C10dBackend(store, key, core, timeout_ms)

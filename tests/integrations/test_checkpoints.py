@@ -8,7 +8,7 @@ import torch
 
 from axo.integrations.litgpt import run as run_command
 from axo.integrations.sharded import consolidate
-from tests.integrations.support import distance
+from tests.integrations.support import distance, tell
 from tests.integrations.trainer import generate, ranks_of, run
 from tests.launcher import run_ranks
 
@@ -32,9 +32,12 @@ def sharded(folder, twenty):
 def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
     """Oracle: the uninterrupted run. On the same grid, on another, and in stock LitGPT (grid None): 1e-6."""
     losses, sums, state = run(folder, f"resumed-{grid}", grid, resume=folder / "twenty" / TEN)
+    apart = distance(state["model"], twenty[2]["model"])
+    losses_apart = max(abs(loss - other) for loss, other in zip(losses, twenty[0][10:], strict=True))
+    tell("litgpt, 10 + 10 steps", grid="2x1x2x1", then=grid or "serial", losses_apart=losses_apart, weights_apart=apart)
     assert losses == pytest.approx(twenty[0][10:], abs=1e-5)
     assert sums == twenty[1][10:]
-    assert distance(state["model"], twenty[2]["model"]) < 1e-6
+    assert apart < 1e-6
     for moment in ("exp_avg", "exp_avg_sq"):
         assert distance(_moments(state, moment), _moments(twenty[2], moment)) < 1e-4
 

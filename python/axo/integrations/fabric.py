@@ -23,6 +23,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_
 import axo
 from axo.grid import Grid
 from axo.integrations.scaler import agree_on_overflow
+from axo.starts import may_be_repeated, store_of_this_start
 
 COUNTS = ("ranks", "data")
 
@@ -144,9 +145,12 @@ class GridRanks(ParallelStrategy):
         environment = self.cluster_environment
         assert environment is not None
         # The ranks are the environment's: self.world_size may count something else.
-        _init_dist_connection(
-            environment, "axo", environment.global_rank(), environment.world_size(), timeout=self._timeout
-        )
+        rank, ranks = environment.global_rank(), environment.world_size()
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if may_be_repeated() and not torch.distributed.is_initialized():
+            store = next(iter(torch.distributed.rendezvous("env://", timeout=self._timeout)))[0]
+            options["store"] = store_of_this_start(store, rank, ranks, self._timeout.total_seconds())
+        _init_dist_connection(environment, "axo", rank, ranks, **options)
         self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout)
         agree_on_overflow(self.precision, self.comms)
 

@@ -136,7 +136,13 @@ def simulate(
     request = _request(
         model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero
     )
-    made = planner.plan(request, [parsed])
+    candidate = planner.consider(request, parsed)
+    if candidate.reason:
+        raise ValueError(
+            f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
+            f" axo plan --gpus {request.gpus} ranks the grids that can"
+        )
+    made = planner.Plan(request, [candidate])
     found = simulator.simulate(request.workload, parsed, request.machine, made.best.run, straggle=straggle, seed=seed)
     assert made.best.time is not None
     work = flops.step_flops(request.workload, request.batch_tokens)
