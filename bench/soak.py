@@ -135,7 +135,8 @@ def main() -> int:
         parser.error(f"{ROOT} is not the checkout: its C++ tests are what runs here")
     if unknown := set(options.parts) - set(PARTS):
         parser.error(f"{', '.join(sorted(unknown))}: not one of {', '.join(PARTS)}")
-    table = Table(COLUMNS, options.json, {"bench": "soak", **environment(torch.device("cpu"))})
+    header = {"bench": "soak", **({"short": True} if options.short else {}), **environment(torch.device("cpu"))}
+    table = Table(COLUMNS, options.json, header)
     failed = 0
     for part in options.parts or PARTS:
         for row in proofs(part, options.short):

@@ -55,7 +55,7 @@ void SpanCore::drain(Peer& peer) {
   while (peer.want != nullptr && !peer.stash.empty() && peer.stash.front().complete) {
     const auto& data = peer.stash.front().data;
     if (data.size() > peer.bytes - peer.got) return;  // of a later part
-    std::memcpy(peer.want + peer.got, data.data(), data.size());
+    if (!data.empty()) std::memcpy(peer.want + peer.got, data.data(), data.size());
     peer.got += data.size();
     peer.stash.pop_front();
   }

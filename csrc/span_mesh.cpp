@@ -41,8 +41,13 @@ void check(const Head& head) {
   if (!ok) throw Error("a frame that is not one of Axo's");
 }
 
+// An empty payload may have no place.
+void copy(char* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
+
 void deliver(Sink& sink, int from, const Head& head, const char* payload) {
-  if (head.has_payload()) std::memcpy(sink.place(from, head), payload, head.bytes);
+  if (head.has_payload()) copy(sink.place(from, head), payload, head.bytes);
   sink.arrived(from, head);
 }
 
@@ -81,7 +86,7 @@ struct Mesh::State {
         if (head.apart()) {
           wire->receive(from, kPayloads, to, head.bytes);
         } else {
-          std::memcpy(to, head.text, head.bytes);
+          copy(to, head.text, head.bytes);
         }
       }
       sink->arrived(from, head);
@@ -94,7 +99,7 @@ struct Mesh::State {
     if (head.apart()) {
       wire->receive(from, kPayloads, payload.data(), payload.size());
     } else if (head.has_payload()) {
-      std::memcpy(payload.data(), head.text, head.bytes);
+      copy(payload.data(), head.text, head.bytes);
     }
     std::lock_guard<std::mutex> lock(mutex);
     if (closed.count(head.communicator) != 0) return;
@@ -196,7 +201,7 @@ void Mesh::send(int to, Head head, const void* payload, std::size_t bytes, Clock
   std::unique_ptr<Wire::Sending> sending;
   {
     std::lock_guard<std::mutex> lock(peer.mutex);
-    if (!head.apart()) std::memcpy(head.text, payload, bytes);
+    if (!head.apart()) copy(head.text, payload, bytes);
     state_->keep(peer, state_->send_head(to, head));
     if (head.apart()) sending = state_->wire->send(to, kPayloads, payload, bytes);
   }

@@ -292,6 +292,15 @@ TEST(span_a_time_limit_names_who_is_missing) {
       Milliseconds(300));
 }
 
+TEST(span_empty_messages_need_no_memory) {
+  on_hosts(2, 1, [](Comm c, Net&) {
+    WorkPtr got = c->recv(nullptr, 0, DType::float32, 1 - c->rank(), 1, {});
+    c->send(nullptr, 0, DType::float32, 1 - c->rank(), 1, blocking());
+    got->wait();
+    c->barrier(blocking());
+  });
+}
+
 // Rank 1 leaves and then calls abort, which is not its affair any more; rank 0 frees its own shutdown.
 TEST(span_abort_after_and_during_shutdown) {
   on_hosts(2, 1, [](Comm c, Net&) {
