@@ -37,6 +37,19 @@ def test_full_finetuning_equals_stock_litgpt(base):
     assert losses_on(base, "full", "2x1x2x1", "full") == pytest.approx(stock, abs=1e-4)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
+    """Of Mixtral's kind. (LitGPT does not pretrain them: it counts flops on the meta device, which has no routing.)"""
+    if not (base / "experts").exists():
+        write_base(base, "experts", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2)
+    options = {"base": "experts", **(LORA if method == "lora" else {})}
+    stock = run_ranks(finetune, 1, base, f"stock-experts-{method}", None, method, options)[0]
+    assert len(stock) == 40 and stock[-1] < stock[0] - 0.3
+    mine = losses_on(base, f"experts-{method}", "2x1x2x1", method, options)
+    assert mine == pytest.approx(stock, abs=1e-4)
+
+
 @pytest.fixture(scope="module")
 def stock_lora(base):
     losses = run_ranks(finetune, 1, base, "stock-lora", None, "lora", LORA)[0]

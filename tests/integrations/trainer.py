@@ -119,13 +119,13 @@ def finetune(folder, out, grid=None, method="full", options=None):
     module.RunningMean = Losses
     _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
     options = dict(options or {})
-    rate = options.pop("lr", 4e-4)
+    rate, base = options.pop("lr", 4e-4), folder / options.pop("base", "base")
     # What litgpt writes beside its checkpoint, and reads when it merges adapters.
-    sys.argv = ["litgpt", f"finetune_{method}", str(folder / "base"), *(f"--{k}={v}" for k, v in options.items())]
+    sys.argv = ["litgpt", f"finetune_{method}", str(base), *(f"--{k}={v}" for k, v in options.items())]
 
     def start():
         module.setup(
-            folder / "base",
+            base,
             out_dir=folder / out,
             precision="32-true",
             devices=z * data,
@@ -142,7 +142,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
     return losses
 
 
-def write_base(folder):
+def write_base(folder, name="base", **fields):
     """A checkpoint to start from, and samples of different lengths."""
     import shutil
 
@@ -150,10 +150,11 @@ def write_base(folder):
     from litgpt.model import GPT
     from litgpt.utils import save_config
 
-    shutil.copytree(folder / "tokenizer", folder / "base")
+    config = Config(**{**LLAMA, **fields})
+    shutil.copytree(folder / "tokenizer", folder / name)
     torch.manual_seed(5)
-    torch.save(GPT(Config(**LLAMA)).state_dict(), folder / "base" / "lit_model.pth")
-    save_config(Config(**LLAMA), folder / "base")
+    torch.save(GPT(config).state_dict(), folder / name / "lit_model.pth")
+    save_config(config, folder / name)
     samples = [{"instruction": f"say {i}", "input": "", "output": "ab" * (i % 7 + 1)} for i in range(60)]
     (folder / "samples.json").write_text(json.dumps(samples))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,6 +56,7 @@ def _on_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
 def _alike(generate: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(generate)
     def on_all(fabric: Any, *args: Any, **options: Any) -> Any:
+        random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
         with source_generator(fabric.strategy.comms, fabric.device):
             return generate(fabric, *args, **options)
 
