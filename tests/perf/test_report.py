@@ -114,6 +114,13 @@ def test_a_grid_that_is_left_out_is_explained_by_its_reason_alone() -> None:
     assert "traffic of" not in done.output and "memory of" not in done.output
 
 
+def test_the_columns_of_a_row_add_up_to_its_step(made: planner.Plan) -> None:
+    header, rows = report.plan_table(made, 5)
+    first, last = header.index("products s"), header.index("hidden s")
+    for row in rows:
+        assert sum(map(float, row[first:last])) == pytest.approx(float(row[2]), abs=0.005 * (last - first + 1))
+
+
 def test_hierarchies_are_all_that_fit() -> None:
     assert list(profile.hierarchies(8)) == [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
     assert list(profile.hierarchies(1)) == []

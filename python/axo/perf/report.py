@@ -92,8 +92,13 @@ def as_csv(made: Plan) -> str:
 
 
 def plan_table(made: Plan, top: int) -> Table:
-    """Return header and rows of the best ``top`` grids, as text."""
-    header = ["", "grid", "step s", "% peak", "products s", *(f"{axis} s" for axis in AXES), "hidden s", "GiB", "micro"]
+    """Return header and rows of the best ``top`` grids, as text.
+
+    A step is its products, what shows by axis, and other: the optimizer, and by how much hidden communication slows
+    products.
+    """
+    header = ["", "grid", "step s", "% peak", "products s", "other s", *(f"{axis} s" for axis in AXES)]
+    header += ["hidden s", "GiB", "micro"]
     if made.request.tokens:
         header.append("days")
     rows = []
@@ -102,7 +107,13 @@ def plan_table(made: Plan, top: int) -> Table:
         assert time is not None and held is not None
         hidden = sum(time.communication.values()) - time.exposed_total
         row = [str(number), str(candidate.grid), f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
-        row += [f"{time.compute:.2f}", *(f"{time.exposed[axis]:.2f}" for axis in AXES), f"{hidden:.2f}"]
+        other = time.contention + time.optimizer
+        row += [
+            f"{time.compute:.2f}",
+            f"{slowed:.2f}",
+            *(f"{time.exposed[axis]:.2f}" for axis in AXES),
+            f"{hidden:.2f}",
+        ]
         row += [f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
         if made.request.tokens:
             row.append(f"{made.days(candidate):.1f}")
