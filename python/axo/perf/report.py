@@ -110,7 +110,7 @@ def plan_table(made: Plan, top: int) -> Table:
         other = time.contention + time.optimizer
         row += [
             f"{time.compute:.2f}",
-            f"{slowed:.2f}",
+            f"{other:.2f}",
             *(f"{time.exposed[axis]:.2f}" for axis in AXES),
             f"{hidden:.2f}",
         ]
