@@ -90,6 +90,11 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
         (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
         (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
+        (
+            ["architectures", "--grid", "auto"],
+            "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
+        ),
+        (["architectures", "pythia-14m"], "nothing else, not pythia-14m"),
         (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),

@@ -85,7 +85,7 @@ def run(arguments: list[str]) -> None:
     if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
         print(litgpt_options.HELP)
     if name == "architectures":
-        print(architectures.report(options.grid or Grid()))
+        _tell_architectures(arguments[1:], options)
         return
     if name not in PARALLEL:
         _refuse_if_parallel(name, options)
@@ -113,6 +113,17 @@ def run(arguments: list[str]) -> None:
         max_restarts=options.max_restarts,
         terminate=PARALLEL[name].trains,
     )
+
+
+def _tell_architectures(arguments: list[str], options: Options) -> None:
+    if _HELP & set(arguments):
+        print(architectures.__doc__)
+        return
+    if arguments or options.grid is None:
+        wrong = " ".join(arguments) or "--grid auto"
+        raise ValueError(f"litgpt: architectures takes --grid XxYxZxDATA and nothing else, not {wrong}")
+    _refuse_if_training("architectures", options)
+    print(architectures.report(options.grid))
 
 
 def _tell_rank_of_slurm() -> None:
