@@ -281,6 +281,16 @@ def copies_and_changes(grid):
         with torch.no_grad():
             assert_close(model(ids), fresh(), 0, "after a change")
         assert_close(model(ids), fresh(), 0, "after a change, recording")
+    kept = [loss_of(comms, model, 0)]  # a graph that lives on, with its gathered weights
+
+    class Growing(torch.optim.Optimizer):
+        def step(self, closure=None):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.mul_(1.02)  # as many optimizers outside of torch: no version counts it
+
+    loss_of(comms, model, 1).backward()
+    Growing(model.parameters(), {}).step()
+    assert_close(model(ids), fresh(), 0, f"after a step, {len(kept)} graph alive")
     loss_of(comms, model, 0).backward()
     model.eval()
     with torch.inference_mode():

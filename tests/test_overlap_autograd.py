@@ -16,13 +16,13 @@ from tests.nn.support import assert_close, assert_gradients_match, serial_seed
 from tests.test_overlap import LIMIT, OFF, build, loss_of
 
 
-def two_layers(comms, overlap=None):
+def two_layers(comms, overlap=None, zero=0):
     """A serial pair of layers, the same on the grid with one engine, and the input of both."""
     serial_seed()
     serial = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 8))
     pair = torch.nn.Sequential(axo.nn.Linear(8, 12, comms=comms), axo.nn.Linear(12, 8, comms=comms, transposed=True))
     pair.load_state_dict(serial.state_dict())
-    axo.overlap.attach(pair, comms, overlap or axo.Overlap())
+    axo.overlap.attach(pair, comms, overlap or axo.Overlap(), zero=zero)
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     return serial, pair, x, axo.shard_input(pair[0], x)
 
@@ -120,7 +120,7 @@ def accumulation(grid):
                 with axo.no_sync(model):
                     loss_of(comms, model, 3 * step + micro).backward()
             if step == 0:
-                assert all(parameter.grad is None for parameter in model.parameters())
+                assert not any(p.grad is not None and p.grad.any() for p in model.parameters()), "no_sync gives"
             loss_of(comms, model, 3 * step + 2).backward()
         layers = 4 * model.config.n_layer + 2
         if comms.grid.z > 1:
@@ -140,6 +140,60 @@ def accumulation(grid):
 @pytest.mark.parametrize("grid", ["1x2x2x1", "1x1x2x2", "1x1x1x4"])
 def test_accumulation_without_synchronisation(grid):
     run_ranks(accumulation, 4, grid)
+
+
+def abandoned(grid, zero):
+    """Micro-batches whose gradients the user throws away, or whose backward fails, leave nothing behind."""
+    comms = axo.connect(grid)
+    serial, pair, x, mine = two_layers(comms, zero=zero)
+    optimizer = torch.optim.SGD(pair.parameters(), lr=0.0)
+
+    def check(what, times=1):
+        serial.zero_grad()
+        for _ in range(times):
+            loss(serial, x).backward()
+        for mine_, theirs in zip(pair.parameters(), serial.parameters(), strict=True):
+            if mine_.grad.shape == mine_.shape:  # not rows
+                assert_close(mine_.grad, axo.shard(theirs.grad, mine_.placement), 1e-5, what)
+        pair.zero_grad()
+
+    for set_to_none in (True, False):
+        for before in (False, True):  # whether .grad holds something when the micro-batch comes
+            if before:
+                loss(pair, mine).backward()
+            for _ in range(2):
+                with axo.no_sync(pair):
+                    loss(pair, mine).backward()
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss(pair, mine).backward()
+            check(f"zero_grad(set_to_none={set_to_none}) after no_sync, {before}")
+    with axo.no_sync(pair):
+        loss(pair, mine).backward()
+    pair.zero_grad()
+    loss(pair, mine)  # without backward: nothing waits any more, so this is the error
+    with pytest.raises(RuntimeError, match="without backward"):
+        optimizer.step()
+    with axo.no_sync(pair):
+        loss(pair, mine).backward()
+        torch._foreach_mul_([p.grad for p in pair.parameters() if p.grad is not None], torch.tensor(0.5))
+    loss(pair, mine).backward()
+    check("scaled in between, not thrown away", 2)
+
+    boom = pair[0].register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with (
+        pytest.warns(RuntimeWarning, match="backward raised with"),
+        pytest.raises(ZeroDivisionError),
+        axo.no_sync(pair),
+    ):
+        loss(pair, mine).backward()
+    boom.remove()
+    loss(pair, mine).backward()
+    check("a backward that failed in no_sync")
+
+
+@pytest.mark.parametrize(("grid", "zero"), [("1x2x2x1", 0), ("1x1x2x2", 2)])
+def test_abandoned_micro_batches_leave_nothing(grid, zero):
+    run_ranks(abandoned, 4, grid, zero)
 
 
 def failures(grid):

@@ -67,6 +67,10 @@ def clip(grid):
                 layers[0].weight.grad.view(-1)[0] = bad
             with pytest.raises(RuntimeError, match="cannot be clipped"):
                 axo.clip_grad_norm_(layers.parameters(), 1.0, norm_type, error_if_nonfinite=True)
+            serial[0].weight.grad.fill_(bad)
+            expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0, norm_type)
+            assert str(axo.clip_grad_norm_(layers.parameters(), 1.0, norm_type).item()) == str(expected.item()), bad
+            assert str(layers[1].bias.grad.sum().item()) == str(serial[1].bias.grad.sum().item()), "nan spreads"
     give_gradients(layers, serial)
     layers[0].bias.grad = None
     serial[0].bias.grad = None

@@ -53,7 +53,7 @@ def clip_grad_norm_(
     counted = [part for p in parameters if p.grad is not None for part in _counted_here(p, p.grad, comms)]
     total = _local_total(counted, norm_type, comms.device)
     if comms.grid.world_size > 1:
-        total = comms.world.all_reduce(total, "max" if math.isinf(norm_type) else "sum")
+        total = _max(total, comms) if math.isinf(norm_type) else comms.world.all_reduce(total, "sum")
     norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -95,13 +95,18 @@ def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Any) -> li
 
 
 def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """Sum of |g|^p over this rank's elements (for p = inf the maximum, nan counted as inf), as one fp64 number."""
+    """Sum of |g|^p over this rank's elements (for p = inf the maximum), as one fp64 number."""
     if not grads:
         return torch.zeros(1, dtype=torch.float64, device=device)
     norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double() for g in grads])
-    if math.isinf(norm_type):  # a maximum over ranks need not carry nan along
-        return norms.nan_to_num(nan=torch.inf, posinf=torch.inf).max().reshape(1)
+    if math.isinf(norm_type):
+        return norms.max().reshape(1)
     return norms.pow(norm_type).sum().reshape(1)
+
+
+def _max(total: torch.Tensor, comms: Any) -> torch.Tensor:
+    """The largest over all ranks, nan above all: as bits, which order numbers >= 0 so; a max of floats may lose nan."""
+    return comms.world.all_reduce(total.abs().view(torch.int64), "max").view(torch.float64)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

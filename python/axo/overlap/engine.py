@@ -124,6 +124,7 @@ class Engine:
         self._end = weakref.ref(end)
         self.awaits_backward = False
         Variable._execution_engine.queue_callback(end)
+        self.gradients.begin()
         if self.zero is not None:
             self.zero.begin_backward()
         if self._rooted:

@@ -39,11 +39,12 @@ def owner(weight: torch.Tensor) -> torch.Tensor:
 class Gathered:
     """A block (rows, c), or the gather that will fill it, and what it was gathered from."""
 
-    __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight")
+    __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight", "steps")
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: Pending | None) -> None:
         self._weight, self._version, self._pointer = weakref.ref(owner(weight)), version_of(weight), weight.data_ptr()
         self._dtype, self._block, self._pending = dtype, block, pending
+        self.steps = 0  # how many the optimizer had made
 
     def matches(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether it is what a gather would give now."""
@@ -87,6 +88,14 @@ class Gathers:
         self._orders: dict[str, list[Any]] = {}
         self._position = 0
         self._ahead: dict[Any, Gathered] = {}
+        self._steps = 0
+
+    def outdate(self) -> None:
+        """An optimizer has stepped: what is gathered is no longer what the weights are."""
+        self._steps += 1
+        self._held.clear()
+        self._between.clear()
+        self._ahead.clear()
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -167,6 +176,8 @@ class Gathers:
 
     def _kept(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
         found = exchange.gathered() if exchange.gathered is not None else None
+        if found is not None and found.steps != self._steps:
+            return None
         return found if found is not None and found.matches(weight, dtype) else None
 
     def _hold(self, exchange: Any, found: Gathered, *, first_run: bool) -> None:
@@ -211,6 +222,7 @@ class Gathers:
             exchange.last_asked = (weakref.ref(weight), dtype)  # a view is gone by the next pass: never foretold
             if looks_ahead:
                 self._look_ahead(exchange)
+        found.steps = self._steps
         exchange.gathered = weakref.ref(found)
         return found
 

@@ -20,11 +20,10 @@ import torch
 
 from axo.overlap.buckets import DataAxis, Slot, Stage
 from axo.overlap.events import Pending
-from axo.overlap.gathers import version_of
+from axo.overlap.local import Local
 
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-_HALF = (torch.bfloat16, torch.float16)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -44,16 +43,6 @@ def how(node: Any, index: int) -> str:
     return LATER if type(into).__name__ == "AccumulateGrad" else NOW
 
 
-class _Local:
-    """A gradient of micro-batches that were not synchronised: unreduced, and how to reduce it."""
-
-    __slots__ = ("exchange", "parameter", "stages", "tensor", "version")
-
-    def __init__(self, exchange: Any, parameter: torch.Tensor, tensor: torch.Tensor, stages: Any) -> None:
-        self.exchange, self.parameter, self.tensor, self.stages = exchange, parameter, tensor, stages
-        self.version = version_of(parameter)
-
-
 class Gradients:
     """The pending gradients of one model.
 
@@ -65,10 +54,21 @@ class Gradients:
     def __init__(self, engine: Any, data: DataAxis) -> None:
         self._engine = engine
         self.data = data
-        self.local: dict[int, _Local] = {}
+        self.local: dict[int, Local] = {}
         self._hooks: dict[int, list[tuple[Any, dict[int, Any]]]] = {}  # each parameter's: its dicts, what they held
         self._arriving: deque[Pending] = deque()
         self._count = 0
+
+    def forget_zeroed(self) -> None:
+        """Drop gradients of micro-batches that ``zero_grad`` was to throw away."""
+        if self.local:
+            self.local = {key: local for key, local in self.local.items() if not local.zeroed()}
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self.forget_zeroed()
+        for local in self.local.values():
+            local.unwatch()
 
     def room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Any:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
@@ -168,10 +168,9 @@ class Gradients:
     def _add_local(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: Any) -> None:
         old = self.local.get(id(parameter))
         if old is None:
-            wide = grad.float() if grad.dtype in _HALF else grad
-            self.local[id(parameter)] = _Local(exchange, parameter, wide, stages)
+            self.local[id(parameter)] = Local(exchange, parameter, grad, stages)
             return
-        _check_unchanged(old)
+        old.check_unchanged()
         old.tensor.add_(grad)
 
     def _take_local(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
@@ -179,7 +178,7 @@ class Gradients:
         old = self.local.pop(id(parameter), None) if self.local else None
         if old is None:
             return
-        _check_unchanged(old)
+        old.check_unchanged()
         if old.tensor.dtype == grad.dtype:
             grad.add_(old.tensor)
         else:
@@ -188,7 +187,7 @@ class Gradients:
     def _send_left(self) -> None:
         """Reduce what only the micro-batches without synchronisation have used."""
         for left in list(self.local.values()):
-            _check_unchanged(left)
+            left.check_unchanged()
             if left.stages is None:
                 self._send_weight(left.exchange, left.parameter, self.cast(left.tensor))
             else:
@@ -214,6 +213,8 @@ class Gradients:
         give = _give if zero is None else zero.give
         for parameter, grad in totals.values():
             _deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
+        for local in self.local.values():
+            local.watch()
 
     def _cast(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""
@@ -233,8 +234,16 @@ class Gradients:
         return {key: [hooks for _, hooks in tables] for key, tables in taken.items()}
 
     def drop(self) -> int:
-        """Forget what is pending; how many gradients that were."""
+        """Forget what is pending; how many gradients that were.
+
+        What micro-batches without synchronisation have left goes too, unless the pass had not come to any gradient: a
+        part of its gradients is in there, or a part of theirs was on its way.
+        """
         count, self._count = self._count, 0
+        if count:
+            self.local.clear()
+        for local in self.local.values():
+            local.watch()
         self._give_hooks_back()
         self._arriving.clear()
         self.data.drop()
@@ -257,11 +266,3 @@ def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any, give: Any)
         parameter.grad.add_(grad)
     for hook in list(after.values()):
         hook(parameter)
-
-
-def _check_unchanged(local: _Local) -> None:
-    if local.version != version_of(local.parameter):
-        raise RuntimeError(
-            f"no_sync: {local.exchange.name or 'a parameter'} has changed while gradients of earlier micro-batches wait"
-            " to be reduced; run the last backward of a step outside of axo.no_sync, before optimizer.step()"
-        )

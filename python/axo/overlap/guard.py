@@ -3,7 +3,7 @@
 torch lets ``step`` pass over parameters without gradients in silence. Where none of a model's parameters has one, and
 its last forward pass in training was not followed by a backward, or gradients still wait for a backward outside of
 ``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
-model goes.
+model goes. After a step nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 def watch(engine: Any) -> None:
@@ -20,7 +20,10 @@ def watch(engine: Any) -> None:
 
     def check(optimizer: Any, args: Any, options: Any) -> None:
         engine = seen()
-        if engine is None or not (engine.gradients.local or engine.awaits_backward):
+        if engine is None:
+            return
+        engine.gradients.forget_zeroed()
+        if not (engine.gradients.local or engine.awaits_backward):
             return
         mine = {id(parameter) for parameter in engine.parameters()}  # those of a meta model are made anew
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
@@ -35,5 +38,10 @@ def watch(engine: Any) -> None:
                 " backward on the loss first"
             )
 
-    handle = register_optimizer_step_pre_hook(check)
-    weakref.finalize(engine, handle.remove)
+    def stepped(optimizer: Any, args: Any, options: Any) -> None:
+        engine = seen()
+        if engine is not None:
+            engine.gathers.outdate()
+
+    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(stepped)):
+        weakref.finalize(engine, handle.remove)

@@ -1,0 +1,79 @@
+"""Gradients of micro-batches that were not synchronised (``axo.no_sync``): kept here, unreduced, until one is.
+
+torch's ``zero_grad`` throws away what was accumulated, and this must go with it. Nothing tells of ``zero_grad`` but
+what it leaves behind, so between backward passes a parameter whose gradient waits here has negative zeros in ``.grad``
+if it had None: where they are gone or positive, or what was there is zero now, ``zero_grad`` was called (scaling and
+clipping do neither). During a backward pass the zeros are away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from axo.overlap.gathers import version_of
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class Local:
+    """A gradient of micro-batches that were not synchronised: unreduced, and how to reduce it.
+
+    Args:
+        exchange: Whose gradient it is.
+        parameter: What it is the gradient of, or of whose block.
+        grad: That of the first micro-batch; halves are added up in fp32.
+        stages: What it is reduced over, for what z replicates; None: the gradient of a block.
+    """
+
+    __slots__ = ("_mark", "_seen", "_was_zero", "exchange", "parameter", "stages", "tensor", "version")
+
+    def __init__(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: Any) -> None:
+        self.exchange, self.parameter, self.stages = exchange, parameter, stages
+        self.tensor = grad.float() if grad.dtype in _HALF else grad
+        self.version = version_of(parameter)
+        self._mark: torch.Tensor | None = None
+        self._seen: tuple[torch.Tensor, int] | None = None
+        self._was_zero = False
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on with a parameter that is no longer what the gradient was taken of.
+
+        Raises:
+            RuntimeError: It has changed.
+        """
+        if self.version != version_of(self.parameter):
+            raise RuntimeError(
+                f"no_sync: {self.exchange.name or 'a parameter'} has changed while gradients of earlier micro-batches"
+                " wait to be reduced; run the last backward of a step outside of axo.no_sync, before optimizer.step()"
+            )
+
+    def watch(self) -> None:
+        """A backward pass has ended: remember what ``.grad`` is, and give it zeros if it is None."""
+        grad = self.parameter.grad
+        if grad is None:
+            self._mark = grad = self.parameter.grad = torch.full_like(self.parameter, -0.0, requires_grad=False)
+        self._seen = grad, version_of(grad)
+        self._was_zero = self._mark is None and _all_zero(grad)
+
+    def zeroed(self) -> bool:
+        """Whether ``zero_grad`` was called since ``watch``."""
+        if self._seen is None:
+            return False
+        (seen, version), grad = self._seen, self.parameter.grad
+        if grad is None:
+            return True
+        changed = grad is not seen or version_of(grad) != version
+        return changed and not self._was_zero and _all_zero(grad)
+
+    def unwatch(self) -> None:
+        """A backward pass begins: take the zeros away again, unless something was added to them."""
+        mark, seen, self._mark, self._seen = self._mark, self._seen, None, None
+        if mark is not None and seen is not None and self.parameter.grad is mark and version_of(mark) == seen[1]:
+            self.parameter.grad = None
+
+
+def _all_zero(grad: torch.Tensor) -> bool:
+    """Whether all is +0.0."""
+    return grad.numel() > 0 and not bool((grad.ne(0) | grad.signbit()).any())
