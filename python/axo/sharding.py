@@ -118,7 +118,7 @@ def gather_features(
     if comms.grid.size(axis) == 1:
         return tensor
     where = Placement((features,), ((axis,),), blocks, comms, copies)
-    return _GatherFeatures.apply(tensor.movedim(dim, -1), comms, axis, where).movedim(-1, dim)
+    return _GatherFeatures.apply(tensor, comms, axis, where, dim)
 
 
 def cut_features(tensor: torch.Tensor, comms: Any, axis: str, features: int, *, dim: int = -1) -> torch.Tensor:
@@ -133,47 +133,51 @@ def cut_features(tensor: torch.Tensor, comms: Any, axis: str, features: int, *, 
         raise ValueError(f"cut_features: dim {dim} of shape {tuple(tensor.shape)} is not of size {features}")
     if comms.grid.size(axis) == 1:
         return tensor
-    return _CutFeatures.apply(tensor.movedim(dim, -1), comms, axis).movedim(-1, dim)
+    return _CutFeatures.apply(tensor, comms, axis, dim)
 
 
 class _CutFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
-        ctx.comms, ctx.axis, ctx.features = comms, axis, tensor.shape[-1]
-        ((low, high),) = Placement((tensor.shape[-1],), ((axis,),), comms=comms).ranges(0)
-        return tensor[..., low:high].contiguous()
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, dim: int) -> torch.Tensor:
+        ctx.comms, ctx.axis, ctx.features, ctx.dim = comms, axis, tensor.shape[dim], dim
+        ((low, high),) = Placement((tensor.shape[dim],), ((axis,),), comms=comms).ranges(0)
+        return tensor.narrow(dim, low, high - low).contiguous()
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         with torch.no_grad():
-            return gather_features(grad_output, ctx.comms, ctx.axis, ctx.features), None, None
+            return gather_features(grad_output, ctx.comms, ctx.axis, ctx.features, dim=ctx.dim), None, None, None
 
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, features: Placement) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, features: Placement, dim: int) -> torch.Tensor:
         parts, longest = comms.grid.size(axis), features.max_local_shape()[0]
-        rows = tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])  # this rank may have no features
+        shape = list(tensor.shape)
+        moved = tensor.movedim(dim, -1)
+        rows = moved.reshape(moved.shape[:-1].numel(), moved.shape[-1])  # this rank may have no features
         gathered = comms.axis(axis).all_gather(pad_to(rows, (rows.shape[0], longest)).contiguous())
-        gathered = gathered.view(parts, rows.shape[0], longest)
-        full = rows.new_empty(rows.shape[0], features.global_shape[0])
+        gathered = gathered.view(parts, *moved.shape[:-1], longest)
+        shape[dim] = features.global_shape[0]
+        full = tensor.new_empty(shape)  # contiguous as the serial layer's output, and no view
         for part in range(parts):
             ranges = features.ranges(0, comms.grid, comms.coords._replace(**{axis: part}))
             for (a, b), (c, d) in zip(ranges, _local(ranges), strict=True):
-                full[:, a:b] = gathered[part, :, c:d]
-        ctx.features = features
-        return full.view(*tensor.shape[:-1], full.shape[-1])
+                full.narrow(dim, a, b - a).movedim(dim, -1).copy_(gathered[part, ..., c:d])
+        ctx.features, ctx.dim = features, dim
+        return full
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        pieces = [grad_output[..., a:b] for a, b in ctx.features.ranges(0)] or [grad_output[..., :0]]
-        grad = torch.cat(pieces, -1)
+        dim = ctx.dim
+        pieces = [grad_output.narrow(dim, a, b - a) for a, b in ctx.features.ranges(0)]
+        grad = torch.cat(pieces or [grad_output.narrow(dim, 0, 0)], dim)
         if ctx.features.copies is not None:
-            counted = torch.zeros(grad.shape[-1], dtype=torch.bool, device=grad.device)
+            counted = torch.zeros(grad.shape[dim], dtype=torch.bool, device=grad.device)
             for a, b in ctx.features.counted_rows():
                 counted[a:b] = True
-            grad = grad * counted
-        return grad, None, None, None
+            grad = (grad.movedim(dim, -1) * counted).movedim(-1, dim)
+        return grad, None, None, None, None
 
 
 class _GatherRows(torch.autograd.Function):

@@ -111,7 +111,8 @@ class _Product(torch.autograd.Function):
         ctx.weight, ctx.version, ctx.held = weight, version_of(weight), held
         ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, dtype, input.dtype, input.shape
         ctx.bias = bias
-        return output.view(*input.shape[:-1], output.shape[-1])
+        # not a view: an operation in place (``nn.ReLU(inplace=True)``) may come next, and torch forbids that on a view
+        return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

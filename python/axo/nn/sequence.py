@@ -92,7 +92,8 @@ def _all_gather(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
     batch = tensor.shape[:-2].numel()
     gathered = comms.axis(axis).all_gather(tensor.reshape(batch, tokens, features).contiguous())
     whole = gathered.view(parts, batch, tokens, features).transpose(0, 1)
-    return whole.reshape(*tensor.shape[:-2], parts * tokens, features)
+    whole = whole.reshape(batch, parts * tokens, features)
+    return torch.ops.aten._unsafe_view(whole, [*tensor.shape[:-2], parts * tokens, features])
 
 
 def _reduce_scatter(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
@@ -100,7 +101,7 @@ def _reduce_scatter(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor
     batch = tensor.shape[:-2].numel()
     by_rank = tensor.reshape(batch, parts, tokens, features).transpose(0, 1).reshape(parts * batch, tokens, features)
     mine = comms.axis(axis).reduce_scatter(by_rank.contiguous())
-    return mine.view(*tensor.shape[:-2], tokens, features)
+    return torch.ops.aten._unsafe_view(mine, [*tensor.shape[:-2], tokens, features])
 
 
 def add_bias(output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str = "x") -> torch.Tensor:

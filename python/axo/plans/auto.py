@@ -32,7 +32,7 @@ from axo.nn.replicated import replicate
 from axo.plans import hf
 from axo.plans.decide import Candidate, Choice, decide
 from axo.plans.patterns import Wish, wishes
-from axo.plans.replace import Replacer
+from axo.plans.replace import Replacer, hooks_of
 from axo.plans.report import LayerPlan, PlanReport
 from axo.plans.trace import CHANNELS, FEATURES, Size, find_regions
 
@@ -54,8 +54,12 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
     heads, opaque = _attention(model, candidates, wanted, grid.x, serial)
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    sizes = {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in free}
-    regions = find_regions(model, sizes, set(opaque))
+    regions, read = find_regions(model, _sizes(free), set(opaque))
+    if read:
+        why = "another module reads its weight itself"
+        serial |= {c.name: why for c in free if c.module in read}
+        free = [c for c in free if c.module not in read]
+        regions, _ = find_regions(model, _sizes(free), set(opaque))
     choices, dropouts = decide(free, regions, wanted, grid)
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
@@ -63,8 +67,12 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     report = PlanReport([_line(c, choices[c.name], grid) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
 
+    new: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
         _replace(model, candidate, choices[candidate.name], replacer)
+        new[candidate.module] = model.get_submodule(candidate.name)
+    for module in list(model.modules()):  # a layer may be known under several names
+        module._modules.update({name: new[child] for name, child in module._modules.items() if child in new})
     for head, table in ties:
         model.get_submodule(head).weight = model.get_submodule(table).weight
     for dropout, axis in dropouts.items():
@@ -84,6 +92,10 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     kept._axo_plan_report = report
     _warn(report)
     return model
+
+
+def _sizes(layers: list[Candidate]) -> dict[nn.Module, Size]:
+    return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
 
 
 def _check(model: nn.Module, grid: Any) -> None:
@@ -116,7 +128,9 @@ def _candidates(model: nn.Module, grid: Any) -> tuple[list[Candidate], dict[str,
             continue
         found.append(candidate)
         module_: Any = module
-        if inside:
+        if not _is_plain(module):
+            serial[name] = "it has parameters, buffers or a forward of its own (weight_norm, pruning, ...)"
+        elif inside:
             serial[name] = f"inside a torch.nn.{inside}, which reads its layers' weights itself"
         elif candidate.type == "conv2d" and module_.groups > 1 and grid.x * grid.y > 1:
             serial[name] = f"groups={module_.groups}: a group's channels must meet on one rank"
@@ -126,6 +140,12 @@ def _candidates(model: nn.Module, grid: Any) -> tuple[list[Candidate], dict[str,
         if not _is_table_with_heads(group):
             serial.update({c.name: "shares its weight" for c in group if c is not None})
     return found, serial
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is what its class makes of it."""
+    own = set(module._parameters)
+    return "weight" in own and own <= {"weight", "bias"} and not module._buffers and "forward" not in module.__dict__
 
 
 def _tied(model: nn.Module, candidates: list[Candidate]) -> list[list[Candidate | None]]:
@@ -167,8 +187,8 @@ def _attention(
         asked = {child: wanted.get(f"{name}.{child}") for child in found.layers}
         if any(
             wish and (wish.kind != found.layers[child][0] or wish.split_in is not None) for child, wish in asked.items()
-        ):
-            continue  # the user says otherwise: easy mode for this module
+        ) or any(hooks_of(module.get_submodule(child)) for child in found.layers):
+            continue  # the user says otherwise, or looks at whole activations: easy mode for this module
         modules[module] = found
         for child, (kind, options) in found.layers.items():
             first = kind == "normal"

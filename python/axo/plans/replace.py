@@ -15,6 +15,11 @@ from torch import nn
 from axo.nn import Conv2d, Embedding, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
 
+_HOOK_TABLES = (
+    *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks"),
+)
+
 
 class Replacer:
     """Makes parallel layers for one model on one grid.
@@ -118,13 +123,24 @@ class Replacer:
         self.put(parent, child, new)
 
     def put(self, parent: nn.Module, child: str, new: ParallelLayer) -> None:
-        """Give ``new`` the values and flags of ``parent.child`` and put it in its place."""
+        """Give ``new`` the values, flags and hooks of ``parent.child`` and put it in its place.
+
+        Raises:
+            ValueError: One of its parameters has hooks: these expect whole gradients.
+        """
         old = getattr(parent, child)
+        for name, parameter in old.named_parameters(recurse=False):
+            if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                raise ValueError(
+                    f"parallelize: {new.label()}: its {name} has gradient hooks, and is about to become this rank's"
+                    " shard; register them after parallelize, on the shard"
+                )
         if new.placements and not any(parameter.is_meta for parameter in old.parameters(recurse=False)):
             new.to_empty(device=self.comms.device)
             self._take_values(new, old)
         for name, parameter in old.named_parameters(recurse=False):
             getattr(new, name).requires_grad_(parameter.requires_grad)
+        new.__dict__.update(hooks_of(old))  # these very dicts: handles can still remove what is in them
         new.train(old.training)
         setattr(parent, child, new)
 
@@ -140,6 +156,12 @@ class Replacer:
         if self.comms.grid.world_size > 1:
             self.comms.world.broadcast(full, root=0)
         return full
+
+
+def hooks_of(module: nn.Module) -> dict[str, Any]:
+    """The tables of hooks of a module, by attribute; empty where it has none."""
+    tables = {name: getattr(module, name) for name in _HOOK_TABLES}
+    return {**tables, "_is_full_backward_hook": module._is_full_backward_hook} if any(tables.values()) else {}
 
 
 def check_exact(module: nn.Module, kind: type, name: str) -> None:

@@ -72,8 +72,10 @@ class Region:
     width: int = 0
 
 
-def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], opaque: set[nn.Module]) -> list[Region]:
-    """Find the regions of ``model``.
+def find_regions(
+    model: nn.Module, sizes: dict[nn.Module, Size], opaque: set[nn.Module]
+) -> tuple[list[Region], set[nn.Module]]:
+    """Find the regions of ``model``, and the layers whose parameters other modules read themselves.
 
     Args:
         model: Serial.
@@ -85,7 +87,7 @@ def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], opaque: set[nn.
         for root in _roots(model, set(sizes), set(opaque)):
             for graph in root.graphs:
                 flow.read(graph, root.module)
-    return flow.regions()
+    return flow.regions(), flow.read_by_others
 
 
 @dataclass
@@ -150,6 +152,7 @@ class _Flow:
         self.dropouts: list[tuple[Any, nn.Module]] = []
         self.kinds: dict[Any, str | None] = {}
         self.order: list[nn.Module] = []
+        self.read_by_others: set[nn.Module] = set()
 
     def find(self, key: Any) -> Any:
         self.parent.setdefault(key, key)
@@ -175,6 +178,10 @@ class _Flow:
         for node in graph.nodes:
             key, inputs = (id(graph), node), [(id(graph), other) for other in node.all_input_nodes]
             module = modules.get(node.target) if node.op == "call_module" else None
+            if node.op == "get_attr":
+                owner = modules.get(str(node.target).rpartition(".")[0])
+                if owner in self.sizes:
+                    self.read_by_others.add(owner)
             if module in self.sizes:
                 self._layer(module, node, key, inputs)
                 continue
