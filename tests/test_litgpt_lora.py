@@ -166,7 +166,7 @@ def steps(model, cut, clip):
 def test_training_equals_serial_with_zero_too():
     expected = steps(serial_model("everywhere"), lambda tensor: tensor, torch.nn.utils.clip_grad_norm_)
     assert expected[-1] < expected[0] - 0.2
-    for zero in (0, 1, 2):
+    for zero in (0, 2):
         per_rank = run_ranks(train, 8, "2x1x2x2", zero)
         lines = per_rank[::2]
         found = [sum(column) / len(column) for column in zip(*lines, strict=True)]
