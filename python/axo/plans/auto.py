@@ -67,12 +67,12 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     report = PlanReport([_line(c, choices[c.name], grid) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
 
-    new: dict[nn.Module, nn.Module] = {}
+    became: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
         _replace(model, candidate, choices[candidate.name], replacer)
-        new[candidate.module] = model.get_submodule(candidate.name)
+        became[candidate.module] = model.get_submodule(candidate.name)
     for module in list(model.modules()):  # a layer may be known under several names
-        module._modules.update({name: new[child] for name, child in module._modules.items() if child in new})
+        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
     for head, table in ties:
         model.get_submodule(head).weight = model.get_submodule(table).weight
     for dropout, axis in dropouts.items():
