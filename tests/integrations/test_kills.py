@@ -1,6 +1,6 @@
 """Ranks of ``axo litgpt`` that are killed by SIGKILL again and again: the run ends where an undisturbed one does.
 
-    make soak-python ARGS="tests/integrations/test_kills.py"        about five minutes; prints a JSON line a run
+    make soak-python ARGS="tests/integrations/test_kills.py"        five to ten minutes; prints a JSON line a run
 
 A killer follows the output of the run. Three kills of four wait for a step drawn at random from all steps, and up to a
 tenth of a second on top, so that they fall into steps, saves and what is between; the others hit a start in its first
