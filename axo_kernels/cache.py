@@ -22,7 +22,10 @@ def default_folder() -> Path:
     named = os.environ.get("AXO_TUNE_CACHE")
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axo" / "tuner"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "axo" / "tuner"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / f"axo-{os.getuid()}" / "tuner"
 
 
 class Cache:
@@ -67,7 +70,7 @@ class Cache:
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
             content = json.loads(self.path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}
         if not isinstance(content, dict) or any(content.get(name) != value for name, value in self.identity.items()):
             return {}

@@ -79,7 +79,10 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or choice.layout not in LAYOUTS
         or choice.strategy not in STRATEGIES
         or not all(isinstance(number, (int, float)) for number in numbers)
-        or int(choice.chunks) < 1
+        or any(isinstance(number, bool) for number in numbers)
+        or not isinstance(choice.chunks, int)
+        or choice.chunks < 1
+        or (choice.backend == "vendor" and choice.config is not None)
         or (choice.config is not None and not _whole(choice.config))
     ):
         return None
@@ -89,6 +92,13 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
 def _whole(config: Config) -> bool:
     sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
     return all(isinstance(size, int) and size > 0 for size in sizes) and isinstance(config.descriptors, bool)
+
+
+def usable(choice: Choice, product: Product, device: torch.device) -> bool:
+    """Say whether a choice read from disk can run here at all; one that cannot is a miss."""
+    if choice.backend == "triton" and not devices.runs_triton(device):
+        return False
+    return choice.config is None or choice.config.fits(devices.target_of(device), product.dtype)
 
 
 def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
@@ -126,11 +136,13 @@ def fused_choices(
     gather: str,
     size: int,
     choose: Callable[[Product, torch.device], Choice],
+    reserved: int = 0,
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
     serial and in chunks; ``signal`` with a few tiles.
 
-    Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out).
+    Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
+    more than the ``reserved`` multiprocessors that it leaves to the communication).
     """
     whole = product
     if operation.startswith("all_gather"):
@@ -146,7 +158,7 @@ def fused_choices(
         plain = found[0]
     counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
-    if device.type == "cuda" and devices.runs_triton(device):
+    if device.type == "cuda" and devices.runs_triton(device) and devices.target_of(device).units > reserved:
         for config in fused_candidates(devices.target_of(device), whole, _described(whole))[:_FUSED_TILES]:
             found += [Choice("triton", product.layout, config, "signal", chunks) for chunks in counts]
     return found

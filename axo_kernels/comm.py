@@ -321,8 +321,7 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
 
     Args:
         communicator: An axo.Communicator, a torch.distributed.ProcessGroup, None for the default group (or a single
-        rank
-            when torch.distributed is not initialised), or something wrapped already.
+            rank when torch.distributed is not initialised), or something wrapped already.
         timeout: Seconds after which a flag that nobody sets is reported.
 
     Raises:

@@ -2,23 +2,23 @@
 
     matmul_all_reduce       out = sum over ranks of A B             Algorithm 1's forward over y (NT)
                             dI = sum over grad_comm of dO W, its all-reduce overlapped with the product dW = dO^T I
-    all_gather_matmul       out = A B with one operand gathered     weight shards over z, or sequence-parallel
-    activations matmul_reduce_scatter   out = this rank's rows of the sum       dW over z, or sequence-parallel outputs
+    all_gather_matmul       out = A B with one operand gathered     weight shards over z, or activations
+    matmul_reduce_scatter   out = this rank's rows of the sum       dW over z, or sequence-parallel outputs
 
 Gradients follow the convention of tensor parallelism: a result that is the same on every rank has one gradient, also
 the same on every rank, so the adjoint of the sum is the identity; the adjoint of a gather is a sum scattered, and the
-other way round. Backward passes use the strategy and the chunk count of the forward pass. bf16, fp16, fp32; first
-derivatives only. No tuning here: ``strategy`` and ``chunks`` are what is asked for, and what runs.
+other way round. Backward passes use the strategy and the chunk count of the forward pass. bf16, fp16, fp32, and under
+autocast its dtype; first derivatives only (create_graph=True is refused). No tuning here: ``strategy`` and ``chunks``
+are what is asked for, and what runs.
 """
 
 from __future__ import annotations
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from axo_kernels.comm import FusedCommunicator
 from axo_kernels.gemm import BACKWARD, matmul
-from axo_kernels.layout import check_layout
+from axo_kernels.layout import autocast, check_layout
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 
 
@@ -46,6 +46,10 @@ def matmul_all_reduce(
     """
     check_layout(layout)
     _check(comm, "matmul_all_reduce")
+    if grad_comm is not None:
+        _check(grad_comm, "matmul_all_reduce", "grad_comm")
+    _check_second("matmul_all_reduce", b)
+    a, b = autocast(a, b)
     _check_bias("matmul_all_reduce", bias, b.shape[0 if layout == "NT" else -1])
     flat, lead = _flat(a, layout, "matmul_all_reduce")
     out: torch.Tensor = _MatmulAllReduce.apply(flat, b, bias, comm, grad_comm, layout, strategy, chunks)
@@ -80,6 +84,8 @@ def all_gather_matmul(
     """
     check_layout(layout)
     _check(comm, "all_gather_matmul")
+    _check_second("all_gather_matmul", b)
+    a, b = autocast(a, b)
     columns = b.shape[0 if layout == "NT" else -1]
     _check_bias("all_gather_matmul", bias, columns * (comm.size if gather == "b" else 1))
     flat, lead = _flat(a, layout, "all_gather_matmul")
@@ -112,6 +118,8 @@ def matmul_reduce_scatter(
     """
     check_layout(layout)
     _check(comm, "matmul_reduce_scatter")
+    _check_second("matmul_reduce_scatter", b)
+    a, b = autocast(a, b)
     flat, lead = _flat(a, layout, "matmul_reduce_scatter")
     if lead is not None and lead[0] % comm.size:
         raise ValueError(
@@ -122,11 +130,24 @@ def matmul_reduce_scatter(
     return out if lead is None else out.view(lead[0] // comm.size, *lead[1:], out.shape[-1])
 
 
-def _check(comm: FusedCommunicator, operation: str) -> None:
+def _check(comm: FusedCommunicator, operation: str, name: str = "comm") -> None:
     if not isinstance(comm, FusedCommunicator):
         raise ValueError(
-            f"{operation}: comm is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
+            f"{operation}: {name} is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"
+        )
+
+
+def _check_second(operation: str, b: torch.Tensor) -> None:
+    if b.dim() != 2:
+        raise ValueError(f"{operation}: b has {b.dim()} dims; give one matrix, 2 dims")
+
+
+def _refuse_create_graph(operation: str) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            f"{operation}: backward(create_graph=True) is not supported, since the collectives of the backward pass "
+            "have no derivative of their own; run it without create_graph"
         )
 
 
@@ -158,8 +179,8 @@ class _MatmulAllReduce(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        _refuse_create_graph("matmul_all_reduce")
         a, b = ctx.saved_tensors
         grad_comm, layout, strategy, chunks = ctx.rest
         wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
@@ -178,9 +199,14 @@ class _MatmulAllReduce(torch.autograd.Function):
             )
         elif wants_a:
             grad_a = matmul(operands[first], operands[second], mode)
-        if wants_b:
-            grad_b = matmul(operands[left], operands[right], other_mode)
-        grad_bias = _bias_gradient(grad, ctx.bias_dtype, wants_bias)
+        try:
+            if wants_b:
+                grad_b = matmul(operands[left], operands[right], other_mode)
+            grad_bias = _bias_gradient(grad, ctx.bias_dtype, wants_bias)
+        except BaseException:  # out of memory, say: the next operation finds the communicator as it was
+            if grad_comm is not None:
+                grad_comm.abandon()
+            raise
         finish()
         return grad_a, grad_b, grad_bias, None, None, None, None, None
 
@@ -198,8 +224,8 @@ class _AllGatherMatmul(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        _refuse_create_graph("all_gather_matmul")
         gathered, other = ctx.saved_tensors
         comm, layout, gather, strategy, chunks = ctx.rest
         grad = grad.contiguous()
@@ -230,8 +256,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
         return run_reduce_scatter(a, b, comm, layout, strategy, chunks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        _refuse_create_graph("matmul_reduce_scatter")
         a, b = ctx.saved_tensors
         comm, layout, strategy, chunks = ctx.rest
         grad = grad.contiguous()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from axo_kernels import device as devices
-from axo_kernels.layout import Product, as_row_major, check_offsets, fused_rows, product_of
+from axo_kernels.layout import Product, as_row_major, autocast, check_offsets, fused_rows, product_of
 from axo_kernels.tiles import Config, Target, default_config, shrink
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
@@ -59,6 +59,8 @@ def matmul(
     if backend is None and out is None and bias is None and activation is None and a.device.type == "cpu":
         if not accumulate and out_dtype is None and gate is None and not devices.interpreted():
             return _plain_vendor(a, b, layout)
+    if out is None:
+        a, b = autocast(a, b)
     product = product_of(a, b, layout)
     _check_epilogue(product, a, b, out, bias, activation, accumulate, out_dtype, gate, backend)
     triton_runs = devices.runs_triton(a.device)
@@ -69,26 +71,29 @@ def matmul(
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
-    if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias)):
-        if activation is not None or (out_dtype or a.dtype) != a.dtype or a.dim() != 2 or b.dim() != 2:
+    if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, gate)):
+        if activation is not None or (out_dtype or a.dtype) != a.dtype:
             raise ValueError(
-                "matmul: gradients flow through the Triton kernel for 2-D operands without activation and out_dtype "
-                "only; use torch.no_grad(), backend='vendor', or apply the activation outside"
+                "matmul: gradients flow through the Triton kernel without activation and out_dtype only; use "
+                "torch.no_grad(), backend='vendor', or apply the activation outside"
             )
-        result: torch.Tensor = _Matmul.apply(a, b, bias, layout, config)
-        return result
+        rows, lead = fused_rows(a, b, layout)
+        result: torch.Tensor = _Matmul.apply(rows, b, bias, layout, config)
+        return result if rows is a else result.view(*lead, product.n)
     return triton_matmul(a, b, product, out, bias, activation, accumulate, out_dtype, gate, config)
 
 
 def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
     """Shortest way to torch: torch's own checks, rephrased by ours only when they fail."""
     try:
-        if a.dtype is b.dtype and a.is_floating_point() and a.dim() > 1 and b.dim() > 1:
+        two = b.dim() == 2 and (layout != "TN" or a.dim() == 2)
+        fit = two or (b.dim() > 2 and a.shape[:-2] == b.shape[:-2])  # torch would broadcast; the kernels do not
+        if a.dtype is b.dtype and a.is_floating_point() and a.dim() > 1 and fit:
             if layout == "NT":
-                return F.linear(a, b) if b.dim() == 2 else torch.matmul(a, b.mT)
+                return F.linear(a, b) if two else torch.matmul(a, b.mT)
             if layout == "NN":
                 return torch.matmul(a, b)
-            if layout == "TN" and a.dim() == b.dim():
+            if layout == "TN":
                 return torch.matmul(a.mT, b)
     except RuntimeError:
         product_of(a, b, layout)
@@ -116,6 +121,11 @@ def _check_epilogue(
         raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
     if (gate is not None) != (activation == "silu_gate"):
         raise ValueError("matmul: gate and activation='silu_gate' belong together; give both or neither")
+    for tensor, name in ((bias, "bias"), (gate, "gate"), (out, "out")):
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(f"matmul: {name} is on {tensor.device} and a is on {a.device}; move one of them")
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"matmul: {name} is {tensor.dtype}, which is not a floating-point type; cast it")
     if gate is not None and tuple(gate.shape) != shape:
         raise ValueError(f"matmul: gate has shape {tuple(gate.shape)}; the product has {shape}")
     if bias is not None and tuple(bias.shape) != (product.n,):
@@ -127,8 +137,6 @@ def _check_epilogue(
             raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
         if out_dtype is not None and out.dtype != out_dtype:
             raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {out_dtype}; leave out_dtype away")
-        if out.device != a.device:
-            raise ValueError(f"matmul: out is on {out.device} and a is on {a.device}; move one of them")
     if out_dtype is not None and not out_dtype.is_floating_point:
         raise ValueError(f"matmul: out_dtype={out_dtype} is not a floating-point type")
 
@@ -150,14 +158,17 @@ def vendor_matmul(
     A result wider than the operands is computed from operands widened first, except where torch has a product with a
     wider result (CUDA, two dims).
     """
+    if out is not None and torch.is_grad_enabled():
+        with torch.no_grad():  # else a master gradient would hold the graphs of all that was added to it
+            return vendor_matmul(a, b, layout, out, bias, activation, accumulate, gate=gate)
     left, right = as_row_major(a, b, layout)
     dtype = out.dtype if out is not None else out_dtype or a.dtype
     bare = bias is None and activation is None
-    if out is not None and bare and not accumulate and dtype == a.dtype and not out.requires_grad:
-        return torch.matmul(left.detach(), right.detach(), out=out)
+    if out is not None and bare and not accumulate and dtype == a.dtype:
+        return torch.matmul(left, right, out=out)
     if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
-        if dtype == a.dtype == bias.dtype and not out.requires_grad:
-            return torch.addmm(bias.detach(), left.detach(), right.detach(), out=out)
+        if dtype == a.dtype == bias.dtype:
+            return torch.addmm(bias, left, right, out=out)
     if out is not None and bare and accumulate and dtype == a.dtype and left.dim() == 2:
         return out.addmm_(left, right)
     if dtype.itemsize > a.dtype.itemsize and not (a.is_cuda and left.dim() == 2):
@@ -202,14 +213,16 @@ def triton_matmul(
     target_out = out
     if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
         if out.dim() > 2:
-            target_out = out.view(-1, product.n) if out.is_contiguous() else torch.empty_like(out).view(-1, product.n)
-            if target_out.data_ptr() != out.data_ptr() and accumulate:
-                target_out.copy_(out.reshape(target_out.shape))
+            # reshape() copies where strides do not allow a view: then the result is copied back
+            target_out = out.reshape(-1, product.n)
         gate = gate.reshape(-1, product.n) if gate is not None else None
         product = Product(product.layout, a.shape[1 if product.layout == "TN" else 0], product.n, product.k, a.dtype)
+    elif out.dim() > 3:
+        target_out = out.flatten(0, -3)
     left, right = as_row_major(a, b, product.layout)
-    for tensor, name in ((left, "a"), (right, "b"), (target_out, "out")):
-        check_offsets(tensor, name)
+    for tensor, name in ((left, "a"), (right, "b"), (target_out, "out"), (gate, "gate")):
+        if tensor is not None:
+            check_offsets(tensor, name)
     launch(left, right, target_out, product, bias, activation, accumulate, gate, config)
     if target_out.data_ptr() != out.data_ptr():
         out.copy_(target_out.view(out.shape))
@@ -300,7 +313,8 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 def precision(tensor: torch.Tensor) -> str:
     """How fp32 operands are multiplied: in full, unless the user has allowed TF32 for cuBLAS too."""
     if tensor.dtype == torch.float32 and tensor.is_cuda and torch.version.hip is None:
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+        # not allow_tf32, which raises where the user has chosen by this newer name
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
     return "ieee"
 
 
@@ -339,7 +353,8 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         a, b = ctx.saved_tensors
         grad_a, grad_b = gradients(grad, a, b, ctx.layout, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
-        grad_bias = grad.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        over = tuple(range(grad.dim() - 1))
+        grad_bias = grad.sum(over, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return grad_a, grad_b, grad_bias, None, None
 
 

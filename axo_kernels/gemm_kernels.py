@@ -33,9 +33,8 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "gelu":
         x = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476))
     elif ACTIVATION == "gelu_tanh":
-        # tanh(u) = 1 - 2 / (exp(2u) + 1), which is exact at both ends: exp overflows to inf, or underflows to 0
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        x = 0.5 * x * (2.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0))
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2u)): nothing cancels, and exp may overflow to inf or underflow to 0
+        x = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     elif ACTIVATION == "silu" or ACTIVATION == "silu_gate":
         x = x / (1.0 + tl.exp(-x))
     return x

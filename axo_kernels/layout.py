@@ -113,6 +113,17 @@ def _batch(a: torch.Tensor, b: torch.Tensor, layout: str) -> int:
     return math.prod(a.shape[:-2])
 
 
+def autocast(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cast the operands as torch's own products do inside ``torch.autocast``."""
+    kind = a.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
+        return a, b
+    if torch.float64 in (a.dtype, b.dtype) or not a.is_floating_point():
+        return a, b
+    dtype = torch.get_autocast_dtype(kind)
+    return a.to(dtype), b.to(dtype)
+
+
 def check_offsets(tensor: torch.Tensor, name: str) -> None:
     """Refuse a stride so large that the offsets inside one tile leave 32 bits.
 

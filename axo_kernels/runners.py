@@ -10,6 +10,7 @@ import torch
 
 from axo_kernels.choice import Choice
 from axo_kernels.comm import FusedCommunicator
+from axo_kernels.device import target_of
 from axo_kernels.gemm import describable, matmul, vendor_matmul
 from axo_kernels.layout import as_row_major, laid_out, relayout
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
@@ -56,6 +57,9 @@ def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> to
         out = rest.get("out")
         if not describable(left, right, left if out is None else out, False):
             config = None
+    wider = rest.get("out_dtype") if rest.get("out") is None else rest["out"].dtype
+    if config is not None and wider is not None and not config.fits(target_of(a.device), a.dtype, wider):
+        config = None  # its epilogue was measured with a narrower result
     return matmul(a, b, choice.layout, backend="triton", config=config, **rest)
 
 

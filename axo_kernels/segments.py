@@ -97,6 +97,10 @@ def launch_segments(
     described = describable(left, right, out, accumulate=False)
     if config is None:
         config = shrink(default_config(target, a.dtype, uses_descriptors(target, a, described), "fused"), product)
+    if not product.m * product.n:  # no tile will set a flag, and what is sent is empty
+        if schedule.signals:
+            workspace.flags.copy_(workspace.epoch.expand_as(workspace.flags))
+        return
     if not config.fits(target, a.dtype):
         raise ValueError(f"fused product {product.name}: configuration '{config.name}' does not fit {target.arch}")
     descriptors = config.descriptors and described
@@ -104,17 +108,17 @@ def launch_segments(
     other_size = product.m if along_n else product.n
     tiles = tile_table(schedule, block, -(-other_size // across))
     table, width = workspace.table(tiles)
-    reserved = comm.reserved_units if target.units > 4 * comm.reserved_units else 0
-    units = target.units - reserved
+    units = programs_left(comm, a.device)
     programs = max(1, min(tiles.total, units))
-    a_transposed, b_transposed = product.layout == "TN", product.layout == "NT"
+    a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
     first, second = left, right
     if descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         a_block, b_block = [config.block_m, config.block_k], [config.block_k, config.block_n]
-        first = TensorDescriptor.from_tensor(a, a_block[::-1] if a_transposed else a_block)
-        second = TensorDescriptor.from_tensor(b, b_block[::-1] if b_transposed else b_block)
+        stored_a, stored_b = left.mT if a_transposed else left, right.mT if b_transposed else right
+        first = TensorDescriptor.from_tensor(stored_a, a_block[::-1] if a_transposed else a_block)
+        second = TensorDescriptor.from_tensor(stored_b, b_block[::-1] if b_transposed else b_block)
     kernels.segment_matmul_kernel[(programs,)](
         first, second, out, out if bias is None else bias.contiguous(), product.m, product.n, product.k,
         left.stride(0), left.stride(1), right.stride(0), right.stride(1), out.stride(0), out.stride(1),
@@ -126,6 +130,22 @@ def launch_segments(
         INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not schedule.signals,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
+
+
+def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
+    """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
+
+    Raises:
+        ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.
+    """
+    units = devices.target_of(device).units
+    left = units - (comm.reserved_units if device.type == "cuda" else 0)
+    if left < 1:
+        raise ValueError(
+            f"fused product: strategy='signal' leaves {comm.reserved_units} multiprocessors to the communication, and "
+            f"{device} has {units}; use strategy='split'"
+        )
+    return left
 
 
 def with_last(schedule: Schedule) -> list[tuple[Segment, bool]]:

@@ -107,6 +107,7 @@ def segment_matmul_kernel(
     """
     epoch = tl.load(epoch_address)
     starts = tl.load(table + tl.arange(0, SEGMENTS))
+    patience = bound
     for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS):
         segment = tl.sum((tile >= starts).to(tl.int32), axis=0) - 1
         entry = table + segment
@@ -123,11 +124,12 @@ def segment_matmul_kernel(
         poison = 0.0
         if WAIT:
             if number >= 0:
-                seen = wait_until(flags + number, epoch, bound)
+                seen = wait_until(flags + number, epoch, patience)
                 proxy_fence(FENCE)
                 if seen - epoch < 0:
                     report(status, number, epoch, seen)
                     poison = float("nan")
+                    patience = 0  # the bound holds for the kernel, not for each of its tiles
         a_row = m0 if ALONG_N else m0 + source
         b_column = n0 + source if ALONG_N else n0
         c_row = m0 if ALONG_N else m0 + target

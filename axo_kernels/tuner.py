@@ -24,7 +24,7 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.cache import Cache
-from axo_kernels.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices
+from axo_kernels.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
 from axo_kernels.comm import FusedCommunicator, gather_max
 from axo_kernels.layout import Product, laid_out, product_of, stored_shapes
 from axo_kernels.runners import SHORTEST, Run, run_fused, runner
@@ -168,7 +168,7 @@ class Tuner:
             fused_name(operation, gather, on.size, product),
             product,
             device,
-            lambda: fused_choices(operation, product, device, gather, on.size, self.choose),
+            lambda: fused_choices(operation, product, device, gather, on.size, self.choose, on.reserved_units),
             run,
         )
 
@@ -232,6 +232,8 @@ class Tuner:
             return known
         entry = self.cache(device).get(name)
         found = from_json(entry) if entry is not None else None
+        if found is not None and not usable(found, product, device):
+            found = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
             text = self.comm.broadcast_text(json.dumps(found.to_json()) if found else "")

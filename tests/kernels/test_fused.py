@@ -222,6 +222,53 @@ def test_signal_kernel_alone(interpreter, operation, chunks):
     interpreter.run(check_strategy_in_interpreter, operation, "signal", chunks)
 
 
+def check_views_and_nothing():
+    """Operands that are views of the other order, through descriptors too; results without an element, at once."""
+    from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.strategies import run_reduce_scatter
+    from axo_kernels.tiles import Config
+
+    comm = SoloCommunicator(timeout=10.0)
+    x, w = draw(1, (16, 32), (16, 16))
+    tiles = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
+    for a, b in ((x.T, w), (x.T.contiguous(), w.T.contiguous().T)):
+        close(run_reduce_scatter(a, b, comm, "NT", "signal", 2, config=tiles), x.T.double() @ w.double().T)
+    for rows, columns in ((0, 3), (4, 0)):
+        for operation in (matmul_all_reduce, matmul_reduce_scatter):
+            for _ in range(2):
+                out = operation(torch.ones(rows, 8), torch.ones(columns, 8), comm, strategy="signal", chunks=2)
+                assert out.shape == (rows, columns)
+
+
+def test_signal_kernel_with_views_and_with_nothing_to_do(interpreter):
+    interpreter.run(check_views_and_nothing)
+
+
+def test_signal_leaves_room_for_the_communication(monkeypatch):
+    """On a GPU as small as the communication itself the collective could never start: refused, and not a candidate."""
+    from axo_kernels import choice, segments
+    from axo_kernels.layout import Product
+    from axo_kernels.simulated import SimulatedCommunicator
+    from axo_kernels.tiles import Target
+
+    cuda = torch.device("cuda", 0)
+    comm = SimulatedCommunicator(2, 1e9, torch.device("cpu"))
+    monkeypatch.setattr(segments.devices, "target_of", lambda device: Target("sm_90", 4, 232_448))
+    with pytest.raises(ValueError, match="leaves 4 multiprocessors to the communication, and cuda:0 has 4; use strat"):
+        segments.programs_left(comm, cuda)
+    assert segments.programs_left(comm, torch.device("cpu")) == 4
+    monkeypatch.setattr(segments.devices, "target_of", lambda device: Target("sm_90", 16, 232_448))
+    assert segments.programs_left(comm, cuda) == 12
+    monkeypatch.setattr(choice.devices, "runs_triton", lambda device: True)
+    product = Product("NT", 4096, 4096, 64, torch.bfloat16)
+    for units, there in ((4, False), (132, True)):
+        monkeypatch.setattr(choice.devices, "target_of", lambda device, units=units: Target("sm_90", units, 232_448))
+        asked = ("matmul_all_reduce", product, cuda, "b", 2, lambda product, device: choice.Choice("vendor", "NT"))
+        found = choice.fused_choices(*asked, reserved=4)
+        assert any(candidate.strategy == "signal" for candidate in found) == there
+
+
 def _rank_in_interpreter(rank, size, store, operation):
     import torch.distributed as dist
 
@@ -251,6 +298,27 @@ def test_signal_kernel_on_two_ranks(interpreter, operation, tmp_path):
     interpreter.run(check_ranks_in_interpreter, operation, str(tmp_path / "store"))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_derivatives_are_refused_and_autocast_casts(strategy):
+    from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+
+    comm = SoloCommunicator()
+    x, w = draw(2, (6, 8), (4, 8))
+    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
+        a, b = leaf(x), leaf(w)
+        out = operation(a, b, comm, strategy=strategy, chunks=2)
+        with pytest.raises(RuntimeError, match=f"{operation.__name__}: backward.create_graph=True. is not supported"):
+            torch.autograd.grad(out.sum(), a, create_graph=True)
+        with torch.no_grad():
+            assert not operation(a, b, comm, strategy=strategy, chunks=2).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            out = operation(a, b, comm, strategy=strategy, chunks=2)
+        assert out.dtype == torch.bfloat16, "as torch's own product there, whatever the strategy"
+        out.sum().backward()
+        assert a.grad.dtype == b.grad.dtype == torch.float32
+
+
 BAD = {
     "strategy='magic'; use one of serial, split, signal": {"strategy": "magic"},
     "chunks=0; use a whole number of at least 1": {"strategy": "split", "chunks": 0},
@@ -276,6 +344,10 @@ def test_bad_communicators_and_shapes():
 
     with pytest.raises(ValueError, match=r"comm is a int; wrap it once with axo_kernels.adapt"):
         matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), 3)
+    with pytest.raises(ValueError, match=r"grad_comm is a int; wrap it once"):
+        matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), grad_comm=3)
+    with pytest.raises(ValueError, match="all_gather_matmul: b has 3 dims; give one matrix, 2 dims"):
+        all_gather_matmul(torch.ones(4, 8), torch.ones(2, 3, 8), SoloCommunicator())
     with pytest.raises(ValueError, match="adapt: int has no rank, size"):
         adapt(3)
     with pytest.raises(ValueError, match="use gather='a' with NN or NT, or gather='b' with NT"):

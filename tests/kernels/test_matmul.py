@@ -100,6 +100,22 @@ def test_batched(interpreter, layout):
     interpreter.run(check_batched, layout)
 
 
+def check_results_in_any_order():
+    """Results whose leading dims are not one block, written and added to in place."""
+    a, b = operands("NN", 18, 20, 24, torch.float32, lead=(2, 3))
+    for second in (b, b[0, 0].contiguous()):
+        reference = matmul_reference(a, second.expand(2, 3, 24, 20))
+        out = torch.full((3, 2, 18, 20), 1.0).transpose(0, 1)
+        matmul(a, second, out=out, config=POINTERS)
+        assert error(out, reference) < 1e-6
+        matmul(a, second, out=out, accumulate=True, config=POINTERS)
+        assert error(out, 2 * reference) < 1e-6
+
+
+def test_results_in_any_order(interpreter):
+    interpreter.run(check_results_in_any_order)
+
+
 def check_epilogues(layout):
     functional = torch.nn.functional
     oracles = {
@@ -130,6 +146,11 @@ def check_gelu_far_out():
     for activation in ("gelu", "gelu_tanh", "silu"):
         got = matmul(a, torch.ones(1, 1), activation=activation, config=POINTERS)
         assert got.isfinite().all() and got[3] == 60.0 and abs(got[0]) < 1e-6, (activation, got)
+    x = torch.linspace(-6, 6, 1001).view(-1, 1)
+    expected = torch.nn.functional.gelu(x.double(), approximate="tanh")
+    got = matmul(x, torch.ones(1, 1), activation="gelu_tanh", config=POINTERS)
+    # each value by itself: exp's argument is at most 20, each rounding of it 6e-8
+    assert ((got.double() - expected).abs() <= 5e-6 * expected.abs()).all()
 
 
 def test_activations_do_not_overflow(interpreter):
@@ -176,6 +197,44 @@ def check_gradients(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_equal_torch(interpreter, layout):
     interpreter.run(check_gradients, layout)
+
+
+def check_gradients_of_batches():
+    """Leading dims as rows of one weight, and as matrices of their own; what would be lost is refused."""
+    for weights in ((), (2, 3)):
+        x, w, bias = torch.randn(2, 3, 8, 6), torch.randn(*weights, 5, 6), torch.randn(5)
+        grad, found = torch.randn(2, 3, 8, 5), []
+        for run in (lambda a, b, c: matmul(a, b, "NT", bias=c, config=POINTERS), lambda a, b, c: a @ b.mT + c):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, w, bias)]
+            run(*leaves).backward(grad)
+            found.append([leaf.grad for leaf in leaves])
+        for got, expected in zip(*found, strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)  # sums of at most 48 terms
+    gate = torch.ones(8, 5, requires_grad=True)
+    with pytest.raises(ValueError, match="without activation"):
+        matmul(torch.ones(8, 6), torch.ones(6, 5), activation="silu_gate", gate=gate, config=POINTERS)
+
+
+def test_gradients_of_batches(interpreter):
+    interpreter.run(check_gradients_of_batches)
+
+
+def test_what_is_written_into_out_records_no_gradient():
+    """A master gradient that held the graphs of all micro-batches would keep their activations."""
+    a, b = torch.randn(4, 3, requires_grad=True), torch.randn(4, 5)
+    for more in ({"accumulate": True}, {"bias": torch.ones(5), "activation": "gelu"}, {}):
+        for dtype in (torch.float32, torch.bfloat16):
+            out = torch.zeros(3, 5)
+            matmul(a.to(dtype), b.to(dtype), "TN", out, **more)
+            assert not out.requires_grad and out.any()
+
+
+def test_autocast_is_torchs():
+    a, b = torch.randn(4, 8), torch.randn(8, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        for bias in (None, torch.ones(5)):
+            got = matmul(a, b, bias=bias)
+            assert got.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -228,6 +287,14 @@ BAD = {
     "has K=3 and b (4, 5) has K=5; NT wants A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5), "NT"),
     "leading dims (2,) of a and (3,) of b differ": lambda: matmul(torch.ones(2, 2, 2), torch.ones(3, 2, 2), "TN"),
     "b has 1; both need at least 2": lambda: matmul(torch.ones(2, 2), torch.ones(2)),
+    "leading dims (1,) of a and (3,) of b differ": lambda: matmul(torch.ones(1, 2, 2), torch.ones(3, 2, 2)),
+    "leading dims () of a and (3,) of b differ": lambda: matmul(torch.ones(2, 2), torch.ones(3, 2, 2)),
+    "out is torch.int32, which is not": lambda: matmul(
+        torch.ones(2, 2), torch.ones(2, 2), out=torch.ones(2, 2, dtype=torch.int32)
+    ),
+    "bias is on meta and a is on cpu; move": lambda: matmul(
+        torch.ones(2, 2), torch.ones(2, 2), bias=torch.ones(2, device="meta")
+    ),
     "activation='relu'; use one of": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), activation="relu"),
     "bias has shape (3,); use (2,)": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), bias=torch.ones(3)),
     "adds onto out; give out": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), accumulate=True),

@@ -110,3 +110,22 @@ def test_overlap_bench_reports_efficiency(tmp_path):
         if row["efficiency"] is not None:
             expected = 1 - (row["fused_ms"] - row["gemm_ms"]) / (row["serial_ms"] - row["gemm_ms"])
             assert row["efficiency"] == pytest.approx(expected)
+
+
+def test_a_section_that_dies_is_a_verdict_and_slower_than_serial_is_another():
+    from bench.kernels import _overlap_verdicts, section
+
+    def dies():
+        raise RuntimeError("no kernel image\nand more")
+
+    verdicts = {}
+    assert not section("numerics", dies, verdicts) and section("rounds", lambda: None, verdicts)
+    assert verdicts == {"numerics ended early: RuntimeError: no kernel image": False}
+    row = {"asked_share": 0.2, "operation": "matmul_all_reduce", "shape": "NT", "strategy": "split", "chunks": 2}
+    times = {"fused_ms": 1.03, "serial_ms": 1.0, "efficiency": 0.6}
+
+    class Rows:
+        rows = (row | times,)
+
+    found = _overlap_verdicts(Rows)
+    assert list(found.values()) == [True, False] and "in 1.030 of serial (goal 1.01)" in list(found)[1]

@@ -225,6 +225,39 @@ def test_rows_of_a_missing_chunk_are_nan(interpreter):
     interpreter.run(check_poisoned_rows)
 
 
+def check_the_bound_holds_once():
+    """A silent chunk of many tiles: each program spends its bound once, and then only looks."""
+    from axo_kernels import signal_kernels
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.layout import Product
+    from axo_kernels.segments import launch_segments
+    from axo_kernels.tiles import CPU_TARGET, Config
+
+    shared, bounds, real = Shared(0), [], signal_kernels.wait_until
+    shared.gather.advance()
+
+    def counted(flag, epoch, bound):
+        bounds.append(int(bound.handle.data[0]) if hasattr(bound, "handle") else int(bound))
+        return real(flag, epoch, bound)
+
+    signal_kernels.wait_until = counted
+    try:
+        tall, comm = torch.ones(16 * 24, DEPTH), SoloCommunicator(timeout=0.002)
+        product = Product("NT", 16 * 24, 2 * ROWS, DEPTH, torch.float32)
+        launch_segments(
+            tall, shared.data(1, 0), torch.zeros(16 * 24, 2 * ROWS), product, shared.gather.schedule, shared.gather,
+            comm, None, Config(16, 16, 16, group_m=2, warps=1, stages=1), along_n=True,
+        )  # fmt: skip
+    finally:
+        signal_kernels.wait_until = real
+    assert len(bounds) == 24 * CHUNKS and sorted(bounds)[-CPU_TARGET.units :] == [comm.spins] * CPU_TARGET.units
+    assert not any(sorted(bounds)[: -CPU_TARGET.units])
+
+
+def test_the_bound_holds_once_a_program(interpreter):
+    interpreter.run(check_the_bound_holds_once)
+
+
 def check_all_flags_set():
     """The same kernel with every flag set beforehand gives the same bits as with flags that arrive."""
     from axo_kernels.comm import SoloCommunicator

@@ -200,6 +200,8 @@ def test_a_damaged_or_foreign_file_is_a_miss(cache, damage):
         {"strategy": "hope"},
         {"chunks": 0},
         {"chunks": "four"},
+        {"chunks": 2.5},
+        {"seconds": True},
         {"config": {"block_m": 3}},
         {"config": 5},
         {"extra": 1},
@@ -210,6 +212,41 @@ def test_a_foreign_entry_is_a_miss(change):
     good = Choice("triton", "NT", Config(128, 256, 64, descriptors=True), "split", 4, 1.0, 2.0)
     assert from_json(json.loads(json.dumps(good.to_json()))) == good
     assert from_json(good.to_json() | change) is None
+
+
+def test_an_entry_that_cannot_run_here_is_a_miss(cache):
+    """A right file's damaged entry: a tile without a GPU, a tile that fits nothing."""
+    product = Product("NT", 64, 64, 64, torch.float32)
+    for damaged in (Choice("triton", "NT"), Choice("triton", "NT", Config(96, 32, 32))):
+        cache.put({f"matmul {product.name}": damaged.to_json()})
+        tuner = Tuner("cached", cache=cache)
+        assert tuner.choose(product, CPU) == Choice("vendor", "NT")
+
+
+def test_a_user_without_a_home_has_a_cache_too(monkeypatch):
+    from axo_kernels.cache import default_folder
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("AXO_TUNE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pathlib.Path.home", homeless)
+    assert default_folder().name == "tuner"
+
+
+def test_a_measured_tile_gives_way_where_a_wider_result_does_not_fit(monkeypatch):
+    from axo_kernels.tiles import TARGETS
+
+    given = []
+    monkeypatch.setattr(runners_module, "target_of", lambda device: TARGETS["sm_90"])
+    monkeypatch.setattr(runners_module, "matmul", lambda *_, config, **__: given.append(config))
+    tile = Config(128, 256, 64, stages=4, descriptors=True, parts=2)
+    a, b = torch.ones(256, 64, dtype=torch.bfloat16), torch.ones(256, 64, dtype=torch.bfloat16)
+    run = runner(Choice("triton", "NT", tile), "NT")
+    for more in ({}, {"out_dtype": torch.float32}, {"out": torch.ones(256, 256)}):
+        run(a, b, **more)
+    assert given == [tile, None, None]
 
 
 def test_the_cache_survives_a_folder_that_cannot_be_written(tmp_path):

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from axo_kernels.choice import FUSED, Choice, from_json, fused_name
+from axo_kernels.choice import FUSED, Choice, from_json, fused_name, usable
 from axo_kernels.comm import FusedCommunicator, adapt, gather_max
 from axo_kernels.layout import DTYPES, Product
 from axo_kernels.runners import fused_arguments
@@ -103,7 +103,8 @@ class FusedProducts:
         if self._tuner is None:
             name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product)
             if name not in self._sites:
-                self._sites[name] = _fused(from_json(self._entries[name]) if name in self._entries else None)
+                kept = from_json(self._entries[name]) if name in self._entries else None
+                self._sites[name] = _fused(kept if kept is not None and usable(kept, product, device) else None)
             found = self._sites[name]
         else:
             if site not in self._sites:
