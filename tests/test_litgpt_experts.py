@@ -93,3 +93,22 @@ def alone(grid):
 
 def test_experts_without_tokens_and_the_cost_of_a_gate():
     run_ranks(alone, 8, "1x2x2x2")
+
+
+def tuned(grid):
+    """Products chosen at the first step, overlaps off: ranks along z have other numbers of rows for an expert, or 0."""
+    comms = axo.connect(grid)
+    off = axo.Overlap(all_reduce=False, reduce_scatter=False, all_gather=False)
+    serial, model = serial_model("mixtral"), serial_model("mixtral")
+    axo.parallelize(model, comms, gather_logits=True, overlap=off)
+    for rows in (1, 3):
+        ids = torch.arange(rows * comms.grid.z).view(-1, 1) * 7 % 101
+        serial.zero_grad(), model.zero_grad()
+        serial(ids).logsumexp(-1).mean().backward()
+        model(my_rows(comms, ids)).logsumexp(-1).mean().backward()
+        assert_gradients_match(model, serial, 1e-5, f"{rows} tokens a rank")
+
+
+@pytest.mark.soak
+def test_experts_with_tuned_products():
+    run_ranks(tuned, 4, "1x2x2x1", env={"AXO_TUNE": "first-step"}, timeout=120)

@@ -98,22 +98,26 @@ class FusedProducts:
         ``kind`` is one of ``OPERATION``, ``site`` what all ranks call the place by; ``product`` has the largest share
         of each size but the rows.
         """
-        if product.dtype not in DTYPES or not product.flops:
+        if product.dtype not in DTYPES:
             return None
         if self._tuner is None:
+            if not product.flops:
+                return None
             name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product)
             if name not in self._sites:
                 kept = from_json(self._entries[name]) if name in self._entries else None
                 self._sites[name] = _fused(kept if kept is not None and usable(kept, product, device) else None)
             found = self._sites[name]
         else:
-            if site not in self._sites:
+            if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
                 assert self._tuner.comm is not None
                 m, n, k = (int(size) for size in gather_max(self._tuner.comm, [product.m, product.n, product.k]))
                 largest = replace(product, m=m, n=n, k=k)
+                if not largest.flops:
+                    return None
                 found = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
                 self._sites[site] = _fused(found)
-            found = self._sites[site]
+            found = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
         return found if found is None or found.chunks <= self._travelling(kind, product, axis) else None
 
     def _travelling(self, kind: str, product: Product, axis: str) -> int:

@@ -109,9 +109,14 @@ class LayerProducts:
     Args:
         comms: The communicators of the grid.
         placement: Where the layer's weight lies.
+
+    Attributes:
+        rows_agree: Whether ranks along z call the layer with alike numbers of rows; if not (experts), none of its
+            products runs with a collective over z.
     """
 
     def __init__(self, comms: Any, placement: Placement) -> None:
+        self.rows_agree = True
         self.products = products_of(comms)
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
@@ -156,7 +161,9 @@ class LayerProducts:
 
     def gathering(self, rows: torch.Tensor, in_axis: str | None) -> Choice | None:
         """How to multiply (m, k) with a weight that is gathered over z meanwhile; None: gather, then multiply."""
-        if not self._even or (in_axis is not None and self._fused_choice("forward", rows, in_axis) is not None):
+        if not self._even or not self.rows_agree:
+            return None
+        if in_axis is not None and self._fused_choice("forward", rows, in_axis) is not None:
             return None
         return self._fused_choice("gathered", rows, "z")
 
@@ -169,7 +176,7 @@ class LayerProducts:
 
     def scattering(self, grad: torch.Tensor) -> Choice | None:
         """How to compute the gradient of the weight while it is scattered over z; None: one after the other."""
-        return self._fused_choice("grad_weight", grad, "z") if self._even else None
+        return self._fused_choice("grad_weight", grad, "z") if self._even and self.rows_agree else None
 
     def scatter_grad_weight(
         self, choice: Choice, grad: torch.Tensor, rows: torch.Tensor, op: str, out: torch.Tensor

@@ -105,5 +105,8 @@ def replace_moe(mlp: Any, name: str, replacer: Any, linear: Any, dense: Any) -> 
         mlp.gate.register_forward_hook(SumGradient(replacer.comms))
     for index, expert in enumerate(mlp.experts):
         dense(expert, f"{name}.experts.{index}", replacer)
+        for layer in expert.modules():
+            if isinstance(layer, Linear):
+                layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
     if hasattr(mlp, "shared_experts"):
         dense(mlp.shared_experts, f"{name}.shared_experts", replacer)
