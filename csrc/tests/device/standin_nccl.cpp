@@ -88,6 +88,7 @@ struct Comm {
 struct Library {
   std::map<std::string, std::shared_ptr<Clique>> cliques;
   std::set<Comm*> live;
+  std::vector<Comm*> disposed;  // their memory stays: a kernel in flight may still name it
   int ids = 0;
   std::atomic<int> inside[standin::kDevices]{};
 };
