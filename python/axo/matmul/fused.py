@@ -100,25 +100,34 @@ class FusedProducts:
         """
         if product.dtype not in DTYPES:
             return None
-        if self._tuner is None:
+        if self._tuner is None and axis != "z":  # the ranks of a line along x or y have the same rows
             if not product.flops:
                 return None
             name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product)
             if name not in self._sites:
-                kept = from_json(self._entries[name]) if name in self._entries else None
-                self._sites[name] = _fused(kept if kept is not None and usable(kept, product, device) else None)
+                self._sites[name] = self._kept(name, product, device)
             found = self._sites[name]
         else:
             if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
-                assert self._tuner.comm is not None
-                m, n, k = (int(size) for size in gather_max(self._tuner.comm, [product.m, product.n, product.k]))
+                judge = self.on(axis) if self._tuner is None else self._tuner.comm
+                assert judge is not None
+                m, n, k = (int(size) for size in gather_max(judge, [product.m, product.n, product.k]))
                 largest = replace(product, m=m, n=n, k=k)
                 if not largest.flops:
                     return None
-                found = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
-                self._sites[site] = _fused(found)
+                if self._tuner is None:
+                    name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), largest)
+                    self._sites[site] = self._kept(name, largest, device)
+                else:
+                    chosen = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
+                    self._sites[site] = _fused(chosen)
             found = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
         return found if found is None or found.chunks <= self._travelling(kind, product, axis) else None
+
+    def _kept(self, name: str, product: Product, device: torch.device) -> Choice | None:
+        """What rank 0 had on disk, where it can run here."""
+        kept = from_json(self._entries[name]) if name in self._entries else None
+        return _fused(kept if kept is not None and usable(kept, product, device) else None)
 
     def _travelling(self, kind: str, product: Product, axis: str) -> int:
         """The rows that are cut into chunks."""
