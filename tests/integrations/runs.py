@@ -53,10 +53,10 @@ def command(given, fault="", step=-1):
     note, before_step = guard.Guard.note, guard.Guard.before_step
 
     def faulty_note(self, loss):
-        note(self, loss * torch.nan if fault == "NaN" and self._step == step and os.environ["RANK"] in "23" else loss)
+        note(self, loss * torch.nan if fault == "NaN" and self.step == step and os.environ["RANK"] in "23" else loss)
 
     def faulty_step(self, comms):
-        if fault.startswith("SIG") and comms.rank == 1 and self._step == step and not done.exists():
+        if fault.startswith("SIG") and comms.rank == 1 and self.step == step and not done.exists():
             done.touch()
             os.kill(os.getpid() if fault == "SIGKILL" else launcher, getattr(signal, fault))
             time.sleep(1)
