@@ -80,7 +80,7 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"grid": Grid(3, 1, 1, 1)}, r"intermediate_size=128 does not divide over x=3; use 126 or 129, or"),
         ({"grid": Grid(1, 3, 1, 1)}, r"n_embd=64 does not divide over y=3"),
         (
-            {"model_overrides": SMALL | {"latent_attention": LATENT}},
+            {"model_overrides": SMALL | {"n_query_groups": 8, "latent_attention": LATENT}},
             r"latent_attention \(DeepSeek's MLA\) is not supported",
         ),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
