@@ -20,11 +20,11 @@ def passed(matrix):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sample_of_the_matrix():
-    """bf16, default configurations: the forward and the weight-gradient layout of every kernel on every target."""
+    """bf16, default configurations: the forward layout of every kernel on every target (all of it: `.ci/run`)."""
     matrix = [
         case
         for case in cases(dtypes=["bf16"])
-        if case.layout != "NN" and (case.layout != "TN" or case.kernel in ("matmul", "accumulate"))
+        if case.layout not in ("NN", "TN") or (case.layout == "TN" and case.kernel == "accumulate")
     ]
     outcomes = passed(matrix)
     assert {case.target for case in matrix} == set(TARGETS)
