@@ -98,9 +98,9 @@ struct Settings {
   int init_polls = 0;    // "in progress" answers after everybody has come
   int launch_polls = 0;  // the same for a launch; the work is on the stream only after them
   bool register_nothing = false;
-  std::string last_error;           // ncclGetLastError
-  std::atomic<int> async_error{0};  // of every communicator
-  std::string pci;                  // non-empty: every device's bus id
+  std::string last_error;  // ncclGetLastError
+  int async_error = 0;     // of every communicator; a watchdog reads it: __atomic_store_n
+  std::string pci;         // non-empty: every device's bus id
 };
 Settings& settings();
 

@@ -89,7 +89,7 @@ TEST(an_asynchronous_error_frees_the_waiter) {
     if (me.rank == 0) {  // rank 1 never comes
       work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
       work->on_completion([&] { ++called; });
-      standin::settings().async_error = axo::kNcclRemoteError;
+      __atomic_store_n(&standin::settings().async_error, int{axo::kNcclRemoteError}, __ATOMIC_SEQ_CST);
       CHECK_THROWS(axo::PeerLost, "asynchronous error: remote process exited", work->synchronize(axo::kNoTimeout));
       CHECK_EQ(called.load(), 1);
       CHECK_THROWS(axo::PeerLost, "remote", work->wait());
