@@ -161,7 +161,7 @@ void arrive(const ArrivalPtr& arrival, std::size_t number) {
     while (!from.empty() && !to.empty()) {
       const Call &s = from.front()->call, &r = to.front()->call;
       if (s.count != r.count || s.type != r.type) return;  // never finishes
-      std::memcpy(r.out, s.in, s.count * standin::bytes_of(s.type));
+      if (s.count) std::memcpy(r.out, s.in, s.count * standin::bytes_of(s.type));
       from.front()->done = to.front()->done = true;
       from.erase(from.begin());
       to.erase(to.begin());
