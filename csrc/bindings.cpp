@@ -25,6 +25,14 @@ void bind_device(py::module_& m);  // bindings_device.cpp
 
 namespace {
 
+// A text may hold what a peer has told: bytes that are no UTF-8 must not hide the error.
+py::object text_of(const std::exception& error) {
+  const std::string text = error.what();
+  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
 void set_python_error(const char* kind, const py::tuple& args) {
   py::object type = py::module_::import("axo.errors").attr(kind);
   PyErr_SetObject(type.ptr(), type(*args).ptr());
@@ -35,15 +43,15 @@ void translate(std::exception_ptr error) {
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& e) {
-    set_python_error("PeerLost", py::make_tuple(e.what(), e.peer()));
+    set_python_error("PeerLost", py::make_tuple(text_of(e), e.peer()));
   } catch (const Timeout& e) {
-    set_python_error("Timeout", py::make_tuple(e.what()));
+    set_python_error("Timeout", py::make_tuple(text_of(e)));
   } catch (const Mismatch& e) {
-    set_python_error("Mismatch", py::make_tuple(e.what()));
+    set_python_error("Mismatch", py::make_tuple(text_of(e)));
   } catch (const Aborted& e) {
-    set_python_error("Aborted", py::make_tuple(e.what()));
+    set_python_error("Aborted", py::make_tuple(text_of(e)));
   } catch (const Error& e) {
-    set_python_error("Error", py::make_tuple(e.what()));
+    set_python_error("Error", py::make_tuple(text_of(e)));
   }
 }
 

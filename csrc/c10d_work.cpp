@@ -1,4 +1,6 @@
 // C10dStore and C10dWork: see c10d_backend.h.
+#include <pthread.h>
+
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -13,9 +15,14 @@ namespace {
 // Completes futures, in order, on one thread that lives as long as the process. Started when the first is asked for.
 class FutureThread {
  public:
+  // Never destroyed: the thread may outlive static destruction. A forked child starts its own: it has inherited none.
   static FutureThread& get() {
-    static auto* const self = new FutureThread;  // never destroyed: the thread may outlive static destruction
-    return *self;
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { current_.store(nullptr); });
+    (void)registered;
+    static std::mutex making;
+    std::lock_guard<std::mutex> lock(making);
+    if (current_.load() == nullptr) current_.store(new FutureThread);
+    return *current_.load();
   }
   // Whether the caller runs inside a future's callback.
   static bool here() { return here_; }
@@ -42,6 +49,7 @@ class FutureThread {
       job();
     }
   }
+  static inline std::atomic<FutureThread*> current_{nullptr};
   static inline thread_local bool here_ = false;
   std::mutex mutex_;
   std::condition_variable ready_;

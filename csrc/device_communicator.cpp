@@ -242,9 +242,11 @@ class Impl final : public DeviceCommunicator {
   std::shared_ptr<void> allocate(std::size_t bytes) override {
     AXO_CHECK(core_->nccl().has_windows(), ("allocate: version of " + core_->nccl().path()).c_str(),
               core_->nccl().version_text(), "2.27 or newer");
+    const auto turn = core_->context().queue().turn();
     DeviceGuard guard(core_->gpu(), device());
     void* data = nullptr;
     core_->nccl().check(core_->nccl()->MemAlloc(&data, bytes), "ncclMemAlloc");
+    // Without a turn: the last reference may be a work's, which ends inside one.
     return std::shared_ptr<void>(data, [c = core_](void* p) { api(c)->MemFree(p); });
   }
   std::shared_ptr<void> register_buffer(void* data, std::size_t bytes, bool symmetric) override {

@@ -6,7 +6,8 @@
 //   communicator stay in issue order whatever stream they are on. On AMD all communicators of a rank share one stream.
 // Work. wait() makes the caller's stream wait, wait_on(stream) another one; synchronize() holds the host. A work keeps
 // its
-//   tensors until it is waited for on the stream that it was called from, or until it is complete and dropped.
+//   tensors until it is waited for on the stream that it was called from, or until it is complete and dropped: then
+//   they are let go on the thread of the watchdog, unlike those of the host (work.h).
 // Graphs. Calls on a stream that is capturing become part of its graph, with any number of communicators in one graph.
 //   wait() for the works of the call before the capture ends (it joins the streams again), and for those from before
 //   the capture before it begins. Replays of two graphs that hold the same communicator must not overlap.

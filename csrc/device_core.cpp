@@ -2,6 +2,8 @@
 
 #include <thread>
 
+#include "deadline.h"
+
 namespace axo {
 
 std::string DeviceCore::describe(const DeviceWork& work) const {
@@ -130,7 +132,7 @@ void DeviceCore::shutdown() {
   for (const auto& work : works) {
     try {
       const auto left = std::chrono::duration_cast<Milliseconds>(work->deadline() - Clock::now());
-      work->synchronize(work->deadline() == Clock::time_point::max() ? kNoTimeout : std::max(left, Milliseconds(0)));
+      work->synchronize(std::max(left, Milliseconds(0)));
     } catch (...) {  // the work keeps its error for whoever waits for it
       fail(std::current_exception());
     }
@@ -140,7 +142,7 @@ void DeviceCore::shutdown() {
   if (!failed()) {
     try {
       drop_registrations();
-      settle(nccl()->CommFinalize(comm_), "ncclCommFinalize", Clock::now() + options_.timeout);
+      settle(nccl()->CommFinalize(comm_), "ncclCommFinalize", deadline_after(options_.timeout));
       nccl().check(nccl()->CommDestroy(comm_), "ncclCommDestroy");
       comm_ = nullptr;
     } catch (...) {

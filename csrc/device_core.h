@@ -73,6 +73,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::exception_ptr error_from(int result, const char* function) const;
   void drop_finished();
   void check_library();
+  std::string oldest_pending() const;
   void check_deadline();
   void hear_abort();
   void clean_up_failure();

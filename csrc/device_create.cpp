@@ -5,6 +5,7 @@
 #include <fstream>
 #include <map>
 
+#include "deadline.h"
 #include "device_core.h"
 #include "engine.h"
 
@@ -79,28 +80,50 @@ NcclUniqueId new_id(DeviceContext& context) {
   return id;
 }
 
+// The introductions of all ranks.
+std::vector<std::string> await_introductions(Store& store, const std::string& key, int size, Milliseconds timeout) {
+  std::vector<std::string> introductions;
+  try {
+    for (int r = 0; r < size; ++r) introductions.push_back(store.get(key + "/hello/" + std::to_string(r), timeout));
+    return introductions;
+  } catch (const Timeout&) {
+    std::string missing;
+    int count = 0;
+    for (int r = 0; r < size; ++r) {
+      if (store.has(key + "/hello/" + std::to_string(r))) continue;
+      missing += (count++ ? ", " : "") + std::to_string(r);
+    }
+    throw Timeout((count > 1 ? "ranks " + missing + " have" : "rank " + missing + " has") + " not come within " +
+                  std::to_string(timeout.count()) + " ms");
+  }
+}
+
 // Every rank learns the unique id, or the same error.
-NcclUniqueId rendezvous(Store& store, const std::string& key, int rank, int size, DeviceContext& context,
-                        Milliseconds timeout) {
+NcclUniqueId rendezvous(Store& store, const std::string& key, const std::string& name, int rank, int size,
+                        DeviceContext& context, Milliseconds timeout) {
   store.set(key + "/hello/" + std::to_string(rank), introduction(context));
   if (rank == 0) {
     std::string answer;
     try {
-      std::vector<std::string> introductions;
-      for (int r = 0; r < size; ++r) introductions.push_back(store.get(key + "/hello/" + std::to_string(r), timeout));
+      const auto introductions = await_introductions(store, key, size, timeout);
       const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
       const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
       const std::string wrong = verdict(introductions, shared);
       if (!wrong.empty()) throw Error(wrong);
       answer = "ok " + to_hex(new_id(context));
+    } catch (const Timeout& e) {
+      answer = std::string("late ") + e.what();
     } catch (const std::exception& e) {
       answer = std::string("no ") + e.what();
     }
     store.set(key + "/id", answer);
   }
   // Rank 0 may take the whole timeout to find out who is missing: its answer is worth waiting for.
-  const std::string answer = store.get(key + "/id", timeout < Milliseconds::zero() ? timeout : 2 * timeout);
+  const std::string answer = store.get(key + "/id", 2 * timeout);
   if (answer.rfind("ok ", 0) == 0) return from_hex(answer.substr(3));
+  if (answer.rfind("late ", 0) == 0) {
+    throw Timeout("rendezvous of GPU ranks for '" + name + "': " + answer.substr(5));
+  }
   throw Error("rendezvous of GPU ranks: " +
               (answer.rfind("no ", 0) == 0 ? answer.substr(3) : "bad answer from rank 0"));
 }
@@ -141,8 +164,7 @@ std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> co
   NcclComm comm = nullptr;
   const int result = core->nccl()->CommInitRankConfig(&comm, size, id, rank, &config);
   core->comm_ = comm;
-  const auto deadline =
-      options.timeout < Milliseconds::zero() ? Clock::time_point::max() : Clock::now() + options.timeout;
+  const auto deadline = deadline_after(options.timeout);
   core->settle(result, "ncclCommInitRankConfig", deadline);
   core->start();
   return core;
@@ -176,8 +198,7 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   try {
     NcclConfig config = child->config();
     NcclComm comm = nullptr;
-    const auto deadline =
-        options.timeout < Milliseconds::zero() ? Clock::time_point::max() : Clock::now() + options.timeout;
+    const auto deadline = deadline_after(options.timeout);
     const int result = nccl()->CommSplit(comm_, color < 0 ? kNcclNoColor : color, key, &comm, &config);
     settle(result, "ncclCommSplit", deadline);  // the child's handle is not there before the parent is done
     if (color < 0) return nullptr;
@@ -201,8 +222,7 @@ std::shared_ptr<void> DeviceCore::register_buffer(void* data, std::size_t bytes,
   const auto turn = context_->queue().turn();
   DeviceGuard guard(gpu(), context_->device());
   void* handle = nullptr;
-  const auto deadline =
-      options_.timeout < Milliseconds::zero() ? Clock::time_point::max() : Clock::now() + options_.timeout;
+  const auto deadline = deadline_after(options_.timeout);
   if (symmetric) {
     settle(nccl()->CommWindowRegister(comm_, data, bytes, &handle, kNcclWindowSymmetric), "ncclCommWindowRegister",
            deadline);
@@ -247,7 +267,9 @@ std::shared_ptr<DeviceCore> create_device_core(const std::shared_ptr<Store>& sto
             "at most max_ctas = " + std::to_string(options.max_ctas));
   const auto context = options.context ? options.context : DeviceContext::of(options.device);
   DeviceGuard guard(context->gpu(), context->device());
-  const NcclUniqueId id = size == 1 ? new_id(*context) : rendezvous(*store, key, rank, size, *context, options.timeout);
+  const NcclUniqueId id = size == 1
+                              ? new_id(*context)
+                              : rendezvous(*store, key, options.name, rank, size, *context, limited(options.timeout));
   return DeviceCore::create(context, store, key, id, rank, size, options);
 }
 

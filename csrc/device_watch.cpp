@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <thread>
 
+#include "deadline.h"
 #include "device_core.h"
 
 namespace axo {
@@ -30,7 +31,20 @@ void DeviceCore::check_library() {
   int result = kNcclSuccess;
   const int query = nccl()->CommGetAsyncError(comm_, &result);
   if (query != kNcclSuccess) result = query;
-  if (result != kNcclSuccess && result != kNcclInProgress) fail(error_from(result, "asynchronous error"));
+  if (result != kNcclSuccess && result != kNcclInProgress) {
+    fail(error_from(result, ("asynchronous error" + oldest_pending()).c_str()));
+  }
+}
+
+// What an error of the library, which names no operation, has caught first; "" when nothing is pending.
+std::string DeviceCore::oldest_pending() const {
+  DeviceWorkPtr first;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (pending_.empty()) return "";
+    first = pending_.front();
+  }
+  return " in " + describe(*first) + ", after " + seconds_since(first->issue_time());
 }
 
 void DeviceCore::check_deadline() {

@@ -1,7 +1,9 @@
 #include "device_work.h"
 
+#include <cstdio>
 #include <thread>
 
+#include "deadline.h"
 #include "device_core.h"
 
 namespace axo {
@@ -32,7 +34,7 @@ int DeviceWork::source() const { return operation.kind == std::string("recv") ? 
 void DeviceWork::start_turn(std::uint64_t sequence) {
   sequence_ = sequence;
   issue_time_ = Clock::now();
-  if (timeout_ >= Milliseconds::zero()) deadline_ = issue_time_ + timeout_;
+  deadline_ = deadline_after(timeout_, issue_time_);
   host::FlightEntry entry;
   entry.op = operation.kind;
   entry.sequence = sequence;
@@ -71,7 +73,14 @@ void DeviceWork::finish(std::exception_ptr error) const noexcept {
     if (!error_ && waited_) released = std::move(keep_alive_);
   }
   if (sequence_ > 0) core_->flight().ended(flight_, failed);
-  for (auto& callback : callbacks) callback();
+  for (auto& callback : callbacks) {
+    try {
+      callback();
+    } catch (const std::exception& e) {
+      // There is nobody to throw to: this may be the watchdog's thread.
+      std::fprintf(stderr, "axo: a completion callback of %s threw: %s\n", core_->describe(*this).c_str(), e.what());
+    }
+  }
 }
 
 DeviceWork::Now DeviceWork::now() const {
@@ -120,11 +129,11 @@ void DeviceWork::synchronize(Milliseconds timeout) {
   if (now().captured) {
     throw Error("synchronize: " + core_->describe(*this) + " is part of a graph and runs when the graph is replayed");
   }
-  const auto start = Clock::now();
+  const auto start = Clock::now(), end = deadline_after(timeout, start);
   const auto spin_until = start + std::chrono::microseconds(50);
   while (!is_completed()) {
     const auto time = Clock::now();
-    if (timeout >= Milliseconds::zero() && time - start >= timeout) {
+    if (timeout >= Milliseconds::zero() && time >= end) {
       throw Timeout(core_->describe(*this) + ": still pending after " + std::to_string(timeout.count()) + " ms");
     }
     if (time < spin_until) {

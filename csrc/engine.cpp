@@ -81,6 +81,18 @@ void take_short_turns() {
   ::syscall(SYS_sched_setattr, 0, &turn, 0);  // a refusal costs speed only
 }
 
+// Moves the calling thread to `cpu` and leaves it free to go. Where every core has a rank, the scheduler may wake two
+// ranks' progress threads on one core, beside one rank's computation, and the other core computes alone: a
+// collective then takes half again as long. A refusal costs speed only.
+void come_to(int cpu) {
+  if (::sched_getcpu() == cpu) return;
+  cpu_set_t all, one;
+  if (cpu < 0 || cpu >= CPU_SETSIZE || ::sched_getaffinity(0, sizeof(all), &all) != 0 || !CPU_ISSET(cpu, &all)) return;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  if (::sched_setaffinity(0, sizeof(one), &one) == 0) ::sched_setaffinity(0, sizeof(all), &all);
+}
+
 }  // namespace
 
 void check_interrupt() {
@@ -125,7 +137,7 @@ std::string Process::blocked(int* on) const {
 // Says in the process page where a thread is blocked, or, with null, that it is not any more. One wait at a time.
 void Engine::tell_blocked(Client* client) {
   int on = 0;
-  const std::string text = client ? client->blocked_in(&on) : std::string();
+  const std::string text = client ? clipped(client->blocked_in(&on), 8 * ProcessPage::kBlockedWords) : std::string();
   ProcessPage& page = *self_->page();
   page.blocked_version.fetch_add(1);
   page.blocked_on.store(on);
@@ -209,6 +221,7 @@ void Engine::run() {
                                      [this] { return pending_.load() > 0 && waiters_.load() == 0; });
     on_duty_.store(work);
     lock.unlock();
+    if (work && ranks_.load() >= cores_) come_to(caller_cpu_.load(std::memory_order_relaxed));
     flight_.poll();
     auto last_check = Clock::now();
     while (pending_.load() > 0 && waiters_.load() == 0) {
@@ -238,6 +251,7 @@ void Engine::has_ranks(int ranks) {
 
 void Engine::watch() {
   if (waiters_.load() > 0 || pending_.load() == 0 || on_duty_.load()) return;
+  caller_cpu_.store(::sched_getcpu(), std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(duty_mutex_);
   duty_.notify_one();
 }
@@ -278,8 +292,10 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
   if (done()) return true;
   waiters_.fetch_add(1);
   auto& page = *self_->page();
-  const int spins = crowded() ? 0 : kSpins;
+  const bool shares_core = crowded();
+  const int spins = shares_core ? 0 : kSpins;
   int idle = 0;
+  bool yielded = false;
   Clock::time_point last_check{}, last_ask{};
   bool finished = false, told = false;
   const auto end = [&] {
@@ -296,6 +312,7 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
     if ((finished = done())) break;
     if (moved) {
       idle = 0;
+      yielded = false;
       continue;
     }
     if (idle < spins) {
@@ -303,6 +320,13 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
       pause_cpu();
       continue;
     }
+    // The peer that is waited for may be next on this core. To sleep and be rung awake costs both of them more.
+    if (shares_core && !yielded) {
+      yielded = true;
+      ::sched_yield();
+      continue;
+    }
+    yielded = false;
     auto now = Clock::now();
     if (now >= deadline) break;
     bool signalled = false;
@@ -345,7 +369,7 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
 }
 
 void Engine::bury(std::shared_ptr<void> object) {
-  if (!object) return;
+  if (!object || forked()) return;  // a forked child has no thread but its own
   std::lock_guard<std::mutex> lock(graveyard_mutex_);
   graveyard_.push_back(std::move(object));
   graves_.store(true);

@@ -134,6 +134,7 @@ class Engine {
   std::shared_ptr<Process> self_;
   Heap heap_;
   int cores_ = 1;
+  std::atomic<int> caller_cpu_{-1};  // where a thread last gave the progress thread something to do
   std::atomic<int> ranks_{1};
 
   std::mutex clients_mutex_;

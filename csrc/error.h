@@ -4,6 +4,7 @@
 //   -> "broadcast: root: got 7, expected a rank below 4"
 #pragma once
 
+#include <cstddef>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -43,6 +44,13 @@ class Aborted : public Error {
  public:
   using Error::Error;
 };
+
+// The first `bytes` bytes of a text in UTF-8, or fewer: never a part of a character.
+inline std::string clipped(const std::string& text, std::size_t bytes) {
+  if (text.size() <= bytes) return text;
+  while (bytes > 0 && (static_cast<unsigned char>(text[bytes]) & 0xC0) == 0x80) --bytes;
+  return text.substr(0, bytes);
+}
 
 namespace detail {
 template <class Got>

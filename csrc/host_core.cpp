@@ -234,9 +234,8 @@ void HostCore::fail(const Failure& failure) {
   AbortRecord& record = state(m_.rank).abort;
   record.kind = failure.kind;
   record.peer = failure.peer;
-  const std::size_t length = std::min(failure.text.size(), kAbortText - 1);
-  std::memcpy(record.text, failure.text.data(), length);
-  record.text[length] = '\0';
+  const std::string text = clipped(failure.text, kAbortText - 1);
+  std::memcpy(record.text, text.c_str(), text.size() + 1);
   auto& tickets = layout_.header(base_)->aborts;
   record.ticket = tickets.load(std::memory_order_relaxed);
   record.state.store(1, std::memory_order_release);

@@ -81,7 +81,6 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   bool adopt_abort();
   void report_crossing();
   void end_all();
-  void set_waits_for();
   void record_issue(HostWork& work);
   std::exception_ptr error_for(const HostWork& work) const;
   std::string timeout_text(const HostWork& work) const;

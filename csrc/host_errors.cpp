@@ -2,19 +2,10 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "deadline.h"
 #include "host_core.h"
 
 namespace axo::host {
-namespace {
-
-std::string seconds_since(Clock::time_point start) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3f s", std::chrono::duration<double>(Clock::now() - start).count());
-  return text;
-}
-
-}  // namespace
-
 // "all_reduce #12"
 std::string HostCore::title(const HostWork& work) {
   const Request& r = work.request;

@@ -78,17 +78,14 @@ struct RankState {
   std::atomic<std::uint64_t> posted;
   std::atomic<std::uint64_t> reduced;
   std::atomic<std::uint64_t> done;
-  // Whom the rank's sleeping threads wait for: a rank, or kAnyone. A peer that is not meant need not ring.
-  alignas(64) std::atomic<std::int32_t> waits_for;
-  std::atomic<std::uint32_t> left;
+  alignas(64) std::atomic<std::uint32_t> left;  // 1 when the rank has taken leave
   OpHeader headers[kHeaders];
   AbortRecord abort;
 };
-inline constexpr std::int32_t kAnyone = -1;
 
 struct SegmentHeader {
   static constexpr std::uint64_t kMagic = 0x31676573'6f7861ull;
-  static constexpr std::uint32_t kVersion = 1;
+  static constexpr std::uint32_t kVersion = 2;
   std::uint64_t magic;
   std::uint32_t version;
   std::int32_t ranks;

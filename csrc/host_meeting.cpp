@@ -1,14 +1,15 @@
 // Identities, callers and the errors of a meeting; see host_meeting.h.
 #include "host_meeting.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstdio>
-#include <fstream>
+#include <cerrno>
 #include <sstream>
+
+#include "deadline.h"
 
 namespace axo::host {
 namespace {
@@ -17,14 +18,17 @@ namespace {
 bool exiting(int pid, int tid) {
   constexpr unsigned long kExiting = 4;  // PF_EXITING
   const std::string folder = "/proc/" + std::to_string(pid);
-  std::ifstream file(folder + "/task/" + std::to_string(tid) + "/stat");
-  std::string line;
-  std::getline(file, line);
-  const auto name_end = line.rfind(')');
-  if (name_end == std::string::npos) {
-    // Gone, unless this /proc shows nothing at all.
+  const Fd file(::open((folder + "/task/" + std::to_string(tid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
+  char text[1024];
+  const ssize_t got = file ? ::read(file.get(), text, sizeof(text)) : -1;
+  if (got <= 0) {
+    // Gone, unless this process may open no more files, or this /proc shows nothing at all.
+    if (got < 0 && errno != ENOENT && errno != ESRCH) return false;
     return ::access(folder.c_str(), F_OK) == 0 || ::access("/proc/self/stat", F_OK) == 0;
   }
+  const std::string line(text, static_cast<std::size_t>(got));
+  const auto name_end = line.rfind(')');
+  if (name_end == std::string::npos) return false;
   std::istringstream rest(line.substr(name_end + 1));
   char state = 0;
   long skipped = 0;
@@ -38,18 +42,11 @@ bool exiting(int pid, int tid) {
 }  // namespace
 
 void Meeting::raise(const Refusal& r) const {
-  char waited[48];
-  std::snprintf(waited, sizeof(waited), "; waited %.3f s", std::chrono::duration<double>(Clock::now() - start).count());
-  const std::string text =
-      what + " (rank " + std::to_string(rank) + " of " + std::to_string(size) + "): " + r.text + waited;
+  const std::string text = what + " (rank " + std::to_string(rank) + " of " + std::to_string(size) + "): " + r.text +
+                           "; waited " + seconds_since(start);
   if (r.kind == FailureKind::peer_lost) throw PeerLost(text, r.peer);
   if (r.kind == FailureKind::timeout) throw Timeout(text);
   throw Error(r.text);
-}
-
-Clock::time_point deadline_after(Milliseconds timeout) {
-  constexpr auto kForever = std::chrono::hours(24 * 365);
-  return Clock::now() + (timeout < Milliseconds::zero() ? kForever : std::min<Milliseconds>(timeout, kForever));
 }
 
 Caller::Caller(int pid, int tid, const std::string& space) {

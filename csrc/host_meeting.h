@@ -4,6 +4,7 @@
 #include <string>
 
 #include "communicator.h"
+#include "deadline.h"
 #include "engine.h"
 #include "host_identity.h"
 #include "host_layout.h"
@@ -27,7 +28,6 @@ struct Meeting {
   bool late() const { return Clock::now() >= deadline; }
   [[noreturn]] void raise(const Refusal& refusal) const;
 };
-Clock::time_point deadline_after(Milliseconds timeout);
 
 // The thread of another rank that has come to meet, and does nothing else until it has met.
 class Caller {

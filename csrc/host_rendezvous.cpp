@@ -40,9 +40,9 @@ struct Reply {
 [[noreturn]] void fail(const std::string& what) { throw Error("rendezvous: " + what + ": " + std::strerror(errno)); }
 
 void set_text(char* to, std::size_t size, const std::string& text) {
-  const std::size_t n = std::min(size - 1, text.size());
-  std::memcpy(to, text.data(), n);
-  std::memset(to + n, 0, size - n);
+  const std::string part = clipped(text, size - 1);
+  std::memcpy(to, part.data(), part.size());
+  std::memset(to + part.size(), 0, size - part.size());
 }
 
 bool send_message(int socket, const void* data, std::size_t bytes, const std::vector<int>& fds) {
@@ -72,9 +72,9 @@ bool send_message(int socket, const void* data, std::size_t bytes, const std::ve
   return false;
 }
 
-enum class Read { nothing, message, closed };
+enum class Read { nothing, message, cut, closed };
 
-// One message of exactly `bytes`; anything else counts as a closed socket.
+// One message of exactly `bytes`; anything else counts as a closed socket. `cut`: not all of its descriptors have come.
 Read read_message(int socket, void* data, std::size_t bytes, std::vector<Fd>* fds) {
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kFdsPerMessage)] = {};
   iovec part{data, bytes};
@@ -94,7 +94,8 @@ Read read_message(int socket, void* data, std::size_t bytes, std::vector<Fd>* fd
       fds->emplace_back(fd);
     }
   }
-  if (got != static_cast<ssize_t>(bytes) || (message.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0) return Read::closed;
+  if (got != static_cast<ssize_t>(bytes) || (message.msg_flags & MSG_TRUNC) != 0) return Read::closed;
+  if ((message.msg_flags & MSG_CTRUNC) != 0) return Read::cut;
   return Read::message;
 }
 
@@ -314,6 +315,10 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
     Reply reply{};
     const Read read = read_message(socket.get(), &reply, sizeof(reply), &fds);
     if (read == Read::closed) throw lost;
+    if (read == Read::cut) {
+      refuse(meeting.what + ": this process may not open the " + std::to_string(expected) +
+             " files that its peers share (ulimit -n)");
+    }
     if (read == Read::message) {
       reply.text[sizeof(reply.text) - 1] = '\0';
       if (reply.magic != kHelloMagic) refuse(meeting.what + ": rank 0 runs another version of Axo");

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "deadline.h"
 #include "host_core.h"
 
 namespace axo {
@@ -34,8 +35,7 @@ HostWork::~HostWork() {
 void HostWork::issued(std::uint64_t number) {
   sequence = number;
   issue_time_ = Clock::now();
-  const bool forever = timeout_ < Milliseconds::zero() || timeout_ > std::chrono::hours(24 * 365);
-  deadline_ = forever ? Clock::time_point::max() : issue_time_ + timeout_;
+  deadline_ = deadline_after(timeout_, issue_time_);
   issued_.store(true, std::memory_order_release);
 }
 
@@ -88,7 +88,7 @@ void HostWork::wait() {
 
 void HostWork::synchronize(Milliseconds timeout) {
   if (timeout < Milliseconds::zero()) return wait();
-  wait_until(Clock::now() + timeout);
+  wait_until(deadline_after(timeout));
   if (!is_completed()) {
     throw Timeout(core_->describe(*this) + ": still pending after " + std::to_string(timeout.count()) + " ms");
   }

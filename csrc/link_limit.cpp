@@ -1,6 +1,8 @@
 // Reserving time on a host's link; see link_limit.h.
 #include "link_limit.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
@@ -33,8 +35,12 @@ double parse(const std::string& text, const Unit (&units)[n]) {
 std::shared_ptr<host::Process> first_keeper(const std::shared_ptr<host::Process>& keeper) {
   static std::mutex mutex;
   static auto* const first = new std::shared_ptr<host::Process>;  // never destroyed: threads may outlive statics
+  static int pid = 0;
   std::lock_guard<std::mutex> lock(mutex);
-  if (!*first) *first = keeper;
+  if (pid != ::getpid()) {  // a forked child has not inherited its parent's page
+    *first = keeper;
+    pid = ::getpid();
+  }
   return *first;
 }
 
@@ -53,19 +59,25 @@ double parse_seconds(const std::string& text) {
   return seconds;
 }
 
+LinkSettings LinkSettings::from_environment() {
+  LinkSettings settings;
+  const char* rate = std::getenv("AXO_LINK_LIMIT");
+  const char* latency = std::getenv("AXO_LINK_LATENCY");
+  if (rate != nullptr && *rate != '\0') settings.rate = parse_rate(rate);
+  if (latency != nullptr && *latency != '\0') {
+    const std::chrono::duration<double> seconds(parse_seconds(latency));
+    settings.latency = std::chrono::duration_cast<host::Clock::duration>(seconds);
+  }
+  return settings;
+}
+
 std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_ptr<host::Process>& keeper) {
   constexpr double kTurn = 4e-3;  // seconds of the link that one chunk takes
   auto limit = std::make_shared<LinkLimit>();
-  const char* rate = std::getenv("AXO_LINK_LIMIT");
-  const char* latency = std::getenv("AXO_LINK_LATENCY");
-  if (rate != nullptr && *rate != '\0') limit->rate_ = parse_rate(rate);
-  if (latency != nullptr && *latency != '\0') {
-    limit->latency_ =
-        std::chrono::duration_cast<host::Clock::duration>(std::chrono::duration<double>(parse_seconds(latency)));
-  }
+  limit->settings_ = LinkSettings::from_environment();
   limit->chunk_ = kMostPayload;
-  if (limit->rate_ > 0) {
-    const double turn = std::clamp(limit->rate_ * kTurn, 4096.0, static_cast<double>(limit->chunk_));
+  if (limit->limited()) {
+    const double turn = std::clamp(limit->settings_.rate * kTurn, 4096.0, static_cast<double>(limit->chunk_));
     limit->chunk_ = static_cast<std::size_t>(turn) / 64 * 64;
   }
   limit->keeper_ = first_keeper(keeper);
@@ -75,9 +87,9 @@ std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_p
 host::Clock::time_point LinkLimit::reserve(std::size_t bytes) const {
   using std::chrono::nanoseconds;
   const auto now = host::Clock::now();
-  if (rate_ <= 0) return now;
+  if (settings_.rate <= 0) return now;
   const auto at = std::chrono::duration_cast<nanoseconds>(now.time_since_epoch()).count();
-  const auto takes = static_cast<std::uint64_t>(static_cast<double>(bytes) * 1e9 / rate_);
+  const auto takes = static_cast<std::uint64_t>(static_cast<double>(bytes) * 1e9 / settings_.rate);
   std::atomic<std::uint64_t>& free = keeper_->page()->link_free;
   std::uint64_t seen = free.load(std::memory_order_relaxed), end = 0;
   do {

@@ -1,17 +1,11 @@
 // What the readers of the mesh tell a communicator, and what it says when an operation fails; see span_core.h.
-#include <cstdio>
 #include <cstring>
 
+#include "deadline.h"
 #include "span_core.h"
 
 namespace axo::span {
 namespace {
-
-std::string seconds_since(Clock::time_point start) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3f s", std::chrono::duration<double>(Clock::now() - start).count());
-  return text;
-}
 
 std::string text_of(const Signature& s) {
   const auto kind = static_cast<Kind>(s.kind);

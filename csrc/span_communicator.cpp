@@ -98,6 +98,7 @@ class SpanCommunicator final : public host::RequestCommunicator {
       throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
                   std::to_string(core_->parts().place.hosts.size()) + "; name the peer");
     }
+    core_->engine().drain_graveyard();
     const Milliseconds timeout = options.timeout == kNoTimeout ? core_->parts().timeout : options.timeout;
     auto work = std::make_shared<SpanWork>(core_, std::move(r), options, timeout);
     if (host::inside_group()) {

@@ -164,7 +164,7 @@ void SpanCore::fail(const Failure& failure, bool tell) {
     head.frame = FrameKind::abort;
     head.failure = failure.kind;
     head.peer = failure.peer;
-    std::strncpy(head.text, failure.text.c_str(), kInline - 1);
+    std::strncpy(head.text, clipped(failure.text, kInline - 1).c_str(), kInline - 1);
     tell_all(head);
   }
   if (p_.inner) p_.inner->abort(failure.text);

@@ -52,6 +52,7 @@ class SpanCore;
 class SpanWork final : public Work {
  public:
   SpanWork(std::shared_ptr<SpanCore> core, Request r, const CallOptions& options, Milliseconds timeout);
+  ~SpanWork() override;
 
   void wait() override;
   void synchronize(Milliseconds timeout) override;
@@ -112,6 +113,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   int size() const { return static_cast<int>(p_.place.wire.size()); }
   const std::string& name() const { return p_.name; }
   const SpanParts& parts() const { return p_; }
+  host::Engine& engine() const { return engine_; }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
   void check_usable(const char* what) const;
@@ -182,7 +184,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void end_messages(Lock& lock);
   SpanWorkPtr next_send(Failure* failure);
 
-  const host::Engine& engine_;  // of the process that made this
+  host::Engine& engine_;  // of the process that made this
   const SpanParts p_;
   std::shared_ptr<host::FlightRecorder> flight_;
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 
+#include "deadline.h"
 #include "span_core.h"
 
 namespace axo::span {
@@ -9,12 +10,16 @@ namespace axo::span {
 SpanWork::SpanWork(std::shared_ptr<SpanCore> core, Request r, const CallOptions& options, Milliseconds timeout)
     : request(std::move(r)), core_(std::move(core)), timeout_(timeout), keep_alive_(options.keep_alive) {}
 
+SpanWork::~SpanWork() {
+  // The last reference may be the communicator's thread: what the operation kept alive must not die there.
+  if (keep_alive_) core_->engine().bury(std::move(keep_alive_));
+}
+
 void SpanWork::issued(std::uint64_t number) {
   std::lock_guard<std::mutex> lock(mutex_);
   sequence = number;
   issue_time_ = Clock::now();
-  const auto longest = std::chrono::hours(24 * 365);
-  deadline_ = issue_time_ + (timeout_ < Milliseconds::zero() ? longest : std::min<Milliseconds>(timeout_, longest));
+  deadline_ = deadline_after(timeout_, issue_time_);
   issued_ = true;
 }
 
@@ -67,6 +72,8 @@ void SpanWork::finish_wait() {
     keep_alive.swap(keep_alive_);
     error = error_;
   }
+  keep_alive.reset();
+  core_->engine().drain_graveyard();
   if (error) std::rethrow_exception(error);
 }
 
@@ -77,7 +84,7 @@ void SpanWork::wait() {
 
 void SpanWork::synchronize(Milliseconds timeout) {
   if (timeout < Milliseconds::zero()) return wait();
-  if (!wait_until(Clock::now() + timeout)) {
+  if (!wait_until(deadline_after(timeout))) {
     throw Timeout(core_->describe(*this) + ": still pending after " + std::to_string(timeout.count()) + " ms");
   }
   finish_wait();

@@ -14,7 +14,7 @@
 // Lifetimes. A Work, and the operation behind it, hold CallOptions::keep_alive until the operation is complete *and* it
 // has been waited for or dropped; they never rely on an allocator. Without keep_alive the memory is the caller's to
 // keep. Dropping a Work does not cancel the operation; only an error, or abort(), ends it early. What was kept alive is
-// destroyed on a thread of the program, never on the core's own.
+// destroyed on a thread of the program, never on the core's own (of a GPU: device_communicator.h).
 // Time. Timeouts are in milliseconds, seconds() in seconds. An operation's own timeout (CallOptions::timeout) runs from
 // its issue and ends the communicator; that of synchronize() ends the waiting only.
 // Threads. All functions may be called from any thread, also from several at once.

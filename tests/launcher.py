@@ -154,8 +154,12 @@ class Zygote:
             },
         }
         assert self._process.stdin is not None and self._process.stdout is not None
-        _send(self._process.stdin, (world_size, job))
-        outcomes = _receive(self._process.stdout)
+        try:
+            _send(self._process.stdin, (world_size, job))
+            outcomes = _receive(self._process.stdout)
+        except BaseException:  # pytest's time limit, Ctrl-C: the next job must not be given this one's answer
+            self.close()
+            raise
         if outcomes is None:
             raise RuntimeError(f"the zygote died (exit code {self._process.wait()}); its output is above")
         for outcome in outcomes:

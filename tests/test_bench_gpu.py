@@ -35,7 +35,10 @@ def test_walks_through_without_a_gpu(tmp_path):
     assert "overhead over torch's NCCL backend under 3 us a call: not measured" in done.stdout
     lines = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
     verdicts = [line["note"] for line in lines if "verdict" in line]
-    assert "all results right: True" in verdicts and "Triton against the vendor: not measured" in verdicts
+    assert "all results right: True" in verdicts and "tuned, of torch (goal: at least 1): not measured" in verdicts
+    assert sum(verdict.endswith("not measured") for verdict in verdicts) == 1 + 8 + 3 * 3 * 2 * 2, (
+        "the number of GPT shapes; error, Triton and tuned; shares x operations x shapes, hidden and against serial"
+    )
     checks = [line for line in lines if "check" in line]
     assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1, (
         "dtypes x layouts x (sizes, epilogues), strategies, rounds"
@@ -52,6 +55,10 @@ def test_fits_into_eight_minutes_and_survives_a_part_that_fails(monkeypatch, cap
             raise subprocess.TimeoutExpired(command, timeout)
         return subprocess.CompletedProcess(command, 3)
 
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", "o"])
+    assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
     assert gpu.main(["--out", "o"]) == 2
     said = capsys.readouterr().out

@@ -356,7 +356,7 @@ def call_in(cache: str, *arguments: str) -> int:
     "arguments, complaint",
     [
         (["--model", "gpt-7b"], "model 'gpt-7b' is not one of gpt-5b"),
-        (["--model", "gpt-5b", "--grid", "3x1x1x1"], "in_features=4096 does not divide over 3"),
+        (["--model", "gpt-5b", "--grid", "3x1x1x1"], "in_features=4096 does not divide over x=3"),
         (["--model", "gpt-5b", "--grid", "2x2"], "grid"),
         (["--model", "gpt-5b", "--device", "cuda"], "0 GPUs are visible; use --device cpu"),
         (["--model", "gpt-5b", "--device", "abacus"], "use cpu, cuda or cuda:N"),

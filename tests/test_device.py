@@ -141,6 +141,9 @@ def streams(folder):
     assert not work.is_completed() and work.duration() is None and work.exception() is None
     with pytest.raises(axo.Timeout, match="still pending"):
         work.synchronize(0.01)
+    for bad in (-1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="is no time"):
+            work.synchronize(bad)
     gate.open()
     assert work.wait() is mine
     same(mine.cpu(), torch.full((1000,), 3.0), "after wait")

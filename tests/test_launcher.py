@@ -68,3 +68,28 @@ def test_a_late_rank_is_killed_and_its_place_shown():
     outcomes = rank_outcomes(sleep_on_rank_1, 2, timeout=2)
     assert outcomes[0].ok and outcomes[1].timed_out
     assert "before sleep" in outcomes[1].output and "sleep_on_rank_1" in outcomes[1].output
+
+
+def interrupt(pid):
+    if os.environ["RANK"] == "1":
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(60)
+
+
+def answer():
+    return "mine"
+
+
+def test_an_interrupted_job_answers_nobody_else():
+    """As when pytest's time limit cuts a test off: its ranks end, and the next test is given its own answer."""
+
+    def cut_off(*_):
+        raise InterruptedError("cut off")
+
+    before = signal.signal(signal.SIGUSR1, cut_off)
+    try:
+        with pytest.raises(InterruptedError, match="cut off"):
+            run_ranks(interrupt, 2, os.getpid())
+        assert run_ranks(answer, 2) == ["mine", "mine"]
+    finally:
+        signal.signal(signal.SIGUSR1, before)

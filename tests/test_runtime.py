@@ -157,6 +157,20 @@ def aborts():
     raise AssertionError("no Aborted")
 
 
+def abort_at_length():
+    comms = axo.connect("2x1x1x1")
+    texts = []
+    for reason in ("\u00fc" * 3000, "x" + "\u00fc" * 3000):  # one of the two would be cut inside a character
+        comm = comms.world.split(0)
+        if comm.rank == 0:
+            comm.abort(reason)
+        with pytest.raises(axo.Aborted) as caught:
+            comm.barrier()
+        comms.world.barrier()
+        texts.append(str(caught.value))
+    return texts
+
+
 def open_and_close(rounds):
     def open_files():
         return len(os.listdir("/proc/self/fd"))
@@ -277,6 +291,12 @@ def test_an_operation_that_takes_too_long_says_who_is_missing():
 
 def test_abort_frees_the_waiting():
     assert all("had enough" in text for text in run_ranks(aborts, 2))
+
+
+@pytest.mark.parametrize("env", [{}, {"AXO_RANKS_PER_HOST": "1"}], ids=["one host", "two hosts"])
+def test_a_long_reason_in_any_language_arrives(env):
+    for texts in run_ranks(abort_at_length, 2, env=env):
+        assert all("\u00fc" * 200 in text and "\ufffd" not in text for text in texts)
 
 
 def test_ranks_that_part_can_meet_again_through_the_same_store():

@@ -15,11 +15,13 @@ import torch
 import axo
 from axo import data, models
 from axo.grid import Grid
+from axo.matmul.local import products_of
 from axo.trainer import TrainConfig, parity, peaks, plot, recipe, runner
 from axo.trainer.config import check, open_batches, open_corpus
 from axo.trainer.loop import Trainer
 from axo.trainer.serial import build_serial, train_serial
-from axo_kernels import goldfish_mask
+from axo_kernels import SignalTimeout, goldfish_mask
+from axo_kernels.schedule import plan
 from tests.launcher import rank_outcomes, run_ranks
 from tests.test_data import byte_tokenizer
 
@@ -348,3 +350,26 @@ def nan_on_rank(config: TrainConfig) -> str:
 def test_a_loss_that_is_not_finite_stops_every_rank(text: str) -> None:
     messages = run_ranks(nan_on_rank, 2, small(text, grid=Grid(1, 1, 1, 2)))
     assert len(set(messages)) == 1 and messages[0].startswith("train: the loss of step 0 is nan")
+
+
+def waited_in_vain(config: TrainConfig) -> str:
+    comms = axo.connect(config.grid)
+    trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
+    workspaces = products_of(comms).fused.on("z").workspaces
+    workspace = workspaces.get("all_gather_matmul", plan("all_gather", 4, 2, 0, 2), None, torch.device("cpu"))
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(math.nan)
+    # as a kernel on a GPU reports it while the host goes on
+    note = torch.tensor([1, 1, 17, 16], dtype=torch.int32)
+    trainer.optimizer.register_step_post_hook(lambda *_: workspace.status.copy_(note))
+    try:
+        trainer.step(0)
+    except (SignalTimeout, FloatingPointError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_rows_that_a_peer_never_sent_are_no_matter_of_the_learning_rate(text: str) -> None:
+    """A kernel puts NaN where a chunk never came: its report goes before the loss that comes of it."""
+    [message] = run_ranks(waited_in_vain, 1, small(text))
+    assert "waited 600 s for chunk 1 (rows of rank 1) of epoch 17; its flag stands at 16" in message

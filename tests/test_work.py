@@ -3,7 +3,9 @@
 import math
 import os
 import time
+from datetime import timedelta
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -86,6 +88,8 @@ def nonsense_is_refused():
     for bad in (-1.0, math.nan):
         with pytest.raises(ValueError, match="is no time"):
             work.synchronize(bad)
+    with pytest.raises(ValueError, match="is no time"):
+        work.synchronize(timedelta(seconds=1))
     work.synchronize(math.inf)
     for bad in (-1.0, 0.0, math.nan, math.inf):
         with pytest.raises(ValueError, match=r"connect: timeout=.* is not a number of seconds"):
@@ -100,6 +104,19 @@ def nonsense_is_refused():
     for message, call in numbers.items():
         with pytest.raises(TypeError, match=f"{message} is not a whole number of"):
             call()
+    pair = torch.ones(2)
+    for counts in ([-2, 2], [2], [1, 1, 1]):
+        with pytest.raises(ValueError, match=r"recv_counts=.* has no number of at least 0 for each of 2 ranks"):
+            comm.all_to_all(pair, send_counts=[1, 1], recv_counts=counts)
+    with pytest.raises(TypeError, match="recv_counts=None is not a whole number of"):
+        comm.all_to_all(pair, send_counts=[1, 1], recv_counts=[None, 1])
+    with pytest.raises(ValueError, match=r"op=\['sum'\] is not an operation"):
+        comm.all_reduce(pair, op=["sum"])
+    with pytest.raises(TypeError, match="scale='2' is not a number"):
+        comm.all_reduce(pair, scale="2")
+    for array, error in ((np.ones(4)[::-1], ValueError), (np.array([one, one], dtype=object), TypeError)):
+        with pytest.raises(error, match="all_reduce: torch cannot view the NumPy array, pass a plain copy"):
+            comm.all_reduce(array)
     mesh = dist.init_device_mesh("cpu", (2,))
     with pytest.raises(ValueError, match="DTensor has no memory of its own"):
         comm.all_reduce(DTensor.from_local(one, mesh, [Replicate()]))
@@ -144,7 +161,37 @@ def futures_of_a_forked_child():
     assert comm.all_reduce(torch.ones(1), async_op=True).future().wait().item() == 2.0
 
 
-CHECKS = [futures_tell, durations_are_seconds, scaled_sums, nonsense_is_refused, futures_of_a_forked_child]
+def torch_futures_of_a_forked_child():
+    """The same for those of torch.distributed, which another thread completes."""
+
+    def complete_one():
+        # A group of one rank, and a message to itself: pending when its future is asked for.
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("axo", store=dist.HashStore(), rank=0, world_size=1)
+        group, got = dist.group.WORLD, torch.zeros(3)
+        future = group.recv([got], 0, 0).get_future()
+        group.send([torch.ones(3)], 0, 0).wait()
+        end = time.monotonic() + 10
+        while time.monotonic() < end and not future.done():
+            time.sleep(0.005)
+        return future.done() and got.sum().item() == 3.0
+
+    assert complete_one()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = 0 if complete_one() else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+CHECKS = [
+    futures_tell, durations_are_seconds, scaled_sums, nonsense_is_refused, futures_of_a_forked_child,
+    torch_futures_of_a_forked_child,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -7,6 +7,7 @@
 #include <fstream>
 #include <random>
 
+#include "../link_limit.h"
 #include "ranks.h"
 
 using namespace axo;
@@ -218,6 +219,39 @@ PROCESS_TEST(exit_without_shutdown) {
   }
 }
 
+// A rank that is stopped is late, not lost: nobody may say otherwise, and once it goes on all is well.
+PROCESS_TEST(a_stopped_rank_is_not_dead) {
+  for (const bool meeting : {true, false}) {
+    ranks::TableStore store;
+    std::vector<pid_t> pids;
+    for (int r = 0; r < 3; ++r) {
+      pids.push_back(::fork());
+      if (pids.back() != 0) {
+        check::children().add(pids.back());
+        continue;
+      }
+      ranks::be_rank(r, [&](int rank) {
+        if (meeting && rank == 2) ::raise(SIGSTOP);
+        Comm c = ranks::connect(store, rank, 3);
+        std::vector<float> data(500000, 1.0f);
+        if (!meeting && rank == 2) ::raise(SIGSTOP);
+        all_reduce(c, data);
+        CHECK_EQ(data[7], 3.0f);
+        if (!meeting && rank != 2) store.set("done", "");
+        c->shutdown();
+      });
+    }
+    int status = 0;
+    CHECK_EQ(::waitpid(pids[2], &status, WUNTRACED), pids[2]);
+    CHECK(WIFSTOPPED(status));
+    std::this_thread::sleep_for(std::chrono::milliseconds(300));  // a dozen looks at the peers
+    CHECK(!store.has("done"));
+    for (int r = 0; r < 2; ++r) CHECK_EQ(::waitpid(pids[static_cast<std::size_t>(r)], &status, WNOHANG), 0);
+    ::kill(pids[2], SIGCONT);
+    ranks::all_well(ranks::reap(pids));
+  }
+}
+
 PROCESS_TEST(fork_marks_the_child) {
   ranks::TableStore store;
   ranks::all_well(ranks::processes(2, [&](int r) {
@@ -261,6 +295,25 @@ PROCESS_TEST(a_forked_child_does_not_hide_a_death) {
     CHECK(since(start) < 1.5);
   });
   CHECK_EQ(ends[0], 0);
+}
+
+PROCESS_TEST(a_forked_child_keeps_its_own_time_of_the_link) {
+  ::setenv("AXO_LINK_LIMIT", "1G", 1);
+  const auto reserve = [] {
+    const auto self = host::Engine::get().self();
+    CHECK(span::LinkLimit::from_environment(self)->reserve(1000) > host::Clock::time_point{});
+    CHECK(self->page()->link_free > 0);
+  };
+  const auto ends = ranks::processes(1, [&](int) {
+    reserve();
+    ranks::all_well(ranks::processes(1, [&](int) {
+      // The addresses of the pages that it has not inherited shall not become those of its own.
+      for (int i = 0; i < 64; ++i) ::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      reserve();
+    }));
+  });
+  ::unsetenv("AXO_LINK_LIMIT");
+  ranks::all_well(ends);
 }
 
 TEST(nothing_stays_behind) {

@@ -1,6 +1,9 @@
 // What happens when a rank leaves, stalls, aborts or asks for something else than the others.
 //
 // Oracle: the contract in communicator.h; the texts must name rank, communicator, operation and sequence number.
+#include <fcntl.h>
+#include <sys/resource.h>
+
 #include "ranks.h"
 
 using namespace axo;
@@ -150,6 +153,65 @@ TEST(abort_frees_every_waiter) {
     }
     CHECK_THROWS(Aborted, "the user has had enough", all_reduce(c, data));
   });
+}
+
+TEST(long_reasons_end_with_a_whole_character) {
+  CHECK_EQ(clipped("a\u00fcb", 3), "a\u00fc");
+  CHECK_EQ(clipped("a\u00fcb", 2), "a");
+  CHECK_EQ(clipped("a\u00fcb", 9), "a\u00fcb");
+  CHECK_EQ(clipped("\u00fc", 0), "");
+  std::string reason;
+  while (reason.size() < 4000) reason += "\u00fc";
+  ranks::with_threads(2, [&](Comm c) {
+    if (c->rank() == 0) return c->abort(reason);
+    CHECK_THROWS(Aborted, "\u00fc; waited", c->barrier(ranks::blocking()));
+  });
+}
+
+TEST(time_limits_that_no_clock_holds) {
+  ranks::with_threads(
+      2,
+      [](Comm c) {
+        float x = 1.0f;
+        auto work = c->recv(&x, 1, DType::float32, 1 - c->rank(), 1, {});
+        std::this_thread::sleep_for(std::chrono::milliseconds(c->rank() * 60));  // more than a tick
+        c->send(&x, 1, DType::float32, 1 - c->rank(), 1, {});
+        work->synchronize(Milliseconds::max());
+        CHECK(work->is_completed());
+      },
+      Milliseconds::max());
+}
+
+PROCESS_TEST(a_rank_that_may_open_no_files_says_so) {
+  ranks::TableStore store;
+  const auto ends = ranks::processes(2, [&](int r) {
+    ranks::with_threads(1, [](Comm) {});  // the engine has what it needs
+    if (r == 0) {
+      CHECK_THROWS(PeerLost, "rank 1", ranks::connect(store, r, 2));
+      return;
+    }
+    // Numbers that are free below the limit: four, whatever gaps there were. The leader's, a socket's, two more.
+    std::vector<int> taken;
+    for (int i = 0; i < 64; ++i) taken.push_back(::open("/dev/null", O_RDONLY));
+    rlimit before{};
+    CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+    const rlimit few{static_cast<rlim_t>(taken.back()) + 1, before.rlim_max};
+    for (int i = 0; i < 4; ++i) {
+      ::close(taken.back());
+      taken.pop_back();
+    }
+    std::exception_ptr error;
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &few), 0);
+    try {
+      ranks::connect(store, r, 2);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);  // a sanitizer that looks at the error opens files too
+    CHECK(error != nullptr);
+    CHECK_THROWS(Error, "this process may not open the 5 files that its peers share", std::rethrow_exception(error));
+  });
+  ranks::all_well(ends);
 }
 
 TEST(abort_frees_a_shutdown) {

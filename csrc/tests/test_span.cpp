@@ -82,14 +82,16 @@ class MemoryWire final : public Wire {
   const int rank_, size_;
 };
 
-// Runs fn on n ranks, `each` on a host.
-void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Milliseconds timeout = Milliseconds(60000),
-              std::function<void(int, char*, std::size_t)> noise = {}) {
+// Runs fn on ranks of hosts of these sizes.
+void on_hosts(const std::vector<int>& sizes, const std::function<void(Comm, Net&)>& fn,
+              Milliseconds timeout = Milliseconds(60000), std::function<void(int, char*, std::size_t)> noise = {}) {
   ranks::TableStore store;
   auto net = std::make_shared<Net>();
   net->noise = std::move(noise);
   std::vector<std::string> hosts;
-  for (int r = 0; r < n; ++r) hosts.push_back("host" + std::to_string(r / each));
+  for (std::size_t h = 0; h < sizes.size(); ++h)
+    hosts.insert(hosts.end(), static_cast<std::size_t>(sizes[h]), "host" + std::to_string(h));
+  const int n = static_cast<int>(hosts.size());
   ranks::threads(n, [&](int r) {
     HostOptions options;
     options.timeout = timeout;
@@ -97,6 +99,14 @@ void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Millis
     fn(comm, *net);
     comm->shutdown();
   });
+}
+
+// The same on n ranks, `each` on a host.
+void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn, Milliseconds timeout = Milliseconds(60000),
+              std::function<void(int, char*, std::size_t)> noise = {}) {
+  std::vector<int> sizes;
+  for (int r = 0; r < n; r += each) sizes.push_back(std::min(each, n - r));
+  on_hosts(sizes, fn, timeout, std::move(noise));
 }
 
 void check_all(const std::vector<float>& x, float value) {
@@ -135,6 +145,35 @@ void collectives(Comm c, Net&) {
 TEST(span_collectives_on_two_hosts_of_two) { on_hosts(4, 2, collectives); }
 TEST(span_collectives_on_three_hosts_of_one) { on_hosts(3, 1, collectives); }
 TEST(span_collectives_on_uneven_hosts) { on_hosts(5, 3, collectives); }
+TEST(span_collectives_on_three_uneven_hosts) {
+  for (const std::vector<int>& sizes : {std::vector<int>{1, 3, 2}, std::vector<int>{3, 1, 2}}) {
+    on_hosts(sizes, collectives);
+    ::setenv("AXO_LINK_LIMIT", "200M", 1);
+    const auto unset = std::shared_ptr<void>(nullptr, [](void*) { ::unsetenv("AXO_LINK_LIMIT"); });
+    on_hosts(sizes, collectives);
+  }
+}
+
+TEST(span_what_was_kept_alive_dies_on_a_thread_of_the_program) {
+  on_hosts(2, 1, [](Comm c, Net&) {
+    float x = 1.0f;
+    static thread_local bool of_the_program = false;
+    of_the_program = true;
+    std::atomic<int> died{0}, wrong{0};
+    CallOptions options;
+    options.keep_alive = std::shared_ptr<void>(&x, [&](void*) {
+      wrong += of_the_program ? 0 : 1;
+      ++died;
+    });
+    std::weak_ptr<Work> watch = c->all_reduce(&x, &x, 1, DType::float32, ReduceOp::sum, options);  // dropped at once
+    options.keep_alive.reset();
+    while (!watch.expired()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    c->barrier(blocking());
+    c->barrier(blocking());
+    CHECK_EQ(wrong.load(), 0);
+    while (died == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // perhaps on the other rank's thread
+  });
+}
 
 TEST(span_pending_operations_of_several_communicators) {
   on_hosts(4, 2, [](Comm c, Net&) {

@@ -58,7 +58,10 @@ def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tenso
     elif isinstance(array, np.ndarray):
         if not array.flags.writeable:
             raise ValueError(f"{what}: the NumPy array is read-only; pass a copy")
-        tensor = torch.from_numpy(array)
+        try:
+            tensor = torch.from_numpy(array)
+        except (TypeError, ValueError) as error:  # a negative stride, another byte order, a dtype that torch has not
+            raise type(error)(f"{what}: torch cannot view the NumPy array, pass a plain copy: {error}") from None
     elif hasattr(array, "__dlpack__"):
         try:
             tensor = torch.from_dlpack(array)
@@ -126,8 +129,19 @@ def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset:
 
 def check_integer(what: str, name: str, value: Any, bits: int = 32) -> None:
     """Raises TypeError when ``value`` is not a whole number (NumPy's are) of so many bits."""
-    if not isinstance(value, SupportsIndex) or not -(2 ** (bits - 1)) <= value.__index__() < 2 ** (bits - 1):
+    limit = 1 << (bits - 1)
+    if type(value) is int and -limit <= value < limit:  # at once: to look for a protocol takes as long as a broadcast
+        return
+    if not isinstance(value, SupportsIndex) or not -limit <= value.__index__() < limit:
         raise TypeError(f"{what}: {name}={value!r} is not a whole number of {bits} bits")
+
+
+def check_counts(what: str, name: str, counts: Sequence[int], size: int) -> None:
+    """Raises TypeError or ValueError unless there is a number of rows for each rank."""
+    for rows_of_rank in counts:
+        check_integer(what, name, rows_of_rank, bits=64)
+    if len(counts) != size or min(counts) < 0:
+        raise ValueError(f"{what}: {name}={list(counts)} has no number of at least 0 for each of {size} ranks")
 
 
 def rows_to_elements(
@@ -139,9 +153,8 @@ def rows_to_elements(
         if rows % size:
             raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
         counts = [rows // size] * size
-    for rows_of_rank in counts:
-        check_integer(what, name, rows_of_rank, bits=64)
-    if len(counts) != size or sum(counts) != rows or min(counts) < 0:
+    check_counts(what, name, counts, size)
+    if sum(counts) != rows:
         raise ValueError(
             f"{what}: {name}={list(counts)} does not cut {rows} rows into {size} parts; "
             f"give {size} numbers of at least 0 that add up to {rows}"

@@ -6,8 +6,8 @@
 
 Every rank of a communicator issues the same operations in the same order (csrc/communicator.h states the contract).
 Roots and peers are ranks inside the communicator. Tensors may be NumPy arrays or anything with DLPack, and of any
-strides. A communicator of one rank issues nothing. What it does not do: record gradients; the layers of axo.nn and
-axo.matmul do.
+strides that torch has (it has no negative ones). A communicator of one rank issues nothing. What it does not do: record
+gradients; the layers of axo.nn and axo.matmul do.
 
 A tensor that an operation writes counts as modified in place: autograd refuses a backward that would have read the old
 values.
@@ -24,6 +24,7 @@ from axo.buffers import (
     DTYPES,
     OPS,
     address,
+    check_counts,
     check_elements,
     check_integer,
     core_buffers,
@@ -184,6 +185,8 @@ class Communicator(Issuing):
         else:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
+            if recv_counts is not None:
+                check_counts("all_to_all", "recv_counts", recv_counts, self.size)
             rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
             target = self._empty((rows, *source.shape[1:]), source.dtype)
             result = like(target, tensor)

@@ -24,7 +24,7 @@ from axo.collectives import Communicator
 from axo.errors import Error, Mismatch
 from axo.extension import _C
 from axo.issuing import _DEFAULT_TIMEOUT
-from axo.work import Work, open_group
+from axo.work import Work, milliseconds, open_group
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,14 @@ class DeviceWork(Work):
         """Block the host until the operation is complete, at most ``timeout`` seconds.
 
         Raises:
-            Timeout: Still pending then; the operation itself goes on.
+            Timeout: Still pending then; the operation itself goes on. ValueError: A negative time, or none.
         """
+        limit = -1 if timeout is None else milliseconds(timeout)
         self._check_issued()
         if self._core is not None:
             start = time.perf_counter()
             try:
-                self._core.synchronize(-1 if timeout is None else int(timeout * 1000))
+                self._core.synchronize(limit)
             finally:
                 self._communicator._blocked += time.perf_counter() - start
         if self._copies:

@@ -26,6 +26,20 @@ _MEETING_TIMEOUT_MS = 60_000
 _FIRST_PAUSE_S, _LOOK_S = 0.001, 0.05  # between looks at who has come, and who has died
 
 
+def check_settings() -> None:
+    """Look at what this rank's environment asks of its communicators, and arm the flight recorder.
+
+    Before any rank waits for another: so a variable that means nothing is the error of each rank that has it, and
+    not a peer that others lose.
+
+    Raises:
+        ValueError: AXO_FLIGHT_DIR is no folder.
+        Error: AXO_HOST, AXO_RANKS_PER_HOST, AXO_LINK_LIMIT or AXO_LINK_LATENCY means nothing.
+    """
+    arm()
+    _C.check_host_settings()
+
+
 def create_core(
     store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int, members: Sequence[int] = ()
 ) -> Any:
@@ -36,7 +50,7 @@ def create_core(
     Raises:
         Timeout: Ranks have not come; names them. PeerLost: One came and died. Error: The hosts cannot reach each other.
     """
-    arm()
+    check_settings()
     if size == 1:
         return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
     # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.

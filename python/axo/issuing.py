@@ -10,6 +10,7 @@ import atexit
 import sys
 import time
 import weakref
+from numbers import Real
 from typing import Any
 
 import torch
@@ -141,10 +142,12 @@ class Issuing:
             watch.about_to(op, tensor.numel() * tensor.element_size())
 
     def _op(self, what: str, op: str, tensor: torch.Tensor, scale: float | None = None) -> int:
-        if op not in OPS:
+        if not isinstance(op, str) or op not in OPS:
             raise ValueError(f"{what}: op={op!r} is not an operation; use one of {', '.join(OPS)}")
         if not _REDUCES[tensor.dtype, op]:
             raise ValueError(f"{what}: op={op!r} is not defined on {tensor.dtype}")
+        if scale is not None and not isinstance(scale, Real):
+            raise TypeError(f"{what}: scale={scale!r} is not a number")
         if scale is not None and (op != "sum" or not tensor.dtype.is_floating_point):
             raise ValueError(f"{what}: scale={scale} goes with op='sum' on floating point; got {op!r}, {tensor.dtype}")
         return OPS[op]

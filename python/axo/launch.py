@@ -30,6 +30,7 @@ from axo.errors import Aborted, PeerLost
 
 _LOOPBACK = "axo-loopback"
 _CONSEQUENCES = (PeerLost, Aborted)
+_GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
 
@@ -223,9 +224,13 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
         return function(*args)
     except Exception as error:
         _write_report(Path(reports), error)
-        if isinstance(error, _CONSEQUENCES):
+        if _is_consequence(error):
             time.sleep(_CAUSE_FIRST_SECONDS)
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
+
+
+def _is_consequence(error: Exception) -> bool:
+    return isinstance(error, _CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
 
 
 def _write_report(reports: Path, error: Exception) -> None:
@@ -236,7 +241,7 @@ def _write_report(reports: Path, error: Exception) -> None:
         "kind": type(error).__name__,
         "message": str(error),
         "user_error": isinstance(error, (ValueError, FloatingPointError)),
-        "consequence": isinstance(error, _CONSEQUENCES),
+        "consequence": _is_consequence(error),
         "trace": traceback.format_exc(),
     }
     unfinished = reports / f".{rank}"

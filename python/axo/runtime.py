@@ -26,7 +26,7 @@ from axo.devices import DeviceCommunicator, DeviceOptions
 from axo.errors import PeerLost, Timeout
 from axo.extension import _C
 from axo.grid import AXES, Coords, Grid
-from axo.hosts import create_core
+from axo.hosts import check_settings, create_core
 from axo.presence import gone, present
 from axo.starts import store_of_this_start
 from axo.transports import alone, meet, resolve_device
@@ -43,10 +43,12 @@ class Communicators:
     Attributes:
         grid: The grid. rank, coords: Where this process stands in it. device: What the communicators move.
         x, y, z, data, world: A :class:`Communicator` each; one of a single rank issues nothing.
+        timeout: Of each operation, in seconds.
     """
 
-    def __init__(self, grid: Grid, rank: int, world: Communicator, owns_process_group: bool) -> None:
+    def __init__(self, grid: Grid, rank: int, world: Communicator, owns_process_group: bool, timeout: float) -> None:
         self.grid = grid
+        self.timeout = timeout
         self.rank = rank
         self.coords: Coords = grid.coords(rank)
         self.device = world.device
@@ -58,7 +60,7 @@ class Communicators:
         lines = (self.x, self.y, self.z, self.data, world)
         for line in lines:
             line._siblings = tuple(other for other in lines if other is not line)
-        self.attached: dict[str, Any] = {}  # what upper parts keep for as long as these communicators live
+        self.attached: dict[str, Any] = {}  # what upper parts keep as long as these live; each has a ``poll()``
         self._device_mesh: Any = None
         self._checkpoint_mesh: Any = None
         self._neighbours: dict[tuple[str, int], Communicator] = {}
@@ -111,6 +113,11 @@ class Communicators:
             line._siblings = (self.x, self.y, self.z, self.data, self.world)
             self._neighbours[axis, count] = line
         return self._neighbours[axis, count]
+
+    def poll(self) -> None:
+        """Raise what a kernel of a fused product has reported (``axo_kernels.SignalTimeout``). Waits for nothing."""
+        for part in self.attached.values():
+            part.poll()
 
     @property
     def blocked_seconds(self) -> dict[str, float]:
@@ -187,7 +194,9 @@ def connect(
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
 
     Raises:
-        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time.
+        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
+            an AXO_FLIGHT_DIR that is no folder.
+        axo.Error: Another variable of the environment means nothing.
         axo.Timeout: A rank did not come; names it.
     """
     grid = Grid.parse(grid) if isinstance(grid, str) else grid
@@ -196,12 +205,12 @@ def connect(
         raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
     seconds = _in_seconds("timeout", timeout)
     meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
-    owns_process_group = False
-    if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            return _connect_alone(grid, place)
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group and ("RANK" not in os.environ or "WORLD_SIZE" not in os.environ):
+        return _connect_alone(grid, place)
+    check_settings()
+    if owns_process_group:
         _init_process_group(seconds, meeting, place)
-        owns_process_group = True
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size > 1:
         store = dist.distributed_c10d._get_default_store()
@@ -222,7 +231,7 @@ def connect(
         if owns_process_group:
             dist.destroy_process_group()
         raise
-    return Communicators(grid, rank, world, owns_process_group)
+    return Communicators(grid, rank, world, owns_process_group, seconds)
 
 
 def _backends(device: torch.device) -> str:
@@ -236,7 +245,7 @@ def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
             f"connect: grid {grid} has {grid.world_size} ranks and this process is alone; "
             f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
         )
-    return Communicators(grid, 0, alone("world", device), False)
+    return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)
 
 
 def _in_seconds(name: str, time: float | timedelta) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from numbers import Real
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +22,17 @@ from axo.errors import Error, Mismatch
 from axo.futures import when_completed
 
 _LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
+
+
+def milliseconds(timeout: float) -> int:
+    """What the core takes for ``timeout`` seconds of ``synchronize``.
+
+    Raises:
+        ValueError: Not a number of at least 0.
+    """
+    if not isinstance(timeout, Real) or not timeout >= 0:
+        raise ValueError(f"synchronize: timeout={timeout!r} is no time; use seconds of at least 0, or None for ever")
+    return int(min(float(timeout), _LONGEST_S) * 1000)
 
 
 class Issuer(Protocol):
@@ -73,13 +85,12 @@ class Work:
         if timeout is None:
             self.wait()
             return
-        if not timeout >= 0:
-            raise ValueError(f"synchronize: timeout={timeout} is no time; use seconds of at least 0, or None for ever")
+        limit = milliseconds(timeout)
         self._check_issued()
         if self._core is not None:
             start = time.perf_counter()
             try:
-                self._core.synchronize(int(min(timeout, _LONGEST_S) * 1000))
+                self._core.synchronize(limit)
             except Mismatch as error:
                 self._communicator._spread(error)
                 raise

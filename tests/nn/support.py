@@ -3,6 +3,14 @@
 import torch
 
 import axo
+from axo.matmul import cost
+
+
+def assert_counted(counts, calls):
+    """Fail unless what ``axo.count_collectives`` saw is what ``cost()`` lists, call for call and byte for byte."""
+    expected = cost.total(calls)
+    seen = {key: (count.calls, count.bytes) for key, count in counts.items()}
+    assert seen == {key: (count.calls, count.bytes) for key, count in expected.items()}
 
 
 def assert_close(actual, expected, limit, what):

@@ -1,6 +1,7 @@
 // Ranks as threads over the stand-in: one device, one context, one caller's stream each.
 #pragma once
 
+#include <chrono>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
@@ -93,7 +94,9 @@ struct Rank {
 // Runs fn on n threads; the first exception is thrown here, and so is a broken rule of the library.
 void ranks(int n, const std::function<void(Rank&)>& fn);
 
-// Holds ranks until all n have come; again and again.
+inline constexpr Milliseconds kPatience{15000};  // a test may take 25 s
+
+// Holds ranks until all n have come; again and again. A rank that has failed does not come.
 class Meet {
  public:
   explicit Meet(int n) : size_(n) {}
@@ -105,7 +108,9 @@ class Meet {
       ++round_;
       changed_.notify_all();
     }
-    changed_.wait(lock, [&] { return round_ != round; });
+    if (!changed_.wait_for(lock, kPatience, [&] { return round_ != round; })) {
+      check::fail(__FILE__, __LINE__, "other ranks did not come within 15 s");
+    }
   }
 
  private:
@@ -114,9 +119,19 @@ class Meet {
   int size_, come_ = 0, round_ = 0;
 };
 
-// Waits for what another thread does, without a limit of its own: the test's deadline is the limit.
-inline void eventually(const std::function<bool()>& happened) {
-  while (!happened()) std::this_thread::sleep_for(Milliseconds(2));
+// Waits for what another thread does. What has not come by then is a failure that says what still lives.
+inline void eventually(const std::function<bool()>& happened, const char* file = __builtin_FILE(),
+                       int line = __builtin_LINE()) {
+  const auto until = std::chrono::steady_clock::now() + kPatience;
+  while (!happened()) {
+    if (std::chrono::steady_clock::now() > until) {
+      check::fail(file, line,
+                  "has not come within 15 s; alive: " + std::to_string(standin::live_events()) + " events, " +
+                      std::to_string(standin::live_streams()) + " streams, " +
+                      std::to_string(standin::live_allocations()) + " allocations");
+    }
+    std::this_thread::sleep_for(Milliseconds(2));
+  }
 }
 
 template <class T>

@@ -94,9 +94,10 @@ void fail(const std::string& function, int code, int times = 1, int skip = 0);
 int injected(const std::string& function);
 
 struct Settings {
-  int nccl_version = 0;  // 0: the library's own
-  int init_polls = 0;    // "in progress" answers after everybody has come
-  int launch_polls = 0;  // the same for a launch; the work is on the stream only after them
+  int nccl_version = 0;    // 0: the library's own
+  int init_polls = 0;      // "in progress" answers after everybody has come
+  int finalize_polls = 0;  // the same for the end of a communicator
+  int launch_polls = 0;    // the same for a launch; the work is on the stream only after them
   bool register_nothing = false;
   std::string last_error;  // ncclGetLastError
   int async_error = 0;     // of every communicator; a watchdog reads it: __atomic_store_n

@@ -147,6 +147,21 @@ TEST(a_rank_that_does_not_come_is_named) {
   });
 }
 
+TEST(a_check_without_a_time_limit) {
+  Meet both(2);
+  ranks(2, [&](Rank& me) {
+    DeviceOptions options = checked();
+    options.timeout = axo::kNoTimeout;
+    Comm comm = me.rank == 0 ? me.connect("pair", options) : me.connect("pair", checked());
+    float x = 1;
+    if (me.rank == 1) eventually([&] { return me.store->has("pair/op/1/0"); });  // the other one waits
+    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(axo::kNoTimeout);
+    CHECK_EQ(x, 2.0f);
+    both.here();
+    comm->shutdown();
+  });
+}
+
 TEST(abort_ends_the_wait_of_a_check) {
   ranks(2, [](Rank& me) {
     Comm comm = me.connect("pair", checked());

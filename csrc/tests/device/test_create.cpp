@@ -72,7 +72,8 @@ TEST(a_rank_that_never_comes) {
     if (me.rank == 1) return;
     DeviceOptions options;
     options.timeout = Milliseconds(100);
-    CHECK_THROWS(axo::Error, "store: no key lonely/hello/1", me.connect("lonely", options));
+    CHECK_THROWS(axo::Timeout, "rendezvous of GPU ranks for 'lonely': rank 1 has not come within 100 ms",
+                 me.connect("lonely", options));
     // It introduced itself, but does not enter the library.
     me.store->set("half/hello/1", me.store->get("lonely/hello/0", Milliseconds(0)) + "x");
     CHECK_THROWS(axo::Timeout, "ncclCommInitRankConfig could not be launched in time", me.connect("half", options));

@@ -11,6 +11,8 @@ TEST(calls_of_one_pending_operation) {
   ranks(2, [](Rank& me) {
     Comm comm = me.connect();
     float x = 1;
+    standin::Gate gate;
+    standin::kernel(me.stream, [] {}, &gate);  // pending until then
     standin::clear_calls();
     auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
     // The stream follows the caller's, the operation is launched, its end is marked.
@@ -18,6 +20,7 @@ TEST(calls_of_one_pending_operation) {
     standin::clear_calls();
     work->wait();
     CHECK_EQ(text(sequence()), "StreamWaitEvent");
+    gate.open();
     work->synchronize(Milliseconds(30000));
     standin::clear_calls();
     work->wait();  // complete: nothing left to order
@@ -225,6 +228,23 @@ TEST(callbacks_and_timing) {
     other->synchronize(axo::kNoTimeout);
     CHECK_EQ(other->seconds(), -1.0);
     untimed->shutdown();
+    comm->shutdown();
+  });
+}
+
+TEST(a_callback_that_throws_harms_nobody) {
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    standin::Gate gate;
+    standin::kernel(me.stream, [] {}, &gate);
+    auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+    std::atomic<bool> called{false};
+    work->on_completion([] { throw std::runtime_error("a bad callback"); });
+    work->on_completion([&] { called = true; });
+    gate.open();
+    eventually([&] { return called.load(); });
+    work->synchronize(axo::kNoTimeout);
     comm->shutdown();
   });
 }

@@ -88,9 +88,20 @@ class FusedProducts:
     def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
         """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
         if (axis, op) not in self._adapted:
-            self._adapted[axis, op] = comm = adapt(self._comms.axis(axis))
+            self._adapted[axis, op] = comm = adapt(self._comms.axis(axis), self._comms.timeout)
             comm.op = op  # type: ignore[attr-defined]
         return self._adapted[axis, op]
+
+    def poll(self) -> None:
+        """Raise what a kernel that waited for a flag has reported so far; waits for nothing.
+
+        Every fused product begins with it, on its own axis; a backward pass ends with it, on all.
+
+        Raises:
+            SignalTimeout: A flag was not set within the grid's timeout; the message has rank, chunk and epoch.
+        """
+        for comm in self._adapted.values():
+            comm.poll()
 
     def choice(self, kind: str, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
         """How to compute ``product`` with its collective over ``axis``; None: the layer's own way.

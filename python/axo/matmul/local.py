@@ -77,6 +77,10 @@ class Products:
         self.fused = FusedProducts(comms, deciding, entries)
         self._sites: dict[Any, Choice] = {}
 
+    def poll(self) -> None:
+        """Raise what a kernel of a fused product has reported so far: see :meth:`FusedProducts.poll`."""
+        self.fused.poll()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Products:
         return self  # belongs to the communicators, as a copied layer does
 

@@ -92,11 +92,9 @@ class _Product(torch.autograd.Function):
         bias_cast = None if bias is None else bias.to(dtype)
         partial = exchange.size(matmul.in_axis) > 1
         first_bias = None if partial else bias_cast
-        gathering = _Gathering(matmul, rows, weight, first_bias)
-        block, held = exchange.forward_block(
-            weight, dtype, recording=recording, wanted=needs_input, gather=gathering if gathering.choice else None
-        )
-        output, fused = gathering.output, None
+        gathering = _gathering(matmul, rows, weight, first_bias) if exchange.waits_for_gather() else None
+        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input, gather=gathering)
+        output, fused = None if gathering is None else gathering.output, None
         if output is None:
             with span(events, "compute", "forward", "", exchange.name):
                 fused = products.fused_forward(rows, block, matmul.in_axis) if partial else None
@@ -161,21 +159,25 @@ class _Product(torch.autograd.Function):
         )
 
 
+def _gathering(
+    matmul: DistributedMatmul, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> _Gathering | None:
+    choice = matmul.products.gathering(rows, matmul.in_axis)
+    return None if choice is None else _Gathering(matmul, choice, rows, weight, bias)
+
+
 class _Gathering:
     """The forward product while its weight is gathered: called only if the engine has the block from nowhere else."""
 
     def __init__(
-        self, matmul: DistributedMatmul, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+        self, matmul: DistributedMatmul, choice: Any, rows: torch.Tensor, weight: torch.Tensor, bias: Any
     ) -> None:
-        self.matmul, self.rows, self.weight, self.bias = matmul, rows, weight, bias
+        self.matmul, self.choice, self.rows, self.weight, self.bias = matmul, choice, rows, weight, bias
         self.output: torch.Tensor | None = None
-        waits = matmul.exchange.waits_for_gather()
-        self.choice = matmul.products.gathering(rows, matmul.in_axis) if waits else None
 
     def __call__(self) -> torch.Tensor:
         """The block; the product is in ``output``."""
         exchange, products = self.matmul.exchange, self.matmul.products
-        assert self.choice is not None
         shard = exchange.shard(self.weight, self.rows.dtype)
         with span(exchange.engine.events, "compute", "forward", "", exchange.name):
             self.output, block = products.gather_forward(self.choice, self.rows, shard, self.bias)

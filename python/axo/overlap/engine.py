@@ -2,7 +2,8 @@
 
     forward begins         hook of the root module: a pass of gathers begins
     backward begins        hook on the root's output (or the first layer that has something to keep): ``arm``
-    backward ends          callback of autograd: gradients complete, passes closed, kept weights dropped
+    backward ends          callback of autograd: gradients complete, what kernels have reported raised, passes closed,
+                           kept weights dropped
     backward raises        autograd drops the callback, and with it goes what was pending, with a warning
 
 The callback's life tells whether a backward is under way: autograd's graph task owns it, so nothing stays armed after
@@ -80,10 +81,8 @@ class Engine:
         stage = 0 if self.zero is None else self.zero.stage
         new = memo[id(self)] = Engine(self.comms, self.overlap, stage, self.reduce_dtype)
         new._rooted = self._rooted
-        copied = (
-            None if self._root is None else memo.get(id(self._root()))
-        )  # not there where a part of the model is copied
-        new._root = weakref.ref(copied) if copied is not None else None
+        copied = memo.get(id(self._root())) if self._root is not None else None
+        new._root = None if copied is None else weakref.ref(copied)  # None too where a part of the model is copied
         return new
 
     def root_at(self, model: torch.nn.Module) -> None:
@@ -136,8 +135,10 @@ class Engine:
         try:
             with torch.no_grad():
                 self.gradients.finish()
+            self.comms.poll()
         except BaseException:
             self.drop_backward(quiet=True)
+            self.comms.poll()  # a kernel that has given up tells more than the transport: which chunk, of which epoch
             raise
         self.gathers.end()
         if self.synchronizing:

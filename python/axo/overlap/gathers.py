@@ -176,9 +176,9 @@ class Gathers:
 
     def _kept(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
         found = exchange.gathered() if exchange.gathered is not None else None
-        if found is not None and found.steps != self._steps:
+        if found is None or found.steps != self._steps or not found.matches(weight, dtype):
             return None
-        return found if found is not None and found.matches(weight, dtype) else None
+        return found
 
     def _hold(self, exchange: Any, found: Gathered, *, first_run: bool) -> None:
         held = self._held.get(exchange)

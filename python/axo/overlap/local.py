@@ -35,7 +35,7 @@ class Local:
         self.version = version_of(parameter)
         self._mark: torch.Tensor | None = None
         self._seen: tuple[torch.Tensor, int] | None = None
-        self._was_zero = False
+        self._was_zero: torch.Tensor | None = None  # read only when it matters: that waits for a GPU
 
     def check_unchanged(self) -> None:
         """Refuse to go on with a parameter that is no longer what the gradient was taken of.
@@ -55,7 +55,7 @@ class Local:
         if grad is None:
             self._mark = grad = self.parameter.grad = torch.full_like(self.parameter, -0.0, requires_grad=False)
         self._seen = grad, version_of(grad)
-        self._was_zero = self._mark is None and _all_zero(grad)
+        self._was_zero = _all_zero(grad) if self._mark is None else None
 
     def zeroed(self) -> bool:
         """Whether ``zero_grad`` was called since ``watch``."""
@@ -64,8 +64,11 @@ class Local:
         (seen, version), grad = self._seen, self.parameter.grad
         if grad is None:
             return True
-        changed = grad is not seen or version_of(grad) != version
-        return changed and not self._was_zero and _all_zero(grad)
+        if grad is seen and version_of(grad) == version:
+            return False
+        if self._was_zero is not None and bool(self._was_zero):
+            return False
+        return bool(_all_zero(grad))
 
     def unwatch(self) -> None:
         """A backward pass begins: take the zeros away again, unless something was added to them."""
@@ -74,6 +77,8 @@ class Local:
             self.parameter.grad = None
 
 
-def _all_zero(grad: torch.Tensor) -> bool:
-    """Whether all is +0.0."""
-    return grad.numel() > 0 and not bool((grad.ne(0) | grad.signbit()).any())
+def _all_zero(grad: torch.Tensor) -> torch.Tensor:
+    """Whether there is something and all of it is +0.0, on the gradient's device."""
+    if not grad.numel():
+        return torch.zeros((), dtype=torch.bool)
+    return (grad.ne(0) | grad.signbit()).any().logical_not()

@@ -29,7 +29,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from axo.placement import chunk_bounds, chunk_size
 
 STAGES = (0, 1, 2)
-_NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
+# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it.
+NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
 _UNDER_WAY = 2  # buckets that are gathered at a time
 
 
@@ -87,7 +88,7 @@ class Zero:
         if not parameters:
             return None
         kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if kinds & _NOT_ELEMENTWISE:
+        if kinds & NOT_ELEMENTWISE:
             raise ValueError(
                 f"ZeRO: {type(optimizer).__name__} does not update element by element, and ZeRO gives each data rank"
                 " some rows of each parameter; use zero=0, or an optimizer such as AdamW or SGD"

@@ -120,6 +120,7 @@ class Trainer:
             [float(loss), float(self.asked_to_stop())]
             + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
         )
+        self.comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
         world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
         step = Step(
             index=index,
