@@ -28,15 +28,18 @@ def sharded(folder, twenty):
     return run(folder, "sharded", "1x2x1x2", resume=folder / "twenty" / TEN, save_interval=5, sharded=True)
 
 
-@pytest.mark.parametrize("grid", [pytest.param("2x1x2x1", marks=pytest.mark.soak), None], ids=str)
+@pytest.mark.parametrize("grid", ["2x1x2x1", pytest.param("1x2x1x2", marks=pytest.mark.soak), None], ids=str)
 def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
-    """Oracle: the uninterrupted run. On the same grid, on another, and in stock LitGPT (grid None): 1e-6."""
+    """Oracle: the uninterrupted run. On the same grid bit by bit; on others, and in stock LitGPT (grid None): 1e-6."""
     losses, sums, state = run(folder, f"resumed-{grid}", grid, resume=folder / "twenty" / TEN)
     apart = distance(state["model"], twenty[2]["model"])
-    losses_apart = max(abs(loss - other) for loss, other in zip(losses, twenty[0][10:], strict=True))
+    losses_apart = relative(losses, twenty[0][10:])
     tell("litgpt, 10 + 10 steps", grid="2x1x2x1", then=grid or "serial", losses_apart=losses_apart, weights_apart=apart)
-    assert losses == pytest.approx(twenty[0][10:], abs=1e-5)
     assert sums == twenty[1][10:]
+    if grid == "2x1x2x1":
+        assert (losses, apart) == (twenty[0][10:], 0)
+        return
+    assert losses_apart < 1e-6
     assert apart < 1e-6
     for moment in ("exp_avg", "exp_avg_sq"):
         assert distance(_moments(state, moment), _moments(twenty[2], moment)) < 1e-4
@@ -45,7 +48,7 @@ def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
 def test_a_sharded_run_equals_a_whole_one(folder, twenty, sharded):
     """Oracle: the uninterrupted run on another grid, which saved whole checkpoints: 1e-6."""
     losses, sums, state = sharded
-    assert losses == pytest.approx(twenty[0][10:], abs=1e-5) and sums == twenty[1][10:]
+    assert relative(losses, twenty[0][10:]) < 1e-6 and sums == twenty[1][10:]
     assert state is None and (folder / "sharded" / "final" / "lit_model.pth").is_dir()
     consolidate(folder / "sharded" / "final", folder / "sharded-whole", optimizer=True)
     state = torch.load(folder / "sharded-whole" / "lit_model.pth", weights_only=True)
@@ -67,8 +70,13 @@ def test_a_sharded_checkpoint_goes_on_on_another_grid(folder, twenty, sharded):
     assert {path.name for path in step.iterdir()} == {path.name for path in (folder / "fifteen").iterdir()}
     for grid, source in (("2x1x2x1", step), (None, folder / "fifteen")):
         losses, sums, state = run(folder, f"from-sharded-{grid}", grid, resume=source / "lit_model.pth")
-        assert losses == pytest.approx(twenty[0][15:], abs=1e-5) and sums == twenty[1][15:]
+        assert relative(losses, twenty[0][15:]) < 1e-6 and sums == twenty[1][15:]
         assert distance(state["model"], twenty[2]["model"]) < 1e-6
+
+
+def relative(losses, others):
+    """The largest relative difference. Other grids add up otherwise: the last bits of a loss near 5 are 5e-7 each."""
+    return max(abs(loss / other - 1) for loss, other in zip(losses, others, strict=True))
 
 
 def _moments(state, name):

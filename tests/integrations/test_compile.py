@@ -86,3 +86,69 @@ def copies(grid):
 
 def test_a_copy_of_a_layer_is_a_layer_of_its_own():
     assert all(found == ("Linear", True, [2.0], True) for found in run_ranks(copies, 2, "2x1x1x1"))
+
+
+def evaluate(grid, backend):
+    """(what was compared, largest difference from eager, graphs, breaks) of models without gradients; one has a cache,
+    one is part of another module, one a copy whose weights are others."""
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    import axo
+    from axo.integrations.opaque import keep_out_of_graphs
+
+    torch.set_num_threads(1)
+    comms = axo.connect(grid)
+    torch.manual_seed(5)
+    gelu = {"norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "bias": True}
+    found = []
+
+    def compare(what, model, *inputs):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        expected = model(*inputs).clone()
+        compiled = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+        assert compiled.dtype == expected.dtype and compiled.shape == expected.shape
+        counters = torch._dynamo.utils.counters
+        apart = float((compiled - expected).abs().max() / expected.abs().max())
+        found.append((what, apart, counters["stats"]["unique_graphs"], list(counters["graph_break"])))
+        return expected
+
+    for fields in ({}, gelu):
+        model = axo.parallelize(GPT(Config(**(LLAMA | fields))), comms, gather_logits=True)
+        keep_out_of_graphs(model)
+        ids = tokens(2, length=16)
+        with torch.no_grad():
+            first = compare("logits", model, ids)
+        with torch.inference_mode():
+            compare("inference", torch.nn.Sequential(model), ids)
+            other = copy.deepcopy(model)
+            for parameter in other.parameters():
+                parameter.mul_(1.5)
+            assert not torch.allclose(compare("a copy", other, ids), first)
+            with torch.autocast("cpu", torch.bfloat16):
+                compare("autocast", model, ids)
+            model.set_kv_cache(2)
+            compare("cached", model, ids, torch.arange(16))
+            model.clear_kv_cache()
+    comms.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("grid", "backend"),
+    [
+        ("2x1x1x1", "aot_eager"),
+        pytest.param("1x2x1x1", "inductor", marks=pytest.mark.soak),
+        pytest.param("1x1x2x1", "inductor", marks=pytest.mark.soak),
+        pytest.param("2x2x2x1", "aot_eager", marks=pytest.mark.soak),
+    ],
+)
+def test_a_model_without_gradients_is_one_graph(grid, backend):
+    """Oracle: the same model without a compiler; 1e-6 (Inductor fuses sums), and in bf16 two of its last bits."""
+    x, y, z, data = map(int, grid.split("x"))
+    for found in run_ranks(evaluate, x * y * z * data, grid, backend, timeout=300):
+        assert len(found) == 10
+        for what, apart, graphs, breaks in found:
+            assert apart <= (2**-7 if what == "autocast" else 1e-6), (what, apart)
+            assert graphs == 1 and not breaks, (what, graphs, breaks)

@@ -40,7 +40,7 @@ def test_full_finetuning_equals_stock_litgpt(base):
 @pytest.mark.soak
 @pytest.mark.parametrize("method", ["full", "lora"])
 def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
-    """Of Mixtral's kind. (LitGPT does not pretrain them: it counts flops on the meta device, which has no routing.)"""
+    """Of Mixtral's kind. Pretraining them: test_throughput.py."""
     if not (base / "experts").exists():
         write_base(base, "experts", mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2)
     options = {"base": "experts", **(LORA if method == "lora" else {})}
@@ -71,3 +71,22 @@ def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid):
         assert distance(mine, stock) < 1e-5, name
     made = [run_ranks(generate, 1, base / out / "final")[0] for out in ("stock-lora", f"lora-{grid}")]
     assert made[0] == made[1]
+
+
+def finetune_with_clocks(folder, out, grid):
+    """How many losses this rank saw; time passes on rank 1 only, a second each time that it looks."""
+    import itertools
+    import os
+    from types import SimpleNamespace
+
+    import litgpt.finetune.lora as module
+
+    clock = itertools.count(1, 1.0 if os.environ["RANK"] == "1" else 1e-6)
+    module.time = SimpleNamespace(perf_counter=lambda: next(clock))
+    return len(finetune(folder, out, grid, "lora", {"max_time": 9.0}))
+
+
+def test_a_limit_of_time_is_reached_by_all_ranks_together(base):
+    """One rank's clock is ahead: the others would wait for it in the next step."""
+    seen = run_ranks(finetune_with_clocks, 2, base, "limited", "2x1x1x1", env=ranks_of("2x1x1x1")[1], timeout=60)
+    assert seen[0] == seen[1] and 0 < seen[0] < 9

@@ -232,6 +232,30 @@ def test_wrong_set_ups_are_named_on_every_rank(grid, options, message):
         assert outcome.error == "ValueError" and message in outcome.message
 
 
+def test_a_variable_that_is_no_switch_is_refused(monkeypatch):
+    from axo.integrations.lightning import AxoStrategy
+
+    for name, attribute in (("AXO_VOCAB_LOSS", "vocab_loss"), ("AXO_SHARDED", "sharded")):
+        for value in ("0", "", "1"):
+            monkeypatch.setenv(name, value)
+            assert getattr(AxoStrategy("1x1x1x1"), attribute) is (value == "1")
+        monkeypatch.setenv(name, "yes")
+        with pytest.raises(ValueError, match=f"{name}=yes is neither 0 nor 1"):
+            AxoStrategy("1x1x1x1")
+        monkeypatch.delenv(name)
+
+
+def test_optimizers_of_whole_tensors_are_refused_on_split_ones():
+    from axo.integrations.lightning import AxoStrategy
+
+    parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+    for kind in (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon):
+        optimizer = kind(parameters)
+        with pytest.raises(ValueError, match=f"{kind.__name__} looks at whole tensors, and grid 1x1x2x1 splits them"):
+            AxoStrategy("1x1x2x1").setup_optimizer(optimizer)
+        assert AxoStrategy("1x1x1x2").setup_optimizer(optimizer) is optimizer
+
+
 SCRIPT = """
 import lightning as L, torch
 import axo.integrations.lightning

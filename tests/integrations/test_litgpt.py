@@ -99,11 +99,19 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate", "no/such/folder", "--quantize", "bnb.nf4"], "--quantize bnb.nf4 runs on one device only"),
+        (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
+        (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
+        (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
+        (["pretrain", "pythia-14m", "--resume", "no/such.pth"], "--resume no/such.pth does not exist"),
+        (["pretrain", "pythia-14m", "--train.micro_batch_size", "0"], "micro_batch_size=0 is not a whole number"),
+        (["pretrain", "pythia-14m", "--logger_name", "mlflow"], "--logger_name mlflow wants a package that is not"),
     ],
 )
-def test_options_that_are_wrong(arguments, words):
+def test_options_that_are_wrong(arguments, words, monkeypatch):
+    from axo.integrations import litgpt_checks
     from axo.integrations.litgpt import run as run_command
 
+    monkeypatch.setitem(litgpt_checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
     with pytest.raises(ValueError, match=words):
         run_command(arguments)
 

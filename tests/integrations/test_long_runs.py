@@ -89,6 +89,13 @@ def test_an_error_of_the_data_stops_every_rank_with_one_message(folder, monkeypa
     assert sorted(losses_of(folder, "broken")) == [1, 2]
 
 
+def test_what_only_rank_0_finds_missing_is_one_message(folder):
+    """It reads the text first, while the others wait in a barrier of torch's, which then fails as well."""
+    outcome, _ = finish(folder, "missing", "--data.paths", '["/no/such/text"]', grid="2x1x2x1")
+    assert outcome.error == "RankFailed"
+    assert outcome.message == "data: /no/such/text does not exist; give files or folders of text"
+
+
 def test_tensorboard_has_every_step_or_is_asked_for(folder):
     """As litgpt logs, with the last steps too. Where no writer is installed: one line that says what to install."""
     outcome, _ = finish(folder, "board", "--logger_name", "tensorboard", grid="1x1x1x1")

@@ -39,7 +39,10 @@ def write_inputs(folder):
 
 
 def pretrain(folder, out, options, grid=None):
-    """One rank of ``litgpt pretrain`` without its command line; returns the losses and checksums that it saw."""
+    """One rank of ``litgpt pretrain`` without its command line; returns the losses and checksums that it saw.
+
+    ``config`` among the options: the fields that the model has beside LLAMA's; ``flops``: false to count none.
+    """
     import litgpt.pretrain
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.config import Config
@@ -61,6 +64,8 @@ def pretrain(folder, out, options, grid=None):
 
     litgpt.pretrain.RunningMean, litgpt.pretrain.CycleIterator = Losses, Batches
     litgpt.pretrain.save_hyperparameters = lambda *_: None  # reads a command line
+    if not options.get("flops", True):
+        litgpt.pretrain.measure_flops = lambda *_: 0
     sys.argv = ["litgpt", "pretrain"]
     data_ranks = 1 if grid is None else int(grid.split("x")[2]) * int(grid.split("x")[3])
     steps, length, rows = options.get("steps", STEPS), 32, 8
@@ -69,7 +74,7 @@ def pretrain(folder, out, options, grid=None):
     def start():
         litgpt.pretrain.setup(
             "small",
-            model_config=Config(**LLAMA),
+            model_config=Config(**(LLAMA | options.get("config", {}))),
             out_dir=Path(folder, out),
             precision=options.get("precision", "32-true"),
             resume=options.get("resume", False),
@@ -120,6 +125,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
     _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
     options = dict(options or {})
     rate, base = options.pop("lr", 4e-4), folder / options.pop("base", "base")
+    max_time = options.pop("max_time", None)
     # What litgpt writes beside its checkpoint, and reads when it merges adapters.
     sys.argv = ["litgpt", f"finetune_{method}", str(base), *(f"--{k}={v}" for k, v in options.items())]
 
@@ -131,7 +137,13 @@ def finetune(folder, out, grid=None, method="full", options=None):
             devices=z * data,
             data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
             train=TrainArgs(
-                global_batch_size=2, micro_batch_size=1, epochs=5, max_steps=20, lr_warmup_steps=2, save_interval=None
+                global_batch_size=2,
+                micro_batch_size=1,
+                epochs=5,
+                max_steps=20,
+                lr_warmup_steps=2,
+                save_interval=None,
+                max_time=max_time,
             ),
             eval=EvalArgs(interval=8, max_iters=2, max_new_tokens=4, final_validation=False),
             optimizer={"class_path": "torch.optim.AdamW", "init_args": {"lr": rate}},

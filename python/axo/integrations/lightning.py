@@ -50,6 +50,7 @@ from axo.integrations.guard import Guard
 from axo.integrations.loader import SharedLoader, split_in_order
 from axo.integrations.materialize import is_parallel, materialize
 from axo.integrations.opaque import keep_out_of_graphs
+from axo.overlap.zero import NOT_ELEMENTWISE
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -71,7 +72,7 @@ class AxoStrategy(GridRanks):
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
 
     Raises:
-        ValueError: No grid is given, or an option is not known.
+        ValueError: No grid is given, an option is not known, or a variable of the environment is neither 0 nor 1.
     """
 
     def __init__(
@@ -96,8 +97,11 @@ class AxoStrategy(GridRanks):
             grid, counts, timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
         )
         self.plan, self.zero = plan, zero
-        self.vocab_loss = os.environ.get("AXO_VOCAB_LOSS") == "1" if vocab_loss is None else vocab_loss
-        self.sharded = os.environ.get("AXO_SHARDED") == "1" if sharded is None else sharded
+        self.vocab_loss, self.sharded = vocab_loss, sharded
+        if vocab_loss is None:
+            self.vocab_loss = _switch("AXO_VOCAB_LOSS", os.environ.get("AXO_VOCAB_LOSS"))
+        if sharded is None:
+            self.sharded = _switch("AXO_SHARDED", os.environ.get("AXO_SHARDED"))
         self.guard, self.like_one_device = guard, like_one_device
         self._as_built: AsBuilt | None = None
         self._columns = 0  # of whole logits
@@ -152,6 +156,20 @@ class AxoStrategy(GridRanks):
             for group in optimizer.param_groups:
                 group["params"] = [parallel[names[id(p)]] if id(p) in names else p for p in group["params"]]
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Refuse what would take other steps than on one device.
+
+        Raises:
+            ValueError: The optimizer looks at more than one element of a tensor at a time, and tensors are split.
+        """
+        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+        if kinds & NOT_ELEMENTWISE and self.grid.x * self.grid.y * self.grid.z > 1:
+            raise ValueError(
+                f"AxoStrategy: {type(optimizer).__name__} looks at whole tensors, and grid {self.grid} splits them;"
+                " use an optimizer that treats each element by itself (AdamW, SGD, ...), or a grid with data ranks only"
+            )
+        return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
         if self.guard is not None:
@@ -274,6 +292,12 @@ class _NoSync(_BackwardSyncControl):
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         return axo.no_sync(module) if enabled else nullcontext()
+
+
+def _switch(name: str, value: str | None) -> bool:
+    if value not in (None, "", "0", "1"):
+        raise ValueError(f"AxoStrategy: {name}={value} is neither 0 nor 1")
+    return value == "1"
 
 
 def _holds_meta(module: nn.Module) -> bool:

@@ -25,16 +25,15 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations import architectures, auto_grid, litgpt_options, supervisor
+from axo.integrations import architectures, auto_grid, litgpt_checks, litgpt_options, supervisor
 from axo.integrations.finetune import together
 from axo.integrations.guard import Guard
 from axo.integrations.litgpt_options import Options
 from axo.integrations.long_run import Stopped, Watch, newest, refuse_mixing, restarts_by_torchrun
-from axo.integrations.sharded import holds_sharded
+from axo.integrations.throughput import counted
 from axo.launch import Rank, Termination, set_threads
 
 
@@ -182,10 +181,11 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         The grid, and the command as a function; true asks it to go on from the newest checkpoint.
 
     Raises:
-        ValueError: An argument is the grid's business, or the grid, the batch sizes and the ranks do not fit.
+        ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
+            the ranks do not fit.
     """
     from jsonargparse import capture_parser
-    from litgpt.utils import CLI, extend_checkpoint_dir
+    from litgpt.utils import CLI
 
     from axo.integrations import text_data  # noqa: F401  so that --data LocalText is found
 
@@ -207,26 +207,18 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
             f" start {grid.world_size}, or use another grid"
         )
-    if "checkpoint_dir" in options and grid.world_size > 1:
-        folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
-        if not folder.is_dir():  # litgpt would download it, on every rank at once
-            raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
+    litgpt_checks.check_paths(options, grid, PARALLEL[name].trains)
+    litgpt_checks.check_model(options)
     if PARALLEL[name].trains:
         if options.get("num_nodes", 1) != 1:  # from a configuration file
             raise ValueError(f"litgpt: num_nodes: {options.num_nodes} is what the grid says ({grid}); leave it out")
         devices = ["--devices", str(grid.z * grid.data)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        _check_batch(options.train, grid)
-        _check_logger(options)
+        litgpt_checks.check_batch(options.train, grid)
+        litgpt_checks.check_logger(options)
         if asked.max_restarts or (restarts_by_torchrun()[1] and not restarts_by_torchrun()[0]):
             refuse_mixing(options.out_dir, getattr(options, "resume", True))
-    else:
-        folder = Path(str(options.checkpoint_dir))
-        if holds_sharded(folder):
-            raise ValueError(
-                f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"
-            )
 
     def start(again: bool) -> None:
         values = parser.instantiate_classes(options)
@@ -243,25 +235,6 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
 
 def _parameters(function: Callable[..., Any]) -> set[str]:
     return set(inspect.signature(function).parameters)
-
-
-def _check_batch(train: Any, grid: Grid) -> None:
-    at_once = train.micro_batch_size * grid.z * grid.data
-    if train.global_batch_size % at_once:
-        raise ValueError(
-            f"litgpt: --train.global_batch_size={train.global_batch_size} does not divide over"
-            f" micro_batch_size={train.micro_batch_size} on z*data={grid.z * grid.data} data ranks of grid {grid};"
-            f" use a multiple of {at_once}"
-        )
-
-
-def _check_logger(options: Any) -> None:
-    packages = ("tensorboard", "tensorboardX")
-    if options.get("logger_name") == "tensorboard" and not any(map(importlib.util.find_spec, packages)):
-        raise ValueError(
-            "litgpt: --logger_name tensorboard (what pretrain takes if nothing is said) needs TensorBoard's files:"
-            " pip install tensorboardX, or use --logger_name csv"
-        )
 
 
 def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, local: bool, restart: int) -> None:
@@ -284,8 +257,10 @@ def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, 
         guard = None
         if command.trains:
             guard = Guard(stack.enter_context(Termination()).was_asked)
-            stack.enter_context(together(importlib.import_module(command.module)))
-            stack.enter_context(Watch(importlib.import_module(command.module), guard))
+            module = importlib.import_module(command.module)
+            stack.enter_context(together(module))
+            stack.enter_context(counted(module, Grid.parse(grid).x * Grid.parse(grid).y))
+            stack.enter_context(Watch(module, guard))
         else:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         _register(grid, options, guard, command, strategies)

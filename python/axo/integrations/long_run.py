@@ -1,5 +1,5 @@
-"""What a long training run of LitGPT's needs beside its loop: an orderly end on SIGTERM, errors of the data as one
-message, and where to go on after a rank was lost.
+"""What a long training run of LitGPT's needs beside its loop: an orderly end on SIGTERM or when its time is up, errors
+of the data as one message, and where to go on after a rank was lost.
 
 The loop is litgpt's own. Two names that it looks up in its module are put in front of it: ``fit``, which shows the
 state to be saved, and ``CycleIterator``, the place between two steps where all ranks end together.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,11 @@ class Watch:
 
         def fit(*args: Any, **options: Any) -> Any:
             given = signature.bind(*args, **options).arguments
-            watch._fabric = given["fabric"]
+            watch._fabric, train = given["fabric"], given["train"]
+            if train.max_time:
+                given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, watch._fabric.strategy))
             try:
-                return stock(*args, **options)
+                return stock(**given)
             except _End:
                 raise watch._save(given) from None
 
@@ -125,6 +128,22 @@ def refuse_mixing(out_dir: Any, resume: Any) -> None:
 def restarts_by_torchrun() -> tuple[int, int]:
     """(which start this is, counted from 0; how many restarts torchrun allows)."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+class _AgreedLimit(float):
+    """Seconds that a loop may take, asked on every rank with ``elapsed > limit``: reached on all as soon as on one.
+
+    Else clocks that differ a little would let some ranks go on, and wait there for the others.
+    """
+
+    def __new__(cls, seconds: float, strategy: Any) -> _AgreedLimit:
+        return super().__new__(cls, seconds)
+
+    def __init__(self, seconds: float, strategy: Any) -> None:
+        self._agree = strategy.reduce_boolean_decision
+
+    def __lt__(self, elapsed: float) -> bool:  # Python asks the right side of ``>`` first, since its class is derived
+        return bool(self._agree(float(self) < elapsed, all=False))
 
 
 class _End(Exception):
