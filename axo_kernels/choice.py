@@ -83,6 +83,7 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or not isinstance(choice.chunks, int)
         or choice.chunks < 1
         or (choice.backend == "vendor" and choice.config is not None)
+        or (choice.strategy == "signal" and choice.config is None)
         or (choice.config is not None and not _whole(choice.config))
     ):
         return None

@@ -1,9 +1,9 @@
 """What fused operations want of a communicator, and adapters that make one.
 
-The protocol, :class:`Communicator`, is small: rank, size, three collectives that return pending work, and two flag
-operations of a *communication stream*. ``fork()`` lets that stream run on its own, after what the compute stream has
-been given so far; collectives issued until ``join()`` follow it and the flags waited for on it; ``join()`` makes the
-compute stream wait for all of it. Without a fork a collective follows the compute stream, as usual.
+The protocol, :class:`Communicator`: rank, size, three collectives that return pending work, two flag operations of a
+*communication stream*, and what is kept from call to call. ``fork()`` lets that stream run on its own, after what the
+compute stream has been given so far; collectives issued until ``join()`` follow it and the flags waited for on it;
+``join()`` makes the compute stream wait for all of it. Without a fork a collective follows the compute stream.
 
     serial, split:  work = comm.all_reduce(t); ...; work.wait()
     signal:         comm.fork(); launch the product; comm.wait_flag(flag, epoch); comm.all_reduce(t); comm.join()
@@ -36,22 +36,6 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """The protocol of fused operations. Tensors are contiguous; rows are along dim 0."""
-
-    rank: int
-    size: int
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any: ...
-    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
-    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
-    def wait_flag(self, workspace: Any, number: int) -> None: ...
-    def write_flag(self, workspace: Any, number: int) -> None: ...
-    def fork(self, device: torch.device) -> None: ...
-    def join(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Ran:
     """What a fused operation really did; ``comm.ran[-1]`` is the latest.
@@ -72,6 +56,40 @@ class Ran:
     engine: str
 
 
+@runtime_checkable
+class Communicator(Protocol):
+    """What fused operations ask for: any object that has all of it serves. Tensors are contiguous, rows along dim 0.
+
+    Attributes:
+        rank, size: Of the ranks that communicate.
+        timeout: Seconds after which a flag that nobody sets is reported.
+        spins: Reads of a flag that a kernel does within that time.
+        reserved_units: Multiprocessors that a product which waits or signals leaves to the communication.
+        ran: The record: each operation appends a :class:`Ran`.
+        workspaces: The flags and buffers, made at an operation's first call at a shape.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    ran: deque[Ran]
+    workspaces: Workspaces
+
+    @property
+    def spins(self) -> int: ...
+    @property
+    def reserved_units(self) -> int: ...
+    def all_reduce(self, tensor: torch.Tensor) -> Any: ...
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Any: ...
+    def wait_flag(self, workspace: Any, number: int) -> None: ...
+    def write_flag(self, workspace: Any, number: int) -> None: ...
+    def fork(self, device: torch.device) -> None: ...
+    def join(self) -> None: ...
+    def abandon(self) -> None: ...
+    def poll(self) -> None: ...
+
+
 class FusedCommunicator:
     """Base of the adapters: the communication stream, the flags, the workspaces and the record of what ran.
 
@@ -84,6 +102,8 @@ class FusedCommunicator:
     """
 
     def __init__(self, rank: int, size: int, timeout: float = 60.0, keep: int = 256) -> None:
+        if not timeout > 0:
+            raise ValueError(f"adapt: timeout={timeout} is no bound for a wait; use seconds of more than 0")
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -151,7 +171,7 @@ class FusedCommunicator:
         """Make the compute stream wait for the communication stream; on a CPU, block.
 
         Raises:
-            SignalTimeout: A flag was not set in time (on a GPU: see ``check``).
+            SignalTimeout: A flag was not set in time (on a GPU: see ``poll``).
         """
         self._forked = False
         if self._stream is not None:
@@ -203,7 +223,18 @@ class FusedCommunicator:
         return min(2**31 - 1, int(self.timeout * (2e4 if devices.interpreted() else 1e6)))
 
     def check(self) -> None:
-        """Raise what a kernel has reported since the last check; synchronizes the device.
+        """Wait for the device, then raise what its kernels have reported: after the last operation of all.
+
+        Raises:
+            SignalTimeout: As of ``poll``.
+        """
+        for device in {workspace.flags.device for workspace in self.workspaces.all()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.poll()
+
+    def poll(self) -> None:
+        """Raise what a kernel has reported so far; waits for nothing. Each fused operation begins with it.
 
         Raises:
             SignalTimeout: A flag was not set within the bound; the message has rank, chunk and epoch.
@@ -335,7 +366,9 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
         if dist.is_available() and dist.is_initialized():
             return ProcessGroupCommunicator(None, timeout)
         return SoloCommunicator(timeout)
-    wanted = ("rank", "size", "all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    wanted = ["rank", "size", "all_reduce", "all_gather", "reduce_scatter", "broadcast"]
+    if hasattr(communicator, "wait_flag"):
+        wanted += ["write_flag", "follow", "signalled", "stream", "device", "reserved_ctas"]
     missing = [name for name in wanted if not hasattr(communicator, name)]
     if missing:
         raise ValueError(

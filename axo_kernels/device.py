@@ -46,7 +46,7 @@ def interpreted() -> bool:
 def runs_triton(device: torch.device) -> bool:
     """Say whether a Triton kernel can run on tensors of this device in this process."""
     if device.type == "cuda":
-        return gemm_kernels() is not None and not interpreted()
+        return gemm_kernels() is not None and not interpreted() and target_of(device).served
     return device.type == "cpu" and interpreted()
 
 

@@ -42,8 +42,12 @@ class DeviceAxoCommunicator(AxoCommunicator):
     def join(self) -> None:
         self._forked = False
         works, self._works = self._works, []
-        for work in works:
-            work.wait()
+        try:
+            for work in works:
+                work.wait()
+        except Exception:
+            self.poll()  # a kernel that has given up tells more than the transport: which chunk, of which epoch
+            raise
         torch.cuda.current_stream(self.communicator.device).wait_stream(self._own_stream())
 
     def abandon(self) -> None:

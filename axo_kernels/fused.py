@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from axo_kernels.comm import FusedCommunicator
+from axo_kernels.comm import Communicator, FusedCommunicator
 from axo_kernels.gemm import BACKWARD, matmul
 from axo_kernels.layout import autocast, check_layout
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
@@ -25,11 +25,11 @@ from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
-    grad_comm: FusedCommunicator | None = None,
+    grad_comm: Communicator | None = None,
     strategy: str = "serial",
     chunks: int = 4,
 ) -> torch.Tensor:
@@ -59,7 +59,7 @@ def matmul_all_reduce(
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
@@ -99,7 +99,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str = "NT",
     *,
     strategy: str = "serial",
@@ -130,8 +130,9 @@ def matmul_reduce_scatter(
     return out if lead is None else out.view(lead[0] // comm.size, *lead[1:], out.shape[-1])
 
 
-def _check(comm: FusedCommunicator, operation: str, name: str = "comm") -> None:
-    if not isinstance(comm, FusedCommunicator):
+def _check(comm: Communicator, operation: str, name: str = "comm") -> None:
+    # our own first: asking a protocol takes microseconds
+    if not (isinstance(comm, FusedCommunicator) or isinstance(comm, Communicator)):
         raise ValueError(
             f"{operation}: {name} is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"
@@ -161,7 +162,7 @@ def _flat(a: torch.Tensor, layout: str, operation: str) -> tuple[torch.Tensor, t
         return a, None
     if layout == "TN" or a.dim() < 2:
         raise ValueError(f"{operation}: a has {a.dim()} dims; {layout} takes {'2' if layout == 'TN' else 'at least 2'}")
-    return a.reshape(-1, a.shape[-1]), a.shape[:-1]
+    return a.flatten(0, -2), a.shape[:-1]
 
 
 def _bias_gradient(grad: torch.Tensor, bias_dtype: torch.dtype | None, wanted: bool) -> torch.Tensor | None:

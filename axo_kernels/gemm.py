@@ -3,9 +3,9 @@
     NN: A[M, K] B[K, N]        NT: A[M, K] B[N, K]^T        TN: A[K, M]^T B[K, N]          (row-major names)
 
 bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands
-allow it, plain pointers otherwise); CPU tensors, outside the interpreter, go to torch (which takes fp64 too). Which of
-several kernels, configurations or the vendor library is fastest is the tuner's question (tuner.py), communication is
-fused.py's.
+allow it, plain pointers otherwise). CPU tensors, outside the interpreter, go to torch (a plain product in fp64 too),
+and so do those of a GPU that the kernels do not serve (before sm_80). Which of several kernels, configurations or the
+vendor library is fastest is the tuner's question (tuner.py), communication is fused.py's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from axo_kernels import device as devices
 from axo_kernels.layout import Product, as_row_major, autocast, check_offsets, fused_rows, product_of
-from axo_kernels.tiles import Config, Target, default_config, shrink
+from axo_kernels.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
@@ -67,7 +67,7 @@ def matmul(
     if backend == "triton" and not triton_runs:
         raise ValueError(
             f"matmul: backend='triton' cannot run on {a.device} here; use backend='vendor', or install triton for a "
-            f"GPU, or set TRITON_INTERPRET=1 for CPU tensors"
+            f"GPU (sm_80 or later, or AMD's), or set TRITON_INTERPRET=1 for CPU tensors"
         )
     if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
         return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
@@ -137,7 +137,7 @@ def _check_epilogue(
             raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
         if out_dtype is not None and out.dtype != out_dtype:
             raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {out_dtype}; leave out_dtype away")
-    if out_dtype is not None and not out_dtype.is_floating_point:
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
         raise ValueError(f"matmul: out_dtype={out_dtype} is not a floating-point type")
 
 
@@ -164,7 +164,9 @@ def vendor_matmul(
     left, right = as_row_major(a, b, layout)
     dtype = out.dtype if out is not None else out_dtype or a.dtype
     bare = bias is None and activation is None
-    if out is not None and bare and not accumulate and dtype == a.dtype:
+    # torch folds leading dims into rows there, which a result of other strides has no view for: it is copied to
+    direct = out is not None and (left.dim() == 2 or right.dim() > 2 or out.is_contiguous())
+    if direct and out is not None and bare and not accumulate and dtype == a.dtype:
         return torch.matmul(left, right, out=out)
     if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
         if dtype == a.dtype == bias.dtype:
@@ -248,7 +250,8 @@ def launch(
     descriptors = describable(left, right, out, accumulate)
     if config is None:
         described = uses_descriptors(target, left, descriptors)
-        config = shrink(default_config(target, left.dtype, described, "wide" if wide else "plain"), product)
+        config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
+        config = cut_to_fit(config, target, left.dtype, out.dtype, wide)
     if config.descriptors and not descriptors:
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; "
@@ -258,7 +261,7 @@ def launch(
         needed = config.shared_bytes(left.dtype.itemsize, target, out.dtype.itemsize, wide)
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
-            f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages"
+            f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages, or backend='vendor'"
         )
     tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n) * product.batch
     if tiles > _INT32:

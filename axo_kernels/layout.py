@@ -125,16 +125,16 @@ def autocast(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def check_offsets(tensor: torch.Tensor, name: str) -> None:
-    """Refuse a stride so large that the offsets inside one tile leave 32 bits.
+    """Refuse strides so large that the offsets inside one tile leave 32 bits; a dim of one row has no offsets.
 
     Sizes of whole tensors may exceed 2**31 elements: the start of each tile is computed in 64 bits.
     """
-    for stride in tensor.stride()[-2:]:
-        if abs(stride) * _TILE_ROWS > _INT32:
-            raise ValueError(
-                f"matmul: {name} has a stride of {stride} elements; the kernels take at most {_INT32 // _TILE_ROWS}: "
-                f"make it contiguous or cut it"
-            )
+    strides = [abs(stride) for stride, size in zip(tensor.stride()[-2:], tensor.shape[-2:], strict=True) if size > 1]
+    if sum(strides) * _TILE_ROWS > _INT32:
+        raise ValueError(
+            f"matmul: {name} {tuple(tensor.shape)} has strides of {' + '.join(map(str, strides))} elements; the "
+            f"kernels take at most {_INT32 // _TILE_ROWS} together: make it contiguous or cut it"
+        )
 
 
 @cache
@@ -161,7 +161,7 @@ def fused_rows(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Ten
     lead = a.shape[:-1]
     if layout == "TN" or b.dim() != 2 or a.dim() == 2:
         return a, lead
-    return a.reshape(-1, a.shape[-1]), lead
+    return a.flatten(0, -2), lead
 
 
 def stored_shapes(product: Product) -> list[tuple[int, ...]]:

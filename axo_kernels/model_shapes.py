@@ -67,24 +67,36 @@ def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048,
         shrink: Divide the hidden size (for machines without a GPU).
 
     Raises:
-        ValueError: The model is unknown, or a size does not divide over the grid.
+        ValueError: The model is unknown, a size does not divide over the grid, or nothing is left of it.
     """
     if model not in MODELS:
         raise ValueError(f"model {model!r} is not one of {', '.join(MODELS)}")
     hidden = MODELS[model][1] // shrink
-    x, y, z = grid
+    if hidden < 1:
+        raise ValueError(f"{model}: a hidden size of {MODELS[model][1]} shrunk by {shrink} is nothing; shrink less")
+    ranks = dict(zip("xyz", grid, strict=True))
     sizes = {
-        "qkv": (3 * hidden, hidden, x, y),
-        "proj": (hidden, hidden, y, x),
-        "fc": (4 * hidden, hidden, x, y),
-        "mlp.proj": (hidden, 4 * hidden, y, x),
+        "qkv": (3 * hidden, hidden, "x", "y"),
+        "proj": (hidden, hidden, "y", "x"),
+        "fc": (4 * hidden, hidden, "x", "y"),
+        "mlp.proj": (hidden, 4 * hidden, "y", "x"),
     }
     found = []
     for name, (out_features, in_features, over_out, over_in) in sizes.items():
-        for size, over, what in ((out_features, over_out, "out_features"), (in_features, over_in, "in_features")):
-            if size % over:
-                raise ValueError(f"{model} '{name}': {what}={size} does not divide over {over}; choose another grid")
-        if rows % z:
-            raise ValueError(f"{model}: {rows} rows do not divide over z={z}; use {-(-rows // z) * z}")
-        found.append(Layer(name, rows // z, out_features // over_out, in_features // over_in))
+        for size, axis, what in ((out_features, over_out, "out_features"), (in_features, over_in, "in_features")):
+            if size % ranks[axis]:
+                raise ValueError(
+                    f"{model} '{name}': {what}={size} does not divide over {axis}={ranks[axis]}; use a grid with "
+                    f"{axis}={_nearest_divisor(size, ranks[axis])}"
+                )
+        if rows % ranks["z"]:
+            raise ValueError(
+                f"{model}: {rows} rows do not divide over z={ranks['z']}; use {-(-rows // ranks['z']) * ranks['z']}"
+            )
+        found.append(Layer(name, rows // ranks["z"], out_features // ranks[over_out], in_features // ranks[over_in]))
     return found
+
+
+def _nearest_divisor(size: int, below: int) -> int:
+    """The largest divisor of ``size`` under ``below``."""
+    return next(ranks for ranks in range(min(below, size), 0, -1) if size % ranks == 0)

@@ -29,7 +29,7 @@ def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
         if a.dim() > 2 and b.dim() == 2:  # leading dims are rows, which only a 2-D operand can be laid out by
             if out is not None or rest.get("gate") is not None:
                 return vendor_matmul(a, b, stored, out, **rest)
-            flat = run(a.reshape(-1, a.shape[-1]), b, **rest)
+            flat = run(a.flatten(0, -2), b, **rest)
             return flat.view(*a.shape[:-1], flat.shape[-1])
         return compute(laid_out(a) if copy_a else a, laid_out(b) if copy_b else b, out=out, **rest)
 

@@ -63,6 +63,10 @@ class Schedule:
     bounds: tuple[tuple[int, int], ...]
     segments: tuple[Segment, ...]
 
+    def __hash__(self) -> int:
+        """Without the segments, which follow from the rest: each fused operation looks up by its schedule."""
+        return hash((self.operation, self.rank, self.size, self.bounds))
+
     @property
     def chunks(self) -> int:
         return len(self.bounds)
@@ -224,8 +228,3 @@ def reached(flag: int, epoch: int) -> bool:
 def next_epoch(epoch: int) -> int:
     """Advance a 32-bit epoch; after 2**31 - 1 comes -2**31."""
     return (epoch + 1 + _WRAP // 2) % _WRAP - _WRAP // 2
-
-
-def slot(epoch: int) -> int:
-    """Workspace slot of an epoch: two of them, so that epoch e + 1 cannot overwrite what a reader of e still needs."""
-    return epoch % 2

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm import FusedCommunicator
+from axo_kernels.comm import Communicator
 from axo_kernels.gemm import describable, precision, uses_descriptors, vendor_matmul
 from axo_kernels.layout import Product, as_row_major, check_offsets
 from axo_kernels.schedule import NO_FLAG, Schedule, Segment, tile_table
-from axo_kernels.tiles import Config, default_config, shrink
+from axo_kernels.tiles import Config, cut_to_fit, default_config, shrink
 from axo_kernels.workspace import Workspace
 
 
@@ -27,7 +27,7 @@ def produce(
     product: Product,
     schedule: Schedule,
     workspace: Workspace,
-    comm: FusedCommunicator,
+    comm: Communicator,
     bias: torch.Tensor | None,
     config: Config | None,
     communicate: Callable[[], None],
@@ -56,7 +56,7 @@ def consume(
     product: Product,
     schedule: Schedule,
     workspace: Workspace,
-    comm: FusedCommunicator,
+    comm: Communicator,
     bias: torch.Tensor | None,
     config: Config | None,
     gather: str,
@@ -82,7 +82,7 @@ def launch_segments(
     product: Product,
     schedule: Schedule,
     workspace: Workspace,
-    comm: FusedCommunicator,
+    comm: Communicator,
     bias: torch.Tensor | None,
     config: Config | None,
     along_n: bool,
@@ -97,6 +97,7 @@ def launch_segments(
     described = describable(left, right, out, accumulate=False)
     if config is None:
         config = shrink(default_config(target, a.dtype, uses_descriptors(target, a, described), "fused"), product)
+        config = cut_to_fit(config, target, a.dtype)
     if not product.m * product.n:  # no tile will set a flag, and what is sent is empty
         if schedule.signals:
             workspace.flags.copy_(workspace.epoch.expand_as(workspace.flags))
@@ -132,7 +133,7 @@ def launch_segments(
     )  # fmt: skip
 
 
-def programs_left(comm: FusedCommunicator, device: torch.device) -> int:
+def programs_left(comm: Communicator, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     Raises:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm import FusedCommunicator, Ran
+from axo_kernels.comm import Communicator, Ran
 from axo_kernels.gemm import vendor_matmul
 from axo_kernels.layout import Product, product_of
 from axo_kernels.schedule import NO_FLAG, Schedule, plan
@@ -41,7 +41,10 @@ def check_strategy(operation: str, strategy: str, chunks: int, device: torch.dev
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"{operation}: chunks={chunks!r}; use a whole number of at least 1")
     if strategy == "signal" and device.type != "cpu" and not devices.runs_triton(device):
-        raise ValueError(f"{operation}: strategy='signal' needs Triton on {device}; install triton, or use 'split'")
+        raise ValueError(
+            f"{operation}: strategy='signal' wants triton and a GPU that it serves (sm_80 or later, or AMD's), which "
+            f"{device} is not here; use 'split'"
+        )
 
 
 def engine(strategy: str, device: torch.device, multiply: Multiply | None = None) -> str:
@@ -63,7 +66,7 @@ def _multiple(strategy: str, device: torch.device) -> int:
 def start_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str,
     strategy: str,
     chunks: int,
@@ -76,6 +79,7 @@ def start_all_reduce(
     Between the two the caller may compute something else on the compute stream. ``bias`` is added by rank 0 alone, so
     that it enters the sum once.
     """
+    comm.poll()
     product = product_of(a, b, layout)
     check_strategy("matmul_all_reduce", strategy, chunks, a.device)
     bias = bias if comm.rank == 0 else None
@@ -114,7 +118,7 @@ def start_all_reduce(
 def start_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str,
     strategy: str,
     chunks: int,
@@ -126,6 +130,7 @@ def start_reduce_scatter(
 
     ``out``: contiguous, where it goes.
     """
+    comm.poll()
     product = product_of(a, b, layout)
     check_strategy("matmul_reduce_scatter", strategy, chunks, a.device)
     pieces = 1 if strategy == "serial" else chunks
@@ -166,7 +171,7 @@ def start_reduce_scatter(
 def run_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str,
     strategy: str,
     chunks: int,
@@ -180,9 +185,7 @@ def run_reduce_scatter(
     return out
 
 
-def _scatter_chunk(
-    comm: FusedCommunicator, schedule: Schedule, chunk: int, packed: torch.Tensor, out: torch.Tensor
-) -> Any:
+def _scatter_chunk(comm: Communicator, schedule: Schedule, chunk: int, packed: torch.Tensor, out: torch.Tensor) -> Any:
     start, stop = schedule.bounds[chunk]
     first, last = schedule.packed(chunk)
     return comm.reduce_scatter(out[start:stop], packed[first:last])
@@ -191,7 +194,7 @@ def _scatter_chunk(
 def run_all_gather(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: FusedCommunicator,
+    comm: Communicator,
     layout: str,
     gather: str,
     strategy: str,
@@ -210,6 +213,7 @@ def run_all_gather(
             f"all_gather_matmul: gather={gather!r} with layout={layout!r}; the gathered rows must be rows or columns "
             f"of the result: use gather='a' with NN or NT, or gather='b' with NT"
         )
+    comm.poll()
     check_strategy("all_gather_matmul", strategy, chunks, a.device)
     shard = (a if gather == "a" else b).contiguous()
     other = b if gather == "a" else a

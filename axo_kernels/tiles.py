@@ -38,6 +38,11 @@ class Target:
         return 64 if self.arch.startswith("gfx9") else 32
 
     @property
+    def served(self) -> bool:
+        """Whether the kernels run on it at all: NVIDIA's GPUs before sm_80 have no bf16, and no asynchronous copies."""
+        return not self.nvidia or int(self.arch[3:]) >= 80
+
+    @property
     def descriptors(self) -> bool:
         """Whether host tensor descriptors turn into bulk copies (TMA)."""
         return self.nvidia and int(self.arch[3:]) >= 90
@@ -138,6 +143,11 @@ def _power_of_two(value: int) -> bool:
 PURPOSES = ("plain", "wide", "fused")
 
 
+def purpose_of(target: Target, wide_epilogue: bool, activation: str | None) -> str:
+    """For which purpose a product takes its default: exact GELU over AMD's largest tiles spills (seen compiled)."""
+    return "wide" if wide_epilogue or (activation == "gelu" and not target.nvidia) else "plain"
+
+
 @cache
 def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpose: str = "plain") -> Config:
     """Configuration for large products when nothing was tuned.
@@ -188,6 +198,30 @@ def _cut(block: int, size: int) -> int:
     return block
 
 
+def cut_to_fit(
+    config: Config,
+    target: Target,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype | None = None,
+    wide_epilogue: bool = False,
+) -> Config:
+    """Take stages, then depth, then columns and rows off a default that was chosen for a device with more memory.
+
+    The defaults are those of :data:`TARGETS`; an RTX or an L4, say, has less than half of their shared memory.
+    """
+    while not config.fits(target, dtype, out_dtype, wide_epilogue):
+        if config.stages > 2:
+            config = replace(config, stages=config.stages - 1)
+        elif config.block_k * dtype.itemsize > 64:
+            config = replace(config, block_k=config.block_k // 2)
+        elif max(config.block_m, config.block_n) > 32:
+            side = "block_n" if config.block_n >= config.block_m else "block_m"
+            config = replace(config, **{side: getattr(config, side) // 2})
+        else:
+            break
+    return config
+
+
 def candidates(
     target: Target,
     product: Product,
@@ -227,7 +261,7 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
     """
     if target.arch == "cpu":
         return []
-    default = default_config(target, product.dtype, descriptors, "fused")
+    default = cut_to_fit(default_config(target, product.dtype, descriptors, "fused"), target, product.dtype)
     found = {default: estimate(default, product, target)}
     if product.dtype != torch.float32:
         for block_m, block_n, warps in ((256, 128, 8), (128, 128, 8 if target.nvidia else 4), (128, 64, 4)):

@@ -9,9 +9,10 @@ each the slowest rank's mean), algbw = size / time and busbw = algbw * the opera
 buffer from axo.empty_shared, "axo-c10d" torch.distributed over Axo, "gloo" torch's default, "mpi" Open MPI through
 mpi4py, started beside it as a run of its own where both are installed.
 
-The machine's copy traffic, bytes read plus bytes written by all ranks that copy at once, is measured in the same ranks.
-The floor of an all_reduce is 5 bytes of it for a byte of private buffers (staged), 4 where buffers are shared;
-`of_floor` is algbw over that. A program may beat it: caches hold what a large copy streams.
+The machine's copy traffic, bytes read plus bytes written by all ranks that copy at once, is measured in the same ranks;
+beside an all_reduce of 64 MiB or more in its very rounds, as one rival more: memory that other machines share is twice
+as fast a minute later. The floor of an all_reduce is 5 bytes of it for a byte of private buffers (staged), 4 where
+buffers are shared; `of_floor` is algbw over that. A program may beat it: caches hold what a large copy streams.
 
 `--progress` asks instead whether a pending all_reduce advances while Python computes (bench/progress.py). It does not
 measure GPUs.
@@ -39,6 +40,7 @@ COLUMNS |= {"least_us": ".2f", "algbw": ".3f", "busbw": ".3f", "times_gloo": ".1
 RIVALS = ("axo", "axo-shared", "axo-c10d", "gloo", "mpi")
 FLOOR_BYTES = {"axo": 5, "axo-c10d": 5, "axo-shared": 4}  # of an all_reduce, moved for each byte of its size
 DEFAULT_OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,barrier"
+FLOOR_SIZE = 64 << 20  # from here on; less stays in caches
 MEMORY_SHARE = 0.25  # of what is free, for the buffers of all ranks
 ROUND_BYTES = 16 << 20  # moved by one rival in one round, where calls are small
 
@@ -86,8 +88,8 @@ def main(arguments: list[str] | None = None) -> int:
             if why:
                 table.note(f"mpi, {ranks} ranks: {why}")
         for row in sorted(rows, key=lambda row: cases.index((row["op"], row["case"], row["dtype"]))):
-            floor = FLOOR_BYTES.get(row["rival"]) if row["op"] == "all_reduce" and row["size"] >= 64 << 20 else None
-            table.add(**row, of_floor=row["algbw"] * floor / traffic if floor else None)
+            floor = FLOOR_BYTES.get(row["rival"]) if "copy_gbs" in row else None
+            table.add(**row, of_floor=row["algbw"] * floor / row["copy_gbs"] if floor else None)
         table.note(f"copy traffic of {ranks} ranks at once: {traffic:.1f} GB/s", ranks=ranks, copy_gbs=traffic)
     if options.plot:
         plot(table.rows, options.plot)
@@ -117,17 +119,18 @@ def free_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
-def copy_traffic(comm: Any) -> float:
-    """GB/s, read and written, of all ranks that copy at once: the best of five."""
-    source, target = np.ones(64 << 20, dtype=np.uint8), np.ones(64 << 20, dtype=np.uint8)
-    seconds = []
-    for _ in range(5):
-        comm.barrier()
-        start = time.perf_counter()
-        np.copyto(target, source)
-        comm.barrier()
-        seconds.append(time.perf_counter() - start)
-    return 2 * source.nbytes * comm.size / min(seconds) / 1e9
+class Copy:
+    """A copy of ``size`` bytes from memory to memory; all ranks call it at once."""
+
+    def __init__(self, size: int) -> None:
+        self.source, self.target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+
+    def __call__(self) -> None:
+        np.copyto(self.target, self.source)
+
+    def traffic(self, ranks: int, seconds: list[float]) -> float:
+        """GB/s, read and written, of all ranks, for the median of ``seconds``."""
+        return 2 * self.source.nbytes * ranks / statistics.median(seconds) / 1e9
 
 
 def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -> tuple[list[dict[str, Any]], float]:
@@ -139,7 +142,8 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
     groups = {"axo-c10d": dist.group.WORLD}
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
-    traffic = copy_traffic(comm)
+    copy = Copy(FLOOR_SIZE)
+    traffic = copy.traffic(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
     rows = []
     for op, size, dtype_name in cases:
         dtype = getattr(torch, dtype_name)
@@ -154,12 +158,18 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
                 continue
             calls[rival] = buffers, call
         wrong = {rival: calls_of.count_wrong(call, comm, op, buffers) for rival, (buffers, call) in calls.items()}
-        seconds = time_calls({rival: call for rival, (_, call) in calls.items()}, comm, count * dtype.itemsize, rounds)
+        timed = {rival: call for rival, (_, call) in calls.items()}
+        if op == "all_reduce" and size >= FLOOR_SIZE:
+            timed["copy"] = copy
+        seconds = time_calls(timed, comm, count * dtype.itemsize, rounds)
+        copied = seconds.pop("copy", None)
         for rival, times in seconds.items():
             rows.append(row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times))
             rows[-1]["wrong"] = wrong[rival]
             gloo = statistics.median(seconds["gloo"]) if "gloo" in seconds else None
             rows[-1]["times_gloo"] = gloo and gloo / statistics.median(times)
+            if copied is not None:
+                rows[-1]["copy_gbs"] = copy.traffic(comm.size, copied)
     comms.close()
     return rows, traffic
 

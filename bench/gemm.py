@@ -30,6 +30,7 @@ from axo_kernels.tiles import Config
 from axo_kernels.timing import paired, relative_error
 from axo_kernels.tuner import runner
 
+from . import arguments
 from .table import Table, environment
 
 COLUMNS = {
@@ -55,7 +56,7 @@ PEAKS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
     parser = argparse.ArgumentParser(prog="axo bench gemm", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="", help="square sizes, comma-separated; some by default")
@@ -69,13 +70,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--json", type=Path, help="append JSON lines here")
-    options = parser.parse_args(arguments)
-    device = torch.device(options.device, torch.cuda.current_device() if options.device == "cuda" else None)
+    options = parser.parse_args(given)
     dtype = getattr(torch, options.dtype)
-    products = list(_products(options, dtype))
+    try:
+        device = arguments.device("--device", options.device)
+        products = _products(options, dtype)
+    except ValueError as error:
+        parser.error(str(error))
     if not products:
         options.sizes = "1024,2048,4096,8192,16384,32768,65536" if device.type == "cuda" else "256,512,1024"
-        products = list(_products(options, dtype))
+        products = _products(options, dtype)
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
     return int(any(not row["right"] for row in table.rows))
@@ -83,9 +87,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
     found: dict[Product, None] = {}
-    for size in filter(None, options.sizes.split(",")):
+    for size in arguments.numbers("--sizes", options.sizes):
         for layout in LAYOUTS:
-            found[Product(layout, int(size), int(size), int(size), dtype)] = None
+            found[Product(layout, size, size, size, dtype)] = None
     names = options.models.split(",") if options.models else []
     if names == ["all"]:
         from axo_kernels.model_shapes import MODELS
@@ -113,9 +117,12 @@ def measure(
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
         _one(product, device, table, tuner, rounds)
-    ratios = [row["tuned_ratio"] for row in table.rows if row.get("tuned_ratio")]
-    if ratios:
-        table.note(f"tuned against torch: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
+    for rival in ("tuned", "triton"):
+        ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
+        if ratios:
+            table.note(f"{rival} against torch: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
+        elif table.rows:
+            table.note(f"{rival} against torch: not measured")
 
 
 def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int) -> None:

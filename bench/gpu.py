@@ -16,6 +16,8 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
 SECONDS = 450.0  # of all parts together
 TRANSPORT = 0.25  # of them: the most that the transport may take
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
@@ -30,6 +32,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.seconds < 4 * ENDING:
         parser.error(f"--seconds {options.seconds:g} is too short for any result; use at least {4 * ENDING:g}")
+    if not (options.walk or torch.cuda.is_available()):
+        parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
     started = time.perf_counter()
     out = ["--out", str(options.out)]
     failed = part("device", [*out, *(["--standin"] if options.walk else [])], TRANSPORT * options.seconds)

@@ -32,6 +32,7 @@ from axo_kernels.simulated import SimulatedCommunicator
 from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.timing import paired, relative_error
 
+from . import arguments
 from .table import Table, environment
 
 OPERATIONS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
@@ -51,7 +52,7 @@ COLUMNS = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a fused result differs from the serial one."""
     parser = argparse.ArgumentParser(prog="axo bench overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
@@ -63,32 +64,52 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--json", type=Path, help="append JSON lines here")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(given)
     real = int(os.environ.get("WORLD_SIZE", "1")) > 1
-    device = _place(options.device, real)
+    try:
+        shapes = arguments.shapes("--shapes", options.shapes)
+        shares = arguments.shares("--shares", options.shares) if not real else [0.0]
+        counts = arguments.numbers("--chunks", options.chunks)
+        size = int(os.environ["WORLD_SIZE"]) if real else arguments.numbers("--size", str(options.size), 2)[0]
+        _check_cuts(shapes, counts, size)
+        device = _place(arguments.device("--device", options.device), real)
+    except ValueError as error:
+        parser.error(str(error))
     comm = None
     if real:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
         comm = adapt(torch.distributed.group.WORLD)
     rank = comm.rank if comm else 0
     table = Table(COLUMNS, options.json if rank == 0 else None, {"bench": "overlap"} | environment(device))
-    shapes = [tuple(int(size) for size in shape.split("x")) for shape in options.shapes.split(",")]
-    shares = [float(share) for share in options.shares.split(",")] if not real else [0.0]
-    counts = [int(count) for count in options.chunks.split(",")]
     measure(shapes, shares, counts, getattr(torch, options.dtype), device, table, options, comm)
     if real:
         torch.distributed.destroy_process_group()
     return int(any(not row["right"] for row in table.rows))
 
 
-def _place(kind: str, real: bool) -> torch.device:
+def _check_cuts(shapes: list[tuple[int, int, int]], counts: list[int], size: int) -> None:
+    """Refuse what the ranks or the chunks cannot cut.
+
+    Raises:
+        ValueError: Rows do not divide over the ranks, or are fewer than the chunks.
+    """
+    for m, n, k in shapes:
+        for name, rows in (("M", m), ("N", n)):
+            if rows % size:
+                up = -(-rows // size) * size
+                raise ValueError(f"--shapes {m}x{n}x{k}: {name}={rows} does not divide over {size} ranks; use {up}")
+            if max(counts) > rows // size:
+                raise ValueError(f"--chunks {max(counts)} do not fit the {rows // size} rows of {name} on each rank")
+
+
+def _place(device: torch.device, real: bool) -> torch.device:
     """The device of this rank; more ranks than GPUs share them, where the library can.
 
     Raises:
         SystemExit: It cannot.
     """
-    if kind != "cuda":
-        return torch.device(kind)
+    if device.type != "cuda":
+        return device
     rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if real and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus:
         version = torch.cuda.nccl.version() if torch.version.hip is None else (0,)
@@ -101,13 +122,13 @@ def _place(kind: str, real: bool) -> torch.device:
         # The kernels of all ranks must be resident at once: few thread blocks, and NVIDIA's MPS running.
         for name, value in (("MULTI_RANK_GPU_ENABLE", "1"), ("NVLS_ENABLE", "0"), ("MAX_CTAS", "2")):
             os.environ.setdefault(f"NCCL_{name}", value)
-    device = torch.device("cuda", rank % gpus)
+    device = torch.device("cuda", rank % gpus) if real else device
     torch.cuda.set_device(device)
     return device
 
 
 def measure(
-    shapes: list[tuple[int, ...]],
+    shapes: list[tuple[int, int, int]],
     shares: list[float],
     counts: list[int],
     dtype: torch.dtype,
@@ -131,7 +152,7 @@ def measure(
 
 def _case(
     operation: str,
-    shape: tuple[int, ...],
+    shape: tuple[int, int, int],
     share: float,
     counts: list[int],
     dtype: torch.dtype,
@@ -147,7 +168,7 @@ def _case(
     layout = "TN" if operation == "matmul_reduce_scatter" else "NT"
     stored = ((k, m), (k, n)) if layout == "TN" else ((m, k), (n, k))
     a, b = (
-        torch.randn(shape, generator=generator, device=device).mul_(0.01 * (rank + 1)).to(dtype) for shape in stored
+        torch.randn(sizes, generator=generator, device=device).mul_(0.01 * (rank + 1)).to(dtype) for sizes in stored
     )
     product = product_of(a, b, layout)
     gemm = partial(vendor_matmul, a, b, layout)

@@ -3,10 +3,25 @@
 import pytest
 import torch
 
+from axo_kernels import compile_matrix
+from axo_kernels import device as devices
 from axo_kernels.assembly import spin_loop
+from axo_kernels.choice import plain_choices
 from axo_kernels.compile_matrix import cases, compile_all
 from axo_kernels.layout import LAYOUTS, Product
-from axo_kernels.tiles import TARGETS, Config, candidates, default_config, estimate
+from axo_kernels.strategies import check_strategy
+from axo_kernels.tiles import (
+    PURPOSES,
+    TARGETS,
+    Config,
+    Target,
+    candidates,
+    cut_to_fit,
+    default_config,
+    estimate,
+    fused_candidates,
+    purpose_of,
+)
 
 
 def passed(matrix):
@@ -44,6 +59,26 @@ def test_all_default_configurations():
     print(f"{len(outcomes)} cases, {sum(outcome.seconds for outcome in outcomes):.0f} s of compilation")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_activations_spill_no_registers(activation, monkeypatch, tmp_path):
+    """With a bias, in the tiles that a product with this activation takes by default."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    plain = compile_matrix._arguments
+
+    def arguments(case, kernel_name):
+        constants, types = plain(case, kernel_name)
+        return constants | {"ACTIVATION": activation, "HAS_BIAS": True}, types
+
+    monkeypatch.setattr(compile_matrix, "_arguments", arguments)
+    for arch in ("sm_90", "gfx942"):
+        target = TARGETS[arch]
+        purpose = purpose_of(target, False, activation)
+        config = default_config(target, torch.bfloat16, target.descriptors, purpose)
+        found = compile_matrix.compile_case(compile_matrix.Case("matmul", "NT", "bf16", arch, config))
+        assert not found.wrong and found.spilled == 0, (arch, config.name, found.spilled, found.wrong)
+
+
 def test_a_loop_is_recognised():
     loop = "$L1:\n ld.global.sys.acquire.b32 %r1, [x];\n setp.lt.s32 %p, %r1, 0;\n @%p bra $L1;\n"
     assert spin_loop(loop, r"ld\.global\.sys\.acquire")
@@ -73,6 +108,56 @@ def test_defaults_satisfy_the_predicate(arch, purpose):
             # the result is as wide as the operands, or fp32 where a kernel accumulates
             out_dtype = torch.float32 if purpose == "wide" else dtype
             assert config.fits(target, dtype, out_dtype, purpose == "wide"), config
+
+
+# Units and shared memory from the vendors' documents: RTX 3090, L4 and RTX 4090, RTX 5090, RX 7900.
+OTHERS = (
+    Target("sm_86", 82, 101_376),
+    Target("sm_89", 128, 101_376),
+    Target("sm_120", 170, 101_376),
+    Target("gfx1100", 96, 65_536),
+)
+
+
+@pytest.mark.parametrize("target", OTHERS, ids=lambda target: target.arch)
+def test_defaults_are_cut_for_devices_with_less_memory(target):
+    """Without it the plain call fails there: "configuration ... does not fit sm_89"."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for out_dtype in (dtype, torch.float32):
+            for descriptors in (True, False) if target.descriptors else (False,):
+                for purpose in PURPOSES:
+                    wide = purpose == "wide"
+                    default = default_config(target, dtype, descriptors, purpose)
+                    config = cut_to_fit(default, target, dtype, out_dtype, wide)
+                    assert config.fits(target, dtype, out_dtype, wide), config
+                    assert min(config.block_m, config.block_n) >= 64, "what was cut is stages and depth first"
+        product = Product("NT", 4096, 4096, 4096, dtype)
+        found = fused_candidates(target, product, target.descriptors)
+        assert found and all(config.fits(target, dtype) for config in found)
+    for own in TARGETS.values():  # what is compiled in the matrix stays what runs
+        assert all(
+            cut_to_fit(config, own, torch.bfloat16) is config
+            for config in [default_config(own, torch.bfloat16, own.descriptors, purpose) for purpose in PURPOSES]
+        )
+
+
+@pytest.mark.parametrize("arch, served", [("sm_70", False), ("sm_75", False), ("sm_80", True), ("gfx90a", True)])
+def test_a_device_that_the_kernels_do_not_serve(monkeypatch, arch, served):
+    """Such a GPU gets the vendor library; who asks for a kernel is told what would work."""
+    cuda = torch.device("cuda", 0)
+    monkeypatch.setattr(devices, "target_of", lambda device: Target(arch, 80, 98_304))
+    monkeypatch.setattr(devices, "gemm_kernels", lambda: torch)
+    monkeypatch.setattr(devices, "interpreted", lambda: False)
+    assert devices.runs_triton(cuda) == served
+    if served:
+        check_strategy("matmul_all_reduce", "signal", 2, cuda)
+        return
+    with pytest.raises(
+        ValueError, match=r"signal' wants triton and a GPU that it serves \(sm_80 or later.*use 'split'"
+    ):
+        check_strategy("matmul_all_reduce", "signal", 2, cuda)
+    product = Product("NT", 4096, 4096, 4096, torch.float16)
+    assert {each.backend for each in plain_choices(product, cuda, 8)} == {"vendor"}
 
 
 def test_the_predicate_refuses():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from axo_kernels import adapt
+from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels import device_comm as module
 from axo_kernels.schedule import plan
 from axo_kernels.workspace import Workspace
@@ -78,6 +78,14 @@ def recorder(monkeypatch):
     return recorder
 
 
+def test_what_a_communicator_on_gpus_lacks_is_named():
+    class Half:
+        rank = size = all_reduce = all_gather = reduce_scatter = broadcast = wait_flag = write_flag = stream = 1
+
+    with pytest.raises(ValueError, match="adapt: Half has no follow, signalled, device, reserved_ctas; give an axo"):
+        adapt(Half())
+
+
 def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
     comm = adapt(recorder)
     assert isinstance(comm, module.DeviceAxoCommunicator) and comm.reserved_units == 6
@@ -108,6 +116,99 @@ def test_flags_are_written_after_the_collective_and_means_stay_means(recorder):
     comm.reduce_scatter(torch.zeros(4), torch.zeros(8))
     comm.join()
     assert recorder.log[1:4] == [("all_gather", False), ("write", 0, 1), ("reduce_scatter", False, "avg")]
+
+
+def test_a_kernel_that_gave_up_tells_more_than_the_transport(recorder):
+    """Its report lies in host memory, where it can be read while streams stand still."""
+    comm = adapt(recorder, 9.0)
+    schedule = plan("all_gather", 4, 2, 0, 2)
+    workspace = comm.workspaces.get("all_gather_matmul", schedule, None, torch.device("cpu"))
+
+    def lost():
+        raise RuntimeError("rank 1 has died")
+
+    for reported in (False, True):
+        comm.fork(torch.device("cuda", 0))
+        comm.all_gather(torch.zeros(8), torch.zeros(4)).wait = lost
+        if reported:
+            workspace.status.copy_(torch.tensor([1, 1, 17, 16]))  # as signal_kernels.report
+        told = r"rank 0 of 2 waited 9 s for chunk 1 \(rows of rank 1\) of epoch 17" if reported else "rank 1 has died"
+        with pytest.raises(SignalTimeout if reported else RuntimeError, match=told) as caught:
+            comm.join()
+    assert "rank 1 has died" in str(caught.value.__context__)
+
+
+def test_a_process_group_on_gpus_has_a_stream_of_its_own(monkeypatch):
+    """The base of the adapters, whose flags are kernels: everything between fork and join is on the side stream."""
+    log, current = [], []
+
+    class Side:
+        device = torch.device("cuda", 0)
+
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+    compute, side = Side("compute"), Side("side")
+
+    @contextmanager
+    def on(stream):
+        current.append(stream.name)
+        yield
+        current.pop()
+
+    def launched(name):
+        class Kernel:
+            def __getitem__(self, grid):
+                return lambda flags, *rest, **options: log.append((current[-1], name, flags.storage_offset()))
+
+        return Kernel()
+
+    class Kernels:
+        wait_flag_kernel, write_flag_kernel = launched("wait"), launched("write")
+
+    class Pending:
+        def wait(self):
+            log.append((current[-1] if current else "compute", "waits for the collective"))
+
+    class Group(FusedCommunicator):
+        def _all_reduce(self, tensor):
+            log.append((current[-1] if current else "compute", "all_reduce"))
+            return Pending()
+
+        def _all_gather(self, out, tensor):
+            return self._all_reduce(out)
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(module.devices, "signal_kernels", lambda: Kernels)
+    comm = Group(0, 2)
+    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
+    comm.all_reduce(torch.zeros(4))
+    assert log == [("compute", "all_reduce")], "outside: whoever asked waits for the work"
+    log.clear()
+    comm.fork(side.device)
+    comm.wait_flag(workspace, 1)
+    comm.all_reduce(torch.zeros(4))
+    comm.all_gather(torch.zeros(8), torch.zeros(4))
+    comm.write_flag(workspace, 0)
+    comm.join()
+    collective = [("side", "all_reduce"), ("side", "waits for the collective")]
+    expected = ["side waits for compute", ("side", "wait", 1), *collective, *collective, ("side", "write", 0)]
+    assert log == [*expected, "compute waits for side"]
+
+
+def test_slots_are_taken_in_turn():
+    """What an operation has packed must outlast the next one: a reader of epoch e may be late by one."""
+    workspace = Workspace("op", plan("all_gather", 4, 1, 0, 2), torch.device("cpu"))
+    seen = []
+    for _ in range(4):
+        workspace.advance()
+        seen.append(workspace.buffer((8, 3), torch.float32, torch.device("cpu")).data_ptr())
+    assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
 def test_after_a_capture_the_epoch_is_read_on_the_device(recorder, monkeypatch):

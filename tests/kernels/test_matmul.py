@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+from axo_kernels.choice import Choice
 from axo_kernels.gemm import gradients, matmul, matmul_reference
 from axo_kernels.layout import LAYOUTS
+from axo_kernels.runners import runner
 from axo_kernels.tiles import Config
 
 # Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the
@@ -271,12 +273,28 @@ def test_torch_path_is_differentiable(layout):
         torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-5)
 
 
+def test_torch_path_writes_results_of_any_strides():
+    """One matrix for all of a's leading dims, and a result that is no block of rows: torch's own ``out`` refuses it."""
+    a, b = torch.randn(2, 7, 12), torch.randn(12, 5)
+    for out in (torch.ones(2, 5, 7).mT, torch.ones(7, 2, 5).transpose(0, 1), torch.ones(2, 14, 5)[:, ::2]):
+        before = out.double().clone()
+        for layout, second in (("NN", b), ("NT", b.T.contiguous())):
+            for accumulate in (False, True):
+                out.copy_(before)
+                assert matmul(a, second, layout, out, accumulate=accumulate) is out
+                assert error(out, a.double() @ b.double() + accumulate * before) < 1e-6
+
+
 def test_empty_products():
     for layout in LAYOUTS:
         for m, n, k in ((0, 3, 4), (3, 0, 4), (3, 4, 0)):
             a, b = operands(layout, m, n, k, torch.float32)
             assert torch.equal(matmul(a, b, layout), torch.zeros(m, n))
             assert torch.equal(matmul(a, b, layout, bias=torch.ones(n)), torch.ones(m, n))
+    for mode in LAYOUTS:  # leading dims that become rows, without a column
+        assert torch.equal(
+            runner(Choice("vendor", mode), "NN")(torch.ones(2, 3, 0), torch.ones(0, 4)), torch.zeros(2, 3, 4)
+        )
 
 
 BAD = {
@@ -297,6 +315,7 @@ BAD = {
     ),
     "activation='relu'; use one of": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), activation="relu"),
     "bias has shape (3,); use (2,)": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), bias=torch.ones(3)),
+    "out_dtype=bf16 is not a floating-point type": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), out_dtype="bf16"),
     "adds onto out; give out": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), accumulate=True),
     "out has shape (3, 2); the product": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), out=torch.ones(3, 2)),
     "gate and activation='silu_gate' belong": lambda: matmul(
@@ -320,9 +339,13 @@ def check_offsets_that_overflow():
     from axo_kernels.layout import check_offsets
 
     with pytest.raises(
-        ValueError, match=r"stride of 16777216 elements; the kernels take at most 8388607: make it contig"
+        ValueError, match=r"a \(2, 4\) has strides of 16777216 \+ 1 elements; the kernels take at most 8388607 together"
     ):
         check_offsets(huge, "a")
+    with pytest.raises(ValueError, match=r"strides of 5000000 \+ 5000000 elements"):  # each alone would do
+        check_offsets(torch.empty_strided((256, 64), (5_000_000, 5_000_000), device="meta"), "a")
+    check_offsets(torch.empty((1, 2**24), device="meta"), "a")  # a single row: its stride multiplies nothing
+    check_offsets(torch.empty_strided((256, 64), (8_000_000, 1), device="meta"), "a")
     row = torch.empty((1, 2**31), device="meta")
     with pytest.raises(ValueError, match="each must be at most 2147483647; cut it"):
         matmul(row, torch.empty((2**31, 1), device="meta"), backend="vendor")

@@ -1,5 +1,6 @@
 """Shapes of the papers' models, tuning a whole model, the simulated link, and the benches at toy sizes."""
 
+import importlib
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import torch
 
 from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.cache import Cache
+from axo_kernels.layout import Product
 from axo_kernels.model_shapes import MODELS, layers, parse_grid
 from axo_kernels.simulated import SimulatedCommunicator
 from axo_kernels.tune_model import as_table, tune_model
@@ -40,8 +42,10 @@ def test_models_and_grids_that_do_not_exist():
             parse_grid(grid)
     with pytest.raises(ValueError, match="model 'gpt-7b' is not one of gpt-5b"):
         layers("gpt-7b")
-    with pytest.raises(ValueError, match="does not divide over 3; choose another grid"):
+    with pytest.raises(ValueError, match="'qkv': in_features=4096 does not divide over y=3; use a grid with y=2"):
         layers("gpt-5b", (1, 3, 1))
+    with pytest.raises(ValueError, match="hidden size of 4096 shrunk by 5000 is nothing; shrink less"):
+        layers("gpt-5b", shrink=5000)
     with pytest.raises(ValueError, match="2048 rows do not divide over z=3; use 2049"):
         layers("gpt-5b", (1, 1, 3))
 
@@ -112,8 +116,8 @@ def test_overlap_bench_reports_efficiency(tmp_path):
             assert row["efficiency"] == pytest.approx(expected)
 
 
-def test_a_section_that_dies_is_a_verdict_and_slower_than_serial_is_another():
-    from bench.kernels import _overlap_verdicts, section
+def test_a_section_that_dies_is_a_verdict():
+    from bench.kernels import section
 
     def dies():
         raise RuntimeError("no kernel image\nand more")
@@ -121,11 +125,72 @@ def test_a_section_that_dies_is_a_verdict_and_slower_than_serial_is_another():
     verdicts = {}
     assert not section("numerics", dies, verdicts) and section("rounds", lambda: None, verdicts)
     assert verdicts == {"numerics ended early: RuntimeError: no kernel image": False}
-    row = {"asked_share": 0.2, "operation": "matmul_all_reduce", "shape": "NT", "strategy": "split", "chunks": 2}
-    times = {"fused_ms": 1.03, "serial_ms": 1.0, "efficiency": 0.6}
 
-    class Rows:
-        rows = (row | times,)
 
-    found = _overlap_verdicts(Rows)
-    assert list(found.values()) == [True, False] and "in 1.030 of serial (goal 1.01)" in list(found)[1]
+def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
+    from bench import verdicts
+
+    shape = (2048, 4096, 4096)
+    row = {"asked_share": 0.2, "operation": "matmul_all_reduce", "shape": "NT 2048x4096x4096 bfloat16", "chunks": 2}
+    rows = [
+        row | {"strategy": "split", "fused_ms": 1.03, "serial_ms": 1.0, "efficiency": 0.6},
+        row | {"strategy": "signal", "fused_ms": 1.2, "serial_ms": 1.0, "efficiency": 0.9},
+    ]
+    found = verdicts.overlap(rows, ["matmul_all_reduce"], [shape])
+    what = "matmul_all_reduce 2048x4096x4096 share 0.2, split/2"
+    assert found.pop(f"{what} hides: 0.600 (goal: at least 0.5)") is True
+    assert found.pop(f"{what} over serial: 1.030 (goal: at most 1.01)") is False
+    assert len(found) == 4 and set(found.values()) == {"not measured"}
+
+
+def test_speed_is_judged_by_class():
+    from bench import verdicts
+
+    gpt = [Product(layout, 4096, size, 4096, torch.bfloat16) for layout in ("NN", "NT", "TN") for size in (16384, 1024)]
+    square = Product("NN", 8192, 8192, 8192, torch.bfloat16)
+
+    def row(product, triton, tuned=1.0):
+        sizes = {"layout": product.layout, "m": product.m, "n": product.n, "k": product.k}
+        return sizes | {
+            "product": product.name, "triton_ratio": triton, "tuned_ratio": tuned, "errors": {"triton": 2e-3},
+        }  # fmt: skip
+
+    rows = [row(product, 0.94 if product.n == 16384 else 0.89) for product in gpt]
+    found = verdicts.speed([*rows, row(square, 0.5, 0.98)], gpt, units=64)
+    assert list(found.items()) == [
+        ("GPT shapes measured: 6 of 6", True),
+        ("Triton's relative error: 2.0e-03 over 7 shapes (goal: at most 0.004)", True),
+        ("Triton NN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
+        ("Triton NT, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
+        ("Triton TN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.93)", True),
+        ("Triton on the other GPT shapes, of torch: 0.890 over 3 shapes (goal: at least 0.88)", True),
+        ("Triton at worst, of torch: 0.890 over 6 shapes (goal: at least 0.8)", True),
+        ("tuned at worst, of torch: 0.980 over 7 shapes (goal: at least 0.99)", False),
+        ("tuned, of torch: 0.997 over 7 shapes (goal: at least 1)", False),
+    ]
+    found = verdicts.speed(rows[:1], gpt, units=64)
+    assert found["GPT shapes measured: 1 of 6"] == "not measured"
+    assert found["Triton NT, K >= 2048, >= 4 waves, of torch (goal: at least 0.95)"] == "not measured"
+
+
+BAD = {
+    "gemm --sizes 64x": "--sizes '64x' is not a whole number of at least 1",
+    "gemm --models gpt-7b": "model 'gpt-7b' is not one of gpt-5b",
+    "gemm --models gpt-5b --grid 5x1x1": "does not divide over x=5; use a grid with x=4",
+    "gemm --device tpu": "--device 'tpu': 0 GPUs are visible here; use cpu",
+    "overlap --shapes 64x64": "use three sizes joined by x",
+    "overlap --shapes 64x63x64": "N=63 does not divide over 4 ranks; use 64",
+    "overlap --shapes 64x64x64 --chunks 17": "--chunks 17 do not fit the 16 rows of M",
+    "overlap --shapes 64x64x64 --shares 0": "--shares '0': use numbers above 0",
+    "overlap --shapes 64x64x64 --size 1": "--size '1' is not a whole number of at least 2",
+}
+
+
+@pytest.mark.parametrize("command", BAD)
+def test_a_mistake_on_the_command_line_is_one_line(command, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    name, *arguments = command.split()
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"bench.{name}").main(arguments)
+    said = capsys.readouterr().err.splitlines()
+    assert caught.value.code == 2 and said[-1].startswith(f"axo bench {name}: error: ") and BAD[command] in said[-1]

@@ -225,6 +225,33 @@ def test_rows_of_a_missing_chunk_are_nan(interpreter):
     interpreter.run(check_poisoned_rows)
 
 
+def check_the_next_operation_tells():
+    """As on a GPU, where the host has gone on: a kernel gives up between two operations, of whatever strategy."""
+    from axo_kernels import SignalTimeout, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.signal_kernels import wait_flag_kernel
+
+    comm = SoloCommunicator(timeout=5.0)
+    x, w = torch.ones(6, 8), torch.ones(4, 8)
+    epoch = 0
+    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
+        for strategy in ("serial", "split", "signal"):
+            all_gather_matmul(x, w, comm, strategy="signal", chunks=2)
+            comm.poll()
+            epoch += 1 + (operation is all_gather_matmul and strategy != "serial")
+            [workspace] = [each for each in comm.workspaces.all() if each.name.startswith("all_gather")]
+            wait_flag_kernel[(1,)](workspace.flags[1:], workspace.epoch + 1, workspace.status, 3, 1)
+            told = rf"all_gather_matmul b: rank 0 of 1 waited 5 s for chunk 1 of epoch {int(workspace.epoch) + 1}; "
+            with pytest.raises(SignalTimeout, match=told):
+                operation(x, w, comm, strategy=strategy, chunks=2)
+            assert torch.equal(operation(x, w, comm, strategy=strategy, chunks=2), x @ w.T), "told once"
+    assert int(workspace.epoch) == epoch
+
+
+def test_the_next_operation_tells_what_a_kernel_has_reported(interpreter):
+    interpreter.run(check_the_next_operation_tells)
+
+
 def check_the_bound_holds_once():
     """A silent chunk of many tiles: each program spends its bound once, and then only looks."""
     from axo_kernels import signal_kernels

@@ -1,0 +1,68 @@
+"""What the command lines of the benches of products share: numbers, shapes and the device; a mistake is one line."""
+
+from __future__ import annotations
+
+import torch
+
+
+def numbers(option: str, text: str, least: int = 1) -> list[int]:
+    """Read whole numbers, comma-separated.
+
+    Raises:
+        ValueError: One is not a whole number of at least ``least``.
+    """
+    return [_number(option, part, least) for part in text.split(",") if part]
+
+
+def shapes(option: str, text: str) -> list[tuple[int, int, int]]:
+    """Read shapes MxNxK, comma-separated.
+
+    Raises:
+        ValueError: One is not three sizes joined by x.
+    """
+    found = []
+    for shape in text.split(","):
+        sizes = [_number(option, part, 1) for part in shape.split("x")]
+        if len(sizes) != 3:
+            raise ValueError(f"{option} {shape!r}: use three sizes joined by x, for example 4096x4096x4096")
+        found.append((sizes[0], sizes[1], sizes[2]))
+    return found
+
+
+def shares(option: str, text: str) -> list[float]:
+    """Read shares above 0, comma-separated.
+
+    Raises:
+        ValueError: One is none.
+    """
+    try:
+        found = [float(part) for part in text.split(",")]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < share < float("inf") for share in found):
+        raise ValueError(f"{option} {text!r}: use numbers above 0, such as 0.2,0.4,0.8")
+    return found
+
+
+def device(option: str, name: str) -> torch.device:
+    """Find the device that was asked for, a GPU with its index.
+
+    Raises:
+        ValueError: It is not here.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    try:
+        place = torch.device(name)
+    except RuntimeError:
+        place = torch.device("meta")
+    if place.type != "cuda" or (place.index or 0) >= count:
+        raise ValueError(f"{option} {name!r}: {count} GPUs are visible here; use cpu{', or cuda' if count else ''}")
+    return place if place.index is not None else torch.device("cuda", torch.cuda.current_device())
+
+
+def _number(option: str, text: str, least: int) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise ValueError(f"{option} {text!r} is not a whole number of at least {least}")
+    return int(text)

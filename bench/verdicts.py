@@ -1,0 +1,94 @@
+"""What the kernels must show on a GPU, as one line each: reached or not, or "not measured" where a row is missing.
+
+Goals: Triton alone against the vendor library over the GPT shapes (deep: K of at least 2,048 and four waves of tiles of
+128 x 256), the tuned choice on every shape, overlap where communication takes 0.2, 0.4 and 0.8 of the product's time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from axo_kernels.layout import Product
+
+from .gemm import geometric_mean
+
+Verdicts = dict[str, bool | str]
+Row = dict[str, Any]
+
+_ERROR = 4e-3
+_DEEP = (("NN", 0.95), ("NT", 0.95), ("TN", 0.93))
+_ELSEWHERE, _WORST = 0.88, 0.80
+_TUNED_WORST, _TUNED_MEAN = 0.99, 1.00
+_HIDDEN = ((0.2, 0.5), (0.4, 0.7), (0.8, 0.8))
+_SLOWER = 1.01
+_WAVE = 128 * 256
+
+
+def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
+    """Judge rows of ``bench.gemm``.
+
+    Args:
+        gpt: The products that the goals of Triton alone are over; others count for the tuned choice and the error.
+        units: Multiprocessors of the device.
+    """
+    rows = [row for row in rows if row.get("triton_ratio")]
+    wanted = {product.name for product in gpt}
+    mine = [row for row in rows if row["product"] in wanted]
+    deep = [row for row in mine if row["k"] >= 2048 and row["m"] * row["n"] >= 4 * units * _WAVE]
+    rest = [row for row in mine if row not in deep]
+    verdicts: Verdicts = {f"GPT shapes measured: {len(mine)} of {len(wanted)}": len(mine) == len(wanted) or _NOT}
+    error = max((row["errors"]["triton"] for row in rows), default=None)
+    verdicts |= _line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
+    for layout, goal in _DEEP:
+        ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
+        verdicts |= _line(f"Triton {layout}, K >= 2048, >= 4 waves, of torch", _mean(ratios), goal, len(ratios))
+    ratios = [row["triton_ratio"] for row in rest]
+    verdicts |= _line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
+    ratios = [row["triton_ratio"] for row in mine]
+    verdicts |= _line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
+    ratios = [row["tuned_ratio"] for row in rows]
+    verdicts |= _line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
+    verdicts |= _line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
+    return verdicts
+
+
+def overlap(rows: Iterable[Row], operations: Iterable[str], shapes: Iterable[tuple[int, int, int]]) -> Verdicts:
+    """Judge rows of ``bench.overlap``: of each operation, shape and share the fastest strategy."""
+    rows, sizes = list(rows), list(shapes)
+    verdicts: Verdicts = {}
+    for share, goal in _HIDDEN:
+        for operation in operations:
+            for size in sizes:
+                name = "x".join(map(str, size))
+                mine = [
+                    row
+                    for row in rows
+                    if row["asked_share"] == share and row["operation"] == operation and name in row["shape"].split()
+                ]
+                what, hidden, slower = f"{operation} {name} share {share}", None, None
+                if mine:
+                    best = min(mine, key=lambda row: row["fused_ms"])
+                    hidden = best["efficiency"]
+                    slower = best["fused_ms"] / best["serial_ms"]
+                    what += f", {best['strategy']}/{best['chunks']}"
+                verdicts |= _line(f"{what} hides", hidden, goal, None)
+                verdicts |= _line(f"{what} over serial", slower, _SLOWER, None, at_most=True)
+    return verdicts
+
+
+_NOT = "not measured"
+
+
+def _line(
+    name: str, value: float | None, goal: float, shapes: int | None, *, at_most: bool = False, form: str = ".3f"
+) -> Verdicts:
+    bound = f"goal: at {'most' if at_most else 'least'} {goal:g}"
+    if value is None:
+        return {f"{name} ({bound})": _NOT}
+    over = "" if shapes is None else f" over {shapes} shapes"
+    return {f"{name}: {value:{form}}{over} ({bound})": value <= goal if at_most else value >= goal}
+
+
+def _mean(ratios: list[float]) -> float | None:
+    return geometric_mean(ratios) if ratios else None

@@ -1,0 +1,208 @@
+"""What fused operations take and what they refuse: communicators, dtypes, views, empty results, bad arguments.
+
+One rank, unless said: its sum is the product itself, so the oracle is the product in fp64.
+"""
+
+import pytest
+import torch
+
+from tests.kernels.test_fused import STRATEGIES, close, draw, leaf
+
+
+def own_communicator():
+    """What somebody else might write: none of our classes, only what the protocol names."""
+    from collections import deque
+
+    from axo_kernels.host_stream import HostStream
+    from axo_kernels.workspace import Workspaces
+
+    class Own:
+        rank, size, timeout, spins, reserved_units = 0, 1, 30.0, 1000, 0
+
+        def __init__(self):
+            self.ran, self.workspaces, self.stream = deque(), Workspaces(), HostStream("own")
+
+        def all_reduce(self, tensor):
+            return self.stream.submit(lambda: None)
+
+        def all_gather(self, out, tensor):
+            return self.stream.submit(lambda: out.copy_(tensor))
+
+        reduce_scatter = all_gather
+
+        def wait_flag(self, workspace, number):
+            self.stream.submit(lambda: workspace.wait_on_host(number, self.timeout, self.rank))
+
+        def write_flag(self, workspace, number):
+            self.stream.submit(lambda: workspace.write_on_host(number))
+
+        def fork(self, device):
+            pass
+
+        def join(self):
+            self.stream.join()
+
+        def abandon(self):
+            self.stream.stop()
+
+        def poll(self):
+            pass
+
+    return Own()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_any_object_with_the_protocol_serves(strategy):
+    from axo_kernels import Communicator, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+
+    comm = own_communicator()
+    assert isinstance(comm, Communicator)
+    x, w, g = draw(5, (12, 8), (6, 8), (12, 6))
+    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
+        a, b = leaf(x), leaf(w)
+        out = operation(a, b, comm, strategy=strategy, chunks=3)
+        assert (comm.ran[-1].operation, comm.ran[-1].strategy) == (operation.__name__, strategy)
+        out.backward(g)
+        for got, expected in ((out.detach(), x @ w.T), (a.grad, g @ w), (b.grad, g.T @ x)):
+            close(got, expected.double())
+
+
+def check_half_precision():
+    """Whole numbers, whose sums each dtype holds: forward and gradients equal to the last bit, in any strategy."""
+    from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+
+    comm = SoloCommunicator(timeout=30.0)
+    generator = torch.Generator().manual_seed(4)
+    for dtype in (torch.bfloat16, torch.float16):
+        for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
+            x, w, g = (
+                torch.randint(-2, 3, shape, generator=generator).to(dtype) for shape in ((13, 9), (7, 9), (13, 7))
+            )
+            for strategy in STRATEGIES:
+                a, b = leaf(x), leaf(w)
+                out = operation(a, b, comm, "NT", strategy=strategy, chunks=3)
+                assert out.dtype == dtype and comm.ran[-1].strategy == strategy
+                out.backward(g)
+                found, expected = (out, a.grad, b.grad), (x.double() @ w.double().T, g.double() @ w.double())
+                for got, exact in zip(found, (*expected, g.double().T @ x.double()), strict=True):
+                    assert got.dtype == dtype and torch.equal(got.double(), exact), (dtype, operation, strategy)
+
+
+def test_half_precision_through_every_strategy(interpreter):
+    check_half_precision()
+    interpreter.run(check_half_precision)
+
+
+def check_views_and_nothing():
+    """Operands that are views of the other order, through descriptors too; results without an element, at once."""
+    from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.strategies import run_reduce_scatter
+    from axo_kernels.tiles import Config
+
+    comm = SoloCommunicator(timeout=10.0)
+    x, w = draw(1, (16, 32), (16, 16))
+    tiles = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
+    for a, b in ((x.T, w), (x.T.contiguous(), w.T.contiguous().T)):
+        close(run_reduce_scatter(a, b, comm, "NT", "signal", 2, config=tiles), x.T.double() @ w.double().T)
+    for rows, columns in ((0, 3), (4, 0)):
+        for operation in (matmul_all_reduce, matmul_reduce_scatter):
+            for _ in range(2):
+                out = operation(torch.ones(rows, 8), torch.ones(columns, 8), comm, strategy="signal", chunks=2)
+                assert out.shape == (rows, columns)
+
+
+def test_signal_kernel_with_views_and_with_nothing_to_do(interpreter):
+    interpreter.run(check_views_and_nothing)
+
+
+def test_signal_leaves_room_for_the_communication(monkeypatch):
+    """On a GPU as small as the communication itself the collective could never start: refused, and not a candidate."""
+    from axo_kernels import choice, segments
+    from axo_kernels.layout import Product
+    from axo_kernels.simulated import SimulatedCommunicator
+    from axo_kernels.tiles import Target
+
+    cuda = torch.device("cuda", 0)
+    comm = SimulatedCommunicator(2, 1e9, torch.device("cpu"))
+    monkeypatch.setattr(segments.devices, "target_of", lambda device: Target("sm_90", 4, 232_448))
+    with pytest.raises(ValueError, match="leaves 4 multiprocessors to the communication, and cuda:0 has 4; use strat"):
+        segments.programs_left(comm, cuda)
+    assert segments.programs_left(comm, torch.device("cpu")) == 4
+    monkeypatch.setattr(segments.devices, "target_of", lambda device: Target("sm_90", 16, 232_448))
+    assert segments.programs_left(comm, cuda) == 12
+    monkeypatch.setattr(choice.devices, "runs_triton", lambda device: True)
+    product = Product("NT", 4096, 4096, 64, torch.bfloat16)
+    for units, there in ((4, False), (132, True)):
+        monkeypatch.setattr(choice.devices, "target_of", lambda device, units=units: Target("sm_90", units, 232_448))
+        asked = ("matmul_all_reduce", product, cuda, "b", 2, lambda product, device: choice.Choice("vendor", "NT"))
+        found = choice.fused_choices(*asked, reserved=4)
+        assert any(candidate.strategy == "signal" for candidate in found) == there
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_derivatives_are_refused_and_autocast_casts(strategy):
+    from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+
+    comm = SoloCommunicator()
+    x, w = draw(2, (6, 8), (4, 8))
+    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
+        a, b = leaf(x), leaf(w)
+        out = operation(a, b, comm, strategy=strategy, chunks=2)
+        with pytest.raises(RuntimeError, match=f"{operation.__name__}: backward.create_graph=True. is not supported"):
+            torch.autograd.grad(out.sum(), a, create_graph=True)
+        with torch.no_grad():
+            assert not operation(a, b, comm, strategy=strategy, chunks=2).requires_grad
+        with torch.autocast("cpu", torch.bfloat16):
+            out = operation(a, b, comm, strategy=strategy, chunks=2)
+        assert out.dtype == torch.bfloat16, "as torch's own product there, whatever the strategy"
+        out.sum().backward()
+        assert a.grad.dtype == b.grad.dtype == torch.float32
+
+
+BAD = {
+    "strategy='magic'; use one of serial, split, signal": {"strategy": "magic"},
+    "chunks=0; use a whole number of at least 1": {"strategy": "split", "chunks": 0},
+    "chunks=2.0; use a whole number of at least 1": {"strategy": "split", "chunks": 2.0},
+    r"bias has shape \(4,\); use \(3,\), one value a column": {"bias": torch.ones(4)},
+    "9 chunks do not fit 4 rows; use between 1 and 4": {"strategy": "split", "chunks": 9},
+    "layout='XX' is not a layout": {"layout": "XX"},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments(message):
+    from axo_kernels import matmul_all_reduce
+    from axo_kernels.comm import SoloCommunicator
+
+    with pytest.raises(ValueError, match=message):
+        matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), **BAD[message])
+
+
+def test_bad_communicators_and_shapes():
+    from axo_kernels import adapt, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels.comm import SoloCommunicator
+
+    with pytest.raises(ValueError, match=r"comm is a int; wrap it once with axo_kernels.adapt"):
+        matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), 3)
+    with pytest.raises(ValueError, match=r"grad_comm is a int; wrap it once"):
+        matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), grad_comm=3)
+    with pytest.raises(ValueError, match="all_gather_matmul: b has 3 dims; give one matrix, 2 dims"):
+        all_gather_matmul(torch.ones(4, 8), torch.ones(2, 3, 8), SoloCommunicator())
+    with pytest.raises(ValueError, match="adapt: int has no rank, size"):
+        adapt(3)
+    with pytest.raises(ValueError, match="use gather='a' with NN or NT, or gather='b' with NT"):
+        all_gather_matmul(torch.ones(4, 8), torch.ones(8, 3), SoloCommunicator(), "NN", strategy="split")
+    with pytest.raises(ValueError, match="a has 3 dims; TN takes 2"):
+        matmul_reduce_scatter(torch.ones(4, 8, 2), torch.ones(8, 3), SoloCommunicator(), "TN")
+    with pytest.raises(ValueError, match=r"all_gather_matmul: bias has shape \(5,\); use \(3,\)"):
+        all_gather_matmul(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), bias=torch.ones(5))
+    with pytest.raises(ValueError, match="adapt: timeout=0 is no bound for a wait; use seconds of more than 0"):
+        adapt(None, 0)
+    for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):  # leading dims without a column
+        assert not operation(torch.ones(2, 3, 0), torch.ones(4, 0), SoloCommunicator(), strategy="split").any()
+    # one piece is not cut: the default of 4 chunks fits one row
+    assert matmul_reduce_scatter(torch.ones(1, 8), torch.ones(3, 8), SoloCommunicator()).shape == (1, 3)
+    assert all_gather_matmul(torch.ones(4, 8), torch.ones(1, 8), SoloCommunicator()).shape == (4, 1)
