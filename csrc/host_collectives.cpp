@@ -18,6 +18,7 @@
 #include <numeric>
 
 #include "copy.h"
+#include "engine.h"
 #include "host_core.h"
 #include "reduce.h"
 
@@ -29,6 +30,8 @@ constexpr std::size_t kDirect = 4096;
 // Results of this size do not stay in the caches until somebody reads them.
 constexpr std::size_t kStreamed = 8 << 20;
 constexpr std::size_t kHot = 16 * 1024;  // what is reduced before it is copied on, in the first-level cache
+
+constexpr std::uint64_t kPaced = 64;  // rounds from which a collective may choose how to write stages
 
 std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
 
@@ -93,6 +96,12 @@ void Rounds::plan() {
   staged_ = stages_ ? base_ : end_;
   combined_ = combines_ ? base_ : end_;
   planned_ = true;
+  if (StagePace* const paced = pace(); paced != nullptr) paced->begin();
+}
+
+StagePace* Rounds::pace() {
+  const bool large = stages_ && end_ - base_ >= kPaced;
+  return large && !core_.engine().crowded() ? &paces_[static_cast<std::size_t>(work_->request.kind)] : nullptr;
 }
 
 // Whether what this rank receives is too large for the caches, and not already there (in place).
@@ -121,6 +130,7 @@ void Rounds::stage(std::uint64_t round) {
   const std::size_t item = item_size(r.dtype), slot = layout.part_bytes();
   const char* in = static_cast<const char*>(r.in);
   char* to = layout.stage(core_.base(), me, round);
+  const auto copy = around_ ? &stream : &axo::copy;
   const std::size_t lo = (round - base_) * per_round_;
   switch (r.kind) {
     case Kind::all_reduce:
@@ -179,12 +189,18 @@ void Rounds::combine(std::uint64_t round) {
   const std::size_t from = std::min(me * part, len), size = std::min(part, len - from);
   char* result = core_.layout().result(core_.base(), core_.rank(), round);
   const std::size_t at = me * core_.layout().part_bytes();
+  const auto write = around_ ? &stream : &copy;
+  alignas(64) char hot[kHot];
   for (std::size_t done = 0; done < size; done += kHot / item) {
     const std::size_t element = lo + from + done, count = std::min(kHot / item, size - done);
     const char* own = static_cast<const char*>(r.in) + element * item;
-    char* piece = result + done * item;
-    reduce_stages(at + done * item, own, piece, count, round);
-    if (reads_) copy(static_cast<char*>(r.out) + element * item, piece, count * item);
+    // Into my own memory first: a line of `result` that the peers have read is mine again only when they have given it
+    // up, and copy() waits for that far less than a reduction, which asks for a few lines at a time.
+    char* out = reads_ ? static_cast<char*>(r.out) + element * item : hot;
+    char* mine = streams_ ? hot : out;
+    reduce_stages(at + done * item, own, mine, count, round);
+    write(result + done * item, mine, count * item);
+    if (mine != out) stream(out, mine, count * item);
   }
 }
 

@@ -12,12 +12,14 @@
 // order, so that the bits are the same everywhere and always.
 #pragma once
 
+#include <array>
 #include <deque>
 #include <list>
 #include <map>
 #include <vector>
 
 #include "host_work.h"
+#include "stage_pace.h"
 
 namespace axo::host {
 
@@ -55,6 +57,8 @@ class Rounds {
   bool source(int peer) const;
   bool streams() const;
   bool have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known, bool sources);
+  // Of a large collective whose ranks have a core each; else none.
+  StagePace* pace();
   void stage(std::uint64_t round);
   void combine(std::uint64_t round);
   void consume(std::uint64_t round);
@@ -77,6 +81,8 @@ class Rounds {
   bool shared_ = false;    // all are: no stages
   bool reads_ = false;     // this rank reads in `consume`
   bool streams_ = false;   // what it writes there goes around the caches
+  bool around_ = false;    // so does what it stages: as `pace` says
+  std::array<StagePace, kKindCount> paces_;
 };
 
 class Messages {

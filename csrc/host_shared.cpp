@@ -141,7 +141,7 @@ void Rounds::combine_shared(std::uint64_t round) {
         const std::size_t at = lo + from + done, count = std::min(kHot / item, size - done);
         alignas(64) char result[kHot];
         reduce_at(at, result, count);
-        for (int p = 0; p < n; ++p) std::memcpy(peer_out(p) + at * item, result, count * item);
+        for (int p = 0; p < n; ++p) copy(peer_out(p) + at * item, result, count * item);
       }
       break;
     }
