@@ -16,8 +16,6 @@ C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
 
 C10dBackend::~C10dBackend() = default;
 
-c10d::ErrorType C10dBackend::getError() { return c10d::ErrorType::SUCCESS; }
-
 c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const std::vector<int>& ranks,
                                                      const c10::intrusive_ptr<Options>& options) {
@@ -27,10 +25,7 @@ c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c1
   const std::string key = key_ + "/split" + std::to_string(++splits_) + "/" + std::to_string(color);
   auto part = communicator_->split(color, int(mine - ranks.begin()), name);
   std::shared_ptr<Communicator> device_part;
-  {
-    std::lock_guard<std::mutex> lock(device_mutex_);
-    if (device_communicator_) device_part = device_communicator_->split(color, int(mine - ranks.begin()), name);
-  }
+  if (const auto there = device_communicator()) device_part = there->split(color, int(mine - ranks.begin()), name);
   if (!part) return nullptr;
   auto child = c10::make_intrusive<C10dBackend>(store ? store : store_, key, part,
                                                 options ? options->timeout : options_->timeout);

@@ -158,14 +158,21 @@ class C10dBackend final : public c10d::Backend {
   // The same for a transfer with `peer`, whose rank there it becomes.
   Communicator& communicator_with(at::Device device, int& peer);
   std::shared_ptr<DeviceCommunicator> connect(const std::string& key, int rank, int size, at::Device device);
+  // Puts a communicator that has just been made where abort() finds it.
+  std::shared_ptr<DeviceCommunicator> made(std::shared_ptr<DeviceCommunicator>& place,
+                                           std::shared_ptr<DeviceCommunicator> communicator);
+  std::shared_ptr<DeviceCommunicator> device_communicator();
+  std::vector<std::shared_ptr<Communicator>> communicators();  // the host's last
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const std::string key_;
   std::shared_ptr<Communicator> communicator_;
-  std::mutex device_mutex_;  // of the three below
+  std::mutex connect_mutex_;  // held while ranks meet: one communicator at a time is made
+  std::mutex device_mutex_;   // of the two below; never held for long
   std::shared_ptr<DeviceCommunicator> device_communicator_;
   std::map<int, std::shared_ptr<DeviceCommunicator>> pairs_;  // by peer
   at::Device device_{at::kCPU};
+  const std::shared_ptr<std::atomic<bool>> cancelled_ = std::make_shared<std::atomic<bool>>(false);
   int splits_ = 0;
   c10::intrusive_ptr<C10dOptions> options_;
   std::atomic<std::uint64_t> sequence_{0};

@@ -55,6 +55,7 @@ void bind_c10d(py::module_& m) {
              return c10::make_intrusive<C10dBackend>(store, key, communicator, Milliseconds(timeout_ms));
            }),
            py::call_guard<py::gil_scoped_release>())
+      .def("get_error", &C10dBackend::getError, py::call_guard<py::gil_scoped_release>())  // as ProcessGroupNCCL has it
       .def_property_readonly("options", &C10dBackend::own_options);
 }
 

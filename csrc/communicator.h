@@ -40,6 +40,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <memory>
 #include <string>
 #include <vector>
@@ -114,6 +115,9 @@ class Communicator {
   // Ends every pending operation of this communicator on every rank with Aborted(reason), from any thread, also while
   // another one waits. Idempotent: the first reason stays. Never waits for a peer.
   virtual void abort(const std::string& reason) = 0;
+  // What ended this communicator, here or at a peer that has told, as a waiter was or would be told; null while it
+  // takes operations, and after a shutdown in peace. For a thread that watches; never waits.
+  virtual std::exception_ptr failure() = 0;
   // Waits for this rank's pending operations, says "left" to the peers and releases memory. Idempotent; later calls
   // throw Error ("is closed"). A peer that still needs this rank gets PeerLost ("left").
   virtual void shutdown() = 0;

@@ -237,6 +237,7 @@ class Impl final : public DeviceCommunicator {
   void abort(const std::string& reason) override {
     core_->fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted: " + reason)));
   }
+  std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 
   std::shared_ptr<void> allocate(std::size_t bytes) override {

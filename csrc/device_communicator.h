@@ -1,12 +1,10 @@
 // The communicator of GPUs: NCCL or RCCL, opened at run time, each on a stream of its own.
 //
 // Order. All communicators of a rank issue from one queue (launch_queue.h), so ranks that issue in one order launch in
-// one
-//   order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's. Operations of one
+//   one order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's. Operations of one
 //   communicator stay in issue order whatever stream they are on. On AMD all communicators of a rank share one stream.
 // Work. wait() makes the caller's stream wait, wait_on(stream) another one; synchronize() holds the host. A work keeps
-// its
-//   tensors until it is waited for on the stream that it was called from, or until it is complete and dropped: then
+//   its tensors until it is waited for on the stream that it was called from, or until it is complete and dropped: then
 //   they are let go on the thread of the watchdog, unlike those of the host (work.h).
 // Graphs. Calls on a stream that is capturing become part of its graph, with any number of communicators in one graph.
 //   wait() for the works of the call before the capture ends (it joins the streams again), and for those from before
@@ -14,11 +12,11 @@
 // Narrower than the contract: send and recv match in issue order only (tags are compared under AXO_CHECK=1, and else
 //   ignored), and they are ordered against the collectives of the same communicator. Opposite transfers between two
 //   ranks belong in one group. int16, and bit operations on numbers, are moved but not reduced.
-// Errors. A failed or aborted communicator throws from every later call. PeerLost::peer() is -1 where the library does
-// not
-//   say which peer was lost.
+// Errors. A failed or aborted communicator throws from every later call. A peer of this host that dies is named within
+//   a fifth of a second (device_peers.h); of another host only the library can tell, late: PeerLost::peer() is then -1.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -42,7 +40,7 @@ struct DeviceOptions {
   int min_ctas = 0;
   int max_ctas = 0;
   int cga_cluster_size = -1;  // -1: the library's choice
-  // Copy-engine collectives where the library has them (2.28; gather-like operations on window memory), which take no
+  // Copy-engine collectives where the library has them (2.28; gather-like operations on window memory): they take no
   // SM.
   bool zero_cta = false;
   bool high_priority = true;
@@ -52,6 +50,8 @@ struct DeviceOptions {
   // Compare every operation and its place in the order with the peers' through the store before it is launched. Slow.
   // -1: as AXO_CHECK=1 says.
   int check = -1;
+  // Set, from any thread, it ends the making of this communicator with Aborted.
+  std::shared_ptr<const std::atomic<bool>> cancelled = {};
   // Shared by the communicators of one rank. Null: the one that this process has for `device`. Ranks as threads of one
   // process make one each (device_context.h).
   std::shared_ptr<DeviceContext> context = {};

@@ -39,10 +39,20 @@ std::exception_ptr DeviceCore::error_from(int result, const char* function) cons
   }
 }
 
+std::exception_ptr DeviceCore::peer_lost(const std::string& where, int peer) const {
+  return std::make_exception_ptr(PeerLost(where + ": " + peers_->title(peer) + " died", peer));
+}
+
 void DeviceCore::settle(int result, const char* function, Clock::time_point deadline) {
   // A call that is in progress is connecting to peers, which may never come: it must stay interruptible.
   for (int polls = 0; result == kNcclInProgress; ++polls) {
     if (failed()) check_usable();
+    if (options_.cancelled && options_.cancelled->load()) {
+      throw Aborted("communicator '" + name() + "' was aborted while its ranks met");
+    }
+    // Not in the first tenth of a second, and then eight times a second.
+    const int peer = peers_ && polls > 1000 && polls % 128 == 0 ? peers_->lost() : -1;
+    if (peer >= 0) std::rethrow_exception(peer_lost(std::string(function) + " on '" + name() + "'", peer));
     if (Clock::now() >= deadline) {
       throw Timeout("communicator '" + name() + "', rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
                     ": " + function + " could not be launched in time: a peer has not come");
@@ -140,6 +150,7 @@ void DeviceCore::shutdown() {
   const auto turn = context_->queue().turn();
   DeviceGuard guard(gpu(), context_->device());
   if (!failed()) {
+    peers_->leave();
     try {
       drop_registrations();
       settle(nccl()->CommFinalize(comm_), "ncclCommFinalize", deadline_after(options_.timeout));

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "device_communicator.h"
+#include "device_peers.h"
 #include "device_work.h"
 #include "flight_recorder.h"
 #include "order_check.h"
@@ -20,7 +21,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // Collective: initialises a communicator of the ranks that hold `id`.
   static std::shared_ptr<DeviceCore> create(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store,
                                             const std::string& key, const NcclUniqueId& id, int rank, int size,
-                                            const DeviceOptions& options);
+                                            const DeviceOptions& options, std::shared_ptr<DevicePeers> peers);
   // Collective. Null for color < 0.
   std::shared_ptr<DeviceCore> split(int color, int key, const std::string& name);
   ~DeviceCore();
@@ -71,8 +72,10 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   NcclConfig config() const;
   void start();  // the handle is there: stream, reservation, watchdog
   std::exception_ptr error_from(int result, const char* function) const;
+  std::exception_ptr peer_lost(const std::string& where, int peer) const;
   void drop_finished();
   void check_library();
+  void check_peers();
   std::string oldest_pending() const;
   void check_deadline();
   void hear_abort();
@@ -95,6 +98,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   bool started_ = false;
   std::shared_ptr<host::FlightRecorder> flight_;
   std::unique_ptr<OrderCheck> order_check_;
+  std::shared_ptr<DevicePeers> peers_;  // from before the library connects
   std::atomic<std::uint64_t> issued_{0};
   int splits_ = 0;
 

@@ -1,9 +1,11 @@
 // How a device communicator comes to be: the library's configuration, the rendezvous, split, registration.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
-
 #include <fstream>
+#include <functional>
 #include <map>
+#include <thread>
 
 #include "deadline.h"
 #include "device_core.h"
@@ -80,53 +82,90 @@ NcclUniqueId new_id(DeviceContext& context) {
   return id;
 }
 
-// The introductions of all ranks.
-std::vector<std::string> await_introductions(Store& store, const std::string& key, int size, Milliseconds timeout) {
-  std::vector<std::string> introductions;
-  try {
-    for (int r = 0; r < size; ++r) introductions.push_back(store.get(key + "/hello/" + std::to_string(r), timeout));
-    return introductions;
-  } catch (const Timeout&) {
-    std::string missing;
-    int count = 0;
-    for (int r = 0; r < size; ++r) {
-      if (store.has(key + "/hello/" + std::to_string(r))) continue;
-      missing += (count++ ? ", " : "") + std::to_string(r);
-    }
-    throw Timeout((count > 1 ? "ranks " + missing + " have" : "rank " + missing + " has") + " not come within " +
-                  std::to_string(timeout.count()) + " ms");
-  }
-}
+// A rank that waits for the others to come.
+struct Rendezvous {
+  Store& store;
+  const std::string& key;
+  const DeviceOptions& options;
+  int rank, size;
+  DevicePeers& peers;
 
-// Every rank learns the unique id, or the same error.
-NcclUniqueId rendezvous(Store& store, const std::string& key, const std::string& name, int rank, int size,
-                        DeviceContext& context, Milliseconds timeout) {
-  store.set(key + "/hello/" + std::to_string(rank), introduction(context));
-  if (rank == 0) {
-    std::string answer;
-    try {
-      const auto introductions = await_introductions(store, key, size, timeout);
-      const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-      const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
-      const std::string wrong = verdict(introductions, shared);
-      if (!wrong.empty()) throw Error(wrong);
-      answer = "ok " + to_hex(new_id(context));
-    } catch (const Timeout& e) {
-      answer = std::string("late ") + e.what();
-    } catch (const std::exception& e) {
-      answer = std::string("no ") + e.what();
+  // The value of a key, once it is there; a rank that dies and a caller who gives up end the wait.
+  std::string await(const std::string& part, Clock::time_point deadline) const {
+    auto pause = std::chrono::milliseconds(1);
+    while (!store.has(key + part)) {
+      if (options.cancelled && options.cancelled->load()) {
+        throw Aborted("aborted while its ranks met");
+      }
+      if (const int lost = peers.lost(); lost >= 0)
+        throw PeerLost(peers.title(lost) + " died before all had come", lost);
+      if (Clock::now() >= deadline) throw Timeout("no rank has set '" + part + "'");
+      std::this_thread::sleep_for(pause);
+      pause = std::min(2 * pause, std::chrono::milliseconds(50));
     }
-    store.set(key + "/id", answer);
+    return store.get(key + part, limited(options.timeout));
   }
-  // Rank 0 may take the whole timeout to find out who is missing: its answer is worth waiting for.
-  const std::string answer = store.get(key + "/id", 2 * timeout);
-  if (answer.rfind("ok ", 0) == 0) return from_hex(answer.substr(3));
-  if (answer.rfind("late ", 0) == 0) {
-    throw Timeout("rendezvous of GPU ranks for '" + name + "': " + answer.substr(5));
+
+  // The introductions of all ranks.
+  std::vector<std::string> introductions() const {
+    const auto deadline = deadline_after(options.timeout);
+    std::vector<std::string> all;
+    try {
+      for (int r = 0; r < size; ++r) all.push_back(await("/hello/" + std::to_string(r), deadline));
+      return all;
+    } catch (const Timeout&) {
+      std::string missing;
+      int count = 0;
+      for (int r = 0; r < size; ++r) {
+        if (store.has(key + "/hello/" + std::to_string(r))) continue;
+        missing += (count++ ? ", " : "") + std::to_string(r);
+      }
+      throw Timeout((count > 1 ? "ranks " + missing + " have" : "rank " + missing + " has") + " not come within " +
+                    std::to_string(limited(options.timeout).count()) + " ms");
+    }
   }
-  throw Error("rendezvous of GPU ranks: " +
-              (answer.rfind("no ", 0) == 0 ? answer.substr(3) : "bad answer from rank 0"));
-}
+
+  // Rank 0's answer to all.
+  std::string answer(DeviceContext& context) const {
+    const auto all = introductions();
+    const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
+    const std::string wrong = verdict(all, shared);
+    return wrong.empty() ? "ok " + to_hex(new_id(context)) : "no " + wrong;
+  }
+
+  // What `wait` gives, or an error as the text that says it to other ranks too.
+  static std::string told(const std::function<std::string()>& wait) {
+    try {
+      return wait();
+    } catch (const Timeout& e) {
+      return std::string("late ") + e.what();
+    } catch (const PeerLost& e) {
+      return "lost " + std::to_string(e.peer()) + " " + e.what();
+    } catch (const Aborted& e) {
+      return std::string("stop ") + e.what();
+    } catch (const std::exception& e) {
+      return std::string("no ") + e.what();
+    }
+  }
+
+  // Every rank learns the unique id, or the same error.
+  NcclUniqueId meet(DeviceContext& context) const {
+    store.set(key + "/hello/" + std::to_string(rank), introduction(context));
+    if (rank == 0) store.set(key + "/id", told([&] { return answer(context); }));
+    // Rank 0 may take the whole timeout to find out who is missing: its answer is worth waiting for.
+    const auto deadline = deadline_after(2 * limited(options.timeout));
+    const std::string answered = told([&] { return await("/id", deadline); });
+    const std::string kind = answered.substr(0, answered.find(' '));
+    const std::string text = answered.substr(std::min(kind.size() + 1, answered.size()));
+    const std::string who = "rendezvous of GPU ranks for '" + options.name + "': ";
+    if (kind == "ok") return from_hex(text);
+    if (kind == "late") throw Timeout(who + text);
+    if (kind == "stop") throw Aborted(who + text);
+    if (kind == "lost") throw PeerLost(who + text.substr(text.find(' ') + 1), std::atoi(text.c_str()));
+    throw Error("rendezvous of GPU ranks: " + (kind == "no" ? text : "bad answer from rank 0"));
+  }
+};
 
 }  // namespace
 
@@ -156,8 +195,9 @@ NcclConfig DeviceCore::config() const {
 
 std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store,
                                                const std::string& key, const NcclUniqueId& id, int rank, int size,
-                                               const DeviceOptions& options) {
+                                               const DeviceOptions& options, std::shared_ptr<DevicePeers> peers) {
   std::shared_ptr<DeviceCore> core(new DeviceCore(std::move(context), std::move(store), key, rank, size, options));
+  core->peers_ = std::move(peers);
   const auto turn = core->context_->queue().turn();
   DeviceGuard guard(core->gpu(), core->context_->device());
   NcclConfig config = core->config();
@@ -175,6 +215,7 @@ void DeviceCore::start() {
                       (options_.streams == StreamPolicy::automatic && gpu().vendor() == GpuVendor::hip);
   stream_ = shared ? context_->shared_stream(options_.high_priority) : gpu().create_stream(options_.high_priority);
   owns_stream_ = !shared;
+  if (!peers_) peers_ = std::make_shared<DevicePeers>(store_, key_, rank_, size_);
   scratch_ = gpu().allocate(sizeof(std::uint32_t));
   gpu().set_bytes(scratch_, 0, sizeof(std::uint32_t), stream_);
   context_->reserve_ctas(options_.max_ctas);
@@ -267,10 +308,10 @@ std::shared_ptr<DeviceCore> create_device_core(const std::shared_ptr<Store>& sto
             "at most max_ctas = " + std::to_string(options.max_ctas));
   const auto context = options.context ? options.context : DeviceContext::of(options.device);
   DeviceGuard guard(context->gpu(), context->device());
-  const NcclUniqueId id = size == 1
-                              ? new_id(*context)
-                              : rendezvous(*store, key, options.name, rank, size, *context, limited(options.timeout));
-  return DeviceCore::create(context, store, key, id, rank, size, options);
+  const auto peers = std::make_shared<DevicePeers>(store, key, rank, size);
+  const NcclUniqueId id =
+      size == 1 ? new_id(*context) : Rendezvous{*store, key, options, rank, size, *peers}.meet(*context);
+  return DeviceCore::create(context, store, key, id, rank, size, options, peers);
 }
 
 }  // namespace axo

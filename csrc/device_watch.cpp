@@ -9,6 +9,7 @@ namespace axo {
 namespace {
 
 constexpr std::chrono::seconds kSuspicious{1};       // pending for longer: other ranks may have aborted
+constexpr std::chrono::milliseconds kSlow{100};      // the same: a peer of this host may have died
 constexpr std::chrono::seconds kPatientTurn{2};      // how long an abort waits for its turn
 constexpr Milliseconds kGlance{20};                  // for a key that is probably absent
 constexpr std::chrono::milliseconds kReports{1500};  // for all peers' reports together
@@ -18,6 +19,7 @@ constexpr std::chrono::milliseconds kReports{1500};  // for all peers' reports t
 bool DeviceCore::look() {
   drop_finished();
   if (!failed()) check_library();
+  if (!failed()) check_peers();
   if (!failed()) check_deadline();
   if (!failed()) hear_abort();
   if (failed()) clean_up_failure();
@@ -31,9 +33,23 @@ void DeviceCore::check_library() {
   int result = kNcclSuccess;
   const int query = nccl()->CommGetAsyncError(comm_, &result);
   if (query != kNcclSuccess) result = query;
-  if (result != kNcclSuccess && result != kNcclInProgress) {
-    fail(error_from(result, ("asynchronous error" + oldest_pending()).c_str()));
+  if (result == kNcclSuccess || result == kNcclInProgress) return;
+  const int peer = result == kNcclRemoteError ? peers_->lost() : -1;
+  const std::string what = "asynchronous error" + oldest_pending();
+  fail(peer < 0 ? error_from(result, what.c_str()) : peer_lost(what, peer));
+}
+
+// Deaths that the library does not see: it may wait for ever for memory that nobody writes any more.
+void DeviceCore::check_peers() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (pending_.empty() || Clock::now() - pending_.front()->issue_time() < kSlow) return;
   }
+  const int peer = peers_->lost();
+  if (peer < 0) return;
+  drop_finished();  // what was complete before the death counts as done
+  const std::string what = oldest_pending();
+  if (!what.empty()) fail(peer_lost("communicator '" + name() + "'" + what, peer));
 }
 
 // What an error of the library, which names no operation, has caught first; "" when nothing is pending.

@@ -30,6 +30,7 @@ class HostCommunicator final : public host::RequestCommunicator {
   }
 
   void abort(const std::string& reason) override { core_->abort(reason); }
+  std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 
  private:

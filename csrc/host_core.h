@@ -51,6 +51,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
   void abort(const std::string& reason);
+  std::exception_ptr failure();
   // Waits for pending operations, then tells the peers.
   void shutdown();
   // The communicator object is gone: leave as soon as nothing is pending.
@@ -83,6 +84,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void end_all();
   void record_issue(HostWork& work);
   std::exception_ptr error_for(const HostWork& work) const;
+  std::exception_ptr error_at(const std::string& where, std::string text, const std::string& waited) const;
   std::string timeout_text(const HostWork& work) const;
   std::string peer_position(int peer) const;
 

@@ -34,6 +34,24 @@ std::exception_ptr HostCore::error_for(const HostWork& work) const {
   const auto at = text.find(own);
   if (failure_.kind == FailureKind::timeout && at != std::string::npos) text.erase(at, own.size() - 1);
   if (failure_.kind == FailureKind::mismatch && at == 0) text.erase(0, own.size());
+  return error_at(where, std::move(text), waited);
+}
+
+std::exception_ptr HostCore::failure() {
+  const bool told = layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0;
+  const bool member = !engine_.forked() && state(m_.rank).left.load(std::memory_order_acquire) == 0;
+  if (told && member && !failed_.load(std::memory_order_acquire) && enter()) {
+    if (!failed_.load(std::memory_order_relaxed)) adopt_abort();
+    leave_and_complete();
+  }
+  if (!failed_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return error_at("'" + m_.name + "' (rank " + std::to_string(m_.rank) + " of " + std::to_string(m_.size) + "): ",
+                  failure_.text, "");
+}
+
+// Under failure_mutex_.
+std::exception_ptr HostCore::error_at(const std::string& where, std::string text, const std::string& waited) const {
   switch (failure_.kind) {
     case FailureKind::peer_lost: {
       const auto peer = static_cast<std::size_t>(failure_.peer < 0 ? 0 : failure_.peer);

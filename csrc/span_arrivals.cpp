@@ -191,12 +191,18 @@ std::string SpanCore::timeout_text(const SpanWork& work) const {
 
 // Under mutex_.
 std::exception_ptr SpanCore::error_for(const SpanWork& work) const {
+  raised_ = true;
   return error_at(describe(work) + ": ", "; waited " + seconds_since(work.issue_time()));
+}
+
+std::exception_ptr SpanCore::failure() const {
+  Lock lock(mutex_);
+  if (failure_.kind == FailureKind::none) return nullptr;
+  return error_at("'" + p_.name + "' (rank " + std::to_string(p_.rank) + " of " + std::to_string(size()) + "): ", "");
 }
 
 // Under mutex_.
 std::exception_ptr SpanCore::error_at(const std::string& where, const std::string& waited) const {
-  raised_ = true;
   switch (failure_.kind) {
     case FailureKind::peer_lost:
       return std::make_exception_ptr(
@@ -222,7 +228,10 @@ void SpanCore::check_usable(const char* what) const {
                             std::to_string(size()) + "): ";
   Lock lock(mutex_);
   // A rank that comes after the failure learns of it as those who waited did; what it calls then is Aborted.
-  if (failure_.kind != FailureKind::none && !raised_) std::rethrow_exception(error_at(where, ""));
+  if (failure_.kind != FailureKind::none && !raised_) {
+    raised_ = true;
+    std::rethrow_exception(error_at(where, ""));
+  }
   if (failure_.kind != FailureKind::none) {
     const std::string who = failure_.kind == FailureKind::peer_lost ? rank_text(failure_.peer) + " " : "";
     throw Aborted(where + "the communicator is aborted: " + who + failure_.text);

@@ -88,6 +88,7 @@ class SpanCommunicator final : public host::RequestCommunicator {
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
 
   void abort(const std::string& reason) override { core_->abort(reason); }
+  std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 
  private:

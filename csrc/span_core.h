@@ -121,6 +121,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void check_not_forked(const char* what) const;
   void submit(const std::vector<SpanWorkPtr>& works);
   void abort(const std::string& reason);
+  std::exception_ptr failure() const;
   void shutdown();
   void release();
   std::string describe(const SpanWork& work) const;

@@ -6,6 +6,8 @@ order of streams), tensors live until then, and the calls obey the libraries' ru
 
 import copy
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -205,7 +207,27 @@ def pairs_and_splits(folder):
     dist.destroy_process_group()
 
 
-CHECKS = [(collectives, 3), (order_and_futures, 2), (pairs_and_splits, 4)]
+def abort_while_meeting(folder):
+    """A rank inside its first connection of a GPU, where nobody else will come, is freed by an abort."""
+    _, rank, _, device = initialised(folder, device_id=None)
+    if rank == 0:
+        backend = dist.group.WORLD._get_backend(device)
+        assert backend.get_error().name == "SUCCESS"
+        with ThreadPoolExecutor() as pool:
+            stuck = pool.submit(dist.all_reduce, filled(device, 1.0, 3))
+            time.sleep(0.5)
+            assert not stuck.done()
+            backend.abort()
+            with pytest.raises(axo.Aborted, match="aborted while its ranks met"):
+                stuck.result(timeout=20)
+        assert backend.get_error().name == "COMM_ERROR"
+        with pytest.raises(axo.Aborted):
+            dist.all_reduce(filled(device, 1.0, 3))
+    dist.distributed_c10d._get_default_store().set(f"done{rank}", "")
+    dist.distributed_c10d._get_default_store().wait(["done0"])
+
+
+CHECKS = [(collectives, 3), (order_and_futures, 2), (pairs_and_splits, 4), (abort_while_meeting, 2)]
 
 
 @pytest.mark.slow

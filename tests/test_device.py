@@ -5,6 +5,8 @@ the stand-in saw. Its own rules fail a test through ``Gpu.violations``. tests/st
 """
 
 import os
+import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import axo
 from tests import standin
-from tests.launcher import run_ranks
+from tests.launcher import rank_outcomes, run_ranks
 from tests.test_collectives import FLOATS, INTEGERS, MOVED_ONLY, inputs, reduced, same
 
 
@@ -267,6 +269,22 @@ def errors(folder):
     assert not gpu.violations()
 
 
+def dying(folder):
+    """A killed peer is named though nothing but its process tells of it."""
+    _, comms = connected(folder, "3x1x1x1")
+    comm, t = comms.x, torch.ones(4, device=comms.device)
+    comm.all_reduce(t)
+    comm.barrier()
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    pending = comm.all_reduce(t, async_op=True)
+    with pytest.raises(axo.PeerLost, match=r"all_reduce.*rank 1 \(process \d+\) died") as lost:
+        pending.synchronize(60.0)
+    assert lost.value.peer == 1
+    return time.monotonic() - began
+
+
 def differing(folder):
     """AXO_CHECK=1, as a user sets it: what each rank issued is named on both, before anything hangs."""
     gpu = standin.install(folder)
@@ -331,6 +349,14 @@ def test_axo_check_names_what_differs(check, tmp_path):
 
 
 CHECKS = [(reductions, 3), (moves, 3), (streams, 2), (groups_and_graphs, 4), (errors, 2)]
+
+
+@pytest.mark.slow
+def test_a_killed_peer_is_named(tmp_path):
+    standin.build()
+    for outcome in rank_outcomes(dying, 3, tmp_path):
+        assert outcome.ok if outcome.rank != 1 else outcome.signal == "SIGKILL", outcome.describe() + outcome.traceback
+        assert outcome.rank == 1 or outcome.value < 20, "the time limit of an operation is ten minutes"
 
 
 @pytest.mark.slow

@@ -87,7 +87,9 @@ with axo.connect("1x1x1x2") as comms:
     ones = torch.ones(1)
     torch.distributed.all_reduce(ones, group=gloo)
     total = comms.world.all_reduce(ones).item()
-    open(f"{os.environ['SEEN']}{comms.rank}", "w").write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {total}")
+    with open(f"{os.environ['SEEN']}{comms.rank}", "w") as file:
+        file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {total}")
+os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process (docs/facts.md)
 """
 
 
