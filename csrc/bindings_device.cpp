@@ -61,7 +61,12 @@ py::object device_memory(const std::vector<std::shared_ptr<DeviceCommunicator>>&
     for (const auto& line : lines) held->windows.push_back(line->register_buffer(held->memory.get(), bytes, true));
   }
   const auto options = at::TensorOptions().dtype(at::kByte).device(c10::Device(device));
-  const auto drop = [held](void*) {};
+  // Dropping a window waits for its turn: not with the GIL, which whoever has the turn may want.
+  const auto drop = [held](void*) mutable {
+    std::unique_ptr<py::gil_scoped_release> release;
+    if (PyGILState_Check() != 0) release = std::make_unique<py::gil_scoped_release>();
+    held.reset();
+  };
   const auto tensor =
       at::from_blob(held->memory.get(), {static_cast<std::int64_t>(bytes)}, drop, options, options.device());
   return py::capsule(at::toDLPack(tensor), "dltensor", [](PyObject* capsule) {

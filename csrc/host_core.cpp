@@ -38,7 +38,11 @@ void HostCore::record_issue(HostWork& work) {
 
 void HostCore::submit(const std::vector<HostWorkPtr>& works) {
   {
-    std::lock_guard<std::mutex> lock(incoming_mutex_);
+    std::unique_lock<std::mutex> lock(incoming_mutex_);
+    if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable
+      lock.unlock();
+      return refuse(works);
+    }
     for (const auto& work : works) {
       work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++);
       record_issue(*work);
@@ -49,6 +53,14 @@ void HostCore::submit(const std::vector<HostWorkPtr>& works) {
     has_incoming_.store(true, std::memory_order_release);
   }
   progress(false);
+}
+
+void HostCore::refuse(const std::vector<HostWorkPtr>& works) const {
+  for (const auto& work : works) {
+    work->issued(0);
+    work->complete(std::make_exception_ptr(
+        Error(std::string(name_of(work->request.kind)) + " on '" + m_.name + "': the communicator is closed")));
+  }
 }
 
 // Gate: 0 free, 1 held, 2 held and somebody was turned away.
@@ -300,7 +312,10 @@ void HostCore::shutdown() {
     closed_.store(true);
     return;
   }
-  if (closed_.exchange(true)) return;
+  {
+    std::lock_guard<std::mutex> lock(incoming_mutex_);  // what comes after this is refused, what came before is done
+    if (closed_.exchange(true)) return;
+  }
   engine_.wait(*this, [this] { return pending.load(std::memory_order_acquire) == 0; }, Clock::time_point::max());
   release();
 }

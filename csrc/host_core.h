@@ -47,6 +47,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void check_usable(const char* what) const;
   void check_not_forked(const char* what) const;
   // Queues operations in this order and moves what can be moved.
+  // A communicator that is being closed ends them with an error.
   void submit(const std::vector<HostWorkPtr>& works);
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
@@ -83,6 +84,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void report_crossing();
   void end_all();
   void record_issue(HostWork& work);
+  void refuse(const std::vector<HostWorkPtr>& works) const;
   std::exception_ptr error_for(const HostWork& work) const;
   std::exception_ptr error_at(const std::string& where, std::string text, const std::string& waited) const;
   std::string timeout_text(const HostWork& work) const;

@@ -9,6 +9,7 @@ namespace axo::span {
 namespace {
 
 constexpr std::chrono::seconds kFlush{5};
+constexpr std::chrono::milliseconds kAskPeriod{250};  // between looks for an interrupt
 
 Signature signature_of(const Request& r) {
   return {static_cast<std::uint32_t>(r.kind), static_cast<std::uint32_t>(r.dtype), static_cast<std::uint32_t>(r.op),
@@ -42,6 +43,14 @@ void SpanCore::submit(const std::vector<SpanWorkPtr>& works) {
   Failure failure;
   {
     Lock lock(mutex_);
+    if (closing_) {  // by another thread, since check_usable: the communicator's own may have ended
+      lock.unlock();
+      for (const auto& work : works) {
+        work->issued(0);
+        work->complete(std::make_exception_ptr(Error(describe(*work) + ": the communicator is closed")));
+      }
+      return;
+    }
     for (const auto& work : works) {
       const bool message = work->request.point_to_point();
       work->issued(message ? next_message_++ : next_sequence_++);
@@ -278,7 +287,11 @@ void SpanCore::shutdown() {
   if (engine_.forked()) return;
   release();
   Lock lock(mutex_);
-  changed_.wait(lock, [this] { return ended_; });
+  while (!changed_.wait_for(lock, kAskPeriod, [this] { return ended_; })) {
+    lock.unlock();
+    host::check_interrupt();  // what is pending goes on without the caller
+    lock.lock();
+  }
 }
 
 void SpanCore::release() {

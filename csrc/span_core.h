@@ -119,6 +119,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void check_usable(const char* what) const;
   // A forked child has none of the threads that drive this core, and must not wait for them.
   void check_not_forked(const char* what) const;
+  // A communicator that is being closed ends them with an error.
   void submit(const std::vector<SpanWorkPtr>& works);
   void abort(const std::string& reason);
   std::exception_ptr failure() const;
