@@ -8,6 +8,7 @@
 #include "c10d_backend.h"
 #include "device_communicator.h"
 #include "device_context.h"
+#include "device_peers.h"
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
 
@@ -64,7 +65,7 @@ py::object device_memory(const std::vector<std::shared_ptr<DeviceCommunicator>>&
   // Dropping a window waits for its turn: not with the GIL, which whoever has the turn may want.
   const auto drop = [held](void*) mutable {
     std::unique_ptr<py::gil_scoped_release> release;
-    if (PyGILState_Check() != 0) release = std::make_unique<py::gil_scoped_release>();
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release = std::make_unique<py::gil_scoped_release>();
     held.reset();
   };
   const auto tensor =
@@ -98,6 +99,7 @@ void bind_device(py::module_& m) {
   bind_collectives<DeviceCommunicator, Address, bool>(bound);
   bound.def("register_buffer", &register_buffer);
   m.def("device_memory", &device_memory);
+  m.def("leave_devices", &DevicePeers::leave_all, py::call_guard<py::gil_scoped_release>());
   bound
       .def("all_reduce_scaled",
            [](DeviceCommunicator& c, Address in, Address out, std::size_t n, int dtype, double scale, bool b,

@@ -30,6 +30,7 @@ c10::intrusive_ptr<c10d::Backend> C10dBackend::split(const c10::intrusive_ptr<c1
   auto child = c10::make_intrusive<C10dBackend>(store ? store : store_, key, part,
                                                 options ? options->timeout : options_->timeout);
   child->device_communicator_ = std::static_pointer_cast<DeviceCommunicator>(device_part);
+  std::lock_guard<std::mutex> one(connect_mutex_);
   child->device_ = device_;
   return child;
 }

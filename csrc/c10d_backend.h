@@ -168,10 +168,10 @@ class C10dBackend final : public c10d::Backend {
   const std::string key_;
   std::shared_ptr<Communicator> communicator_;
   std::mutex connect_mutex_;  // held while ranks meet: one communicator at a time is made
-  std::mutex device_mutex_;   // of the two below; never held for long
+  std::mutex device_mutex_;   // of the communicators below; never held for long
   std::shared_ptr<DeviceCommunicator> device_communicator_;
   std::map<int, std::shared_ptr<DeviceCommunicator>> pairs_;  // by peer
-  at::Device device_{at::kCPU};
+  at::Device device_{at::kCPU};                               // under connect_mutex_
   const std::shared_ptr<std::atomic<bool>> cancelled_ = std::make_shared<std::atomic<bool>>(false);
   int splits_ = 0;
   c10::intrusive_ptr<C10dOptions> options_;

@@ -83,7 +83,15 @@ void C10dBackend::abort() {
 }
 
 void C10dBackend::shutdown() {
-  for (const auto& each : communicators()) each->shutdown();
+  std::exception_ptr first;  // an interrupt, say: the others close all the same
+  for (const auto& each : communicators()) {
+    try {
+      each->shutdown();
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
 }
 
 c10d::ErrorType C10dBackend::getError() {

@@ -47,7 +47,7 @@ void DeviceCore::settle(int result, const char* function, Clock::time_point dead
   // A call that is in progress is connecting to peers, which may never come: it must stay interruptible.
   for (int polls = 0; result == kNcclInProgress; ++polls) {
     if (failed()) check_usable();
-    if (options_.cancelled && options_.cancelled->load()) {
+    if (!started_ && options_.cancelled && options_.cancelled->load()) {
       throw Aborted("communicator '" + name() + "' was aborted while its ranks met");
     }
     // Not in the first tenth of a second, and then eight times a second.

@@ -79,6 +79,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::string oldest_pending() const;
   void check_deadline();
   void hear_abort();
+  bool adopt_failure();
   void clean_up_failure();
   void abort_library();
   void drop_registration(void* handle, bool symmetric);
@@ -115,7 +116,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::atomic<bool> closed_{false};
   std::deque<DeviceWorkPtr> pending_;
   std::set<void*> registrations_, windows_;
-  Clock::time_point next_hearing_{};
+  Clock::time_point next_hearing_{}, next_roll_{};
 };
 
 // create_device_communicator without its outer shell.

@@ -92,16 +92,23 @@ struct Rendezvous {
 
   // The value of a key, once it is there; a rank that dies and a caller who gives up end the wait.
   std::string await(const std::string& part, Clock::time_point deadline) const {
+    constexpr auto kLook = std::chrono::milliseconds(250);  // between looks at who has died
+    const auto longest = std::clamp(std::chrono::milliseconds(size), std::chrono::milliseconds(50), 4 * kLook);
     auto pause = std::chrono::milliseconds(1);
+    auto next_look = Clock::now() + kLook / 2;
     while (!store.has(key + part)) {
+      host::check_interrupt();
       if (options.cancelled && options.cancelled->load()) {
         throw Aborted("aborted while its ranks met");
       }
-      if (const int lost = peers.lost(); lost >= 0)
+      const bool looks = Clock::now() >= next_look;
+      if (looks) next_look = Clock::now() + kLook;
+      if (const int lost = looks ? peers.lost() : -1; lost >= 0) {
         throw PeerLost(peers.title(lost) + " died before all had come", lost);
+      }
       if (Clock::now() >= deadline) throw Timeout("no rank has set '" + part + "'");
       std::this_thread::sleep_for(pause);
-      pause = std::min(2 * pause, std::chrono::milliseconds(50));
+      pause = std::min(2 * pause, longest);
     }
     return store.get(key + part, limited(options.timeout));
   }
@@ -144,7 +151,7 @@ struct Rendezvous {
       return "lost " + std::to_string(e.peer()) + " " + e.what();
     } catch (const Aborted& e) {
       return std::string("stop ") + e.what();
-    } catch (const std::exception& e) {
+    } catch (const Error& e) {
       return std::string("no ") + e.what();
     }
   }
@@ -233,6 +240,7 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   const auto turn = context_->queue().turn();
   DeviceGuard guard(gpu(), context_->device());
   DeviceOptions options = options_;
+  options.cancelled.reset();  // of the parent's making
   options.name = name;
   const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
   std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));

@@ -19,22 +19,28 @@ class DevicePeers {
  public:
   // Writes this process into the store, where there is one.
   DevicePeers(std::shared_ptr<Store> store, std::string key, int rank, int size);
-  // A rank whose process has gone without shutdown(), or -1. Never waits; a store that is gone tells nothing. From any
-  // thread.
+  ~DevicePeers();
+  DevicePeers(const DevicePeers&) = delete;
+  DevicePeers& operator=(const DevicePeers&) = delete;
+  // A rank whose process has gone without leave(), or -1. Asks the store for ranks that it does not know yet, each for
+  // a moment; a store that is gone tells nothing. From any thread.
   int lost();
   // "rank 2 (process 4711)"
   std::string title(int rank);
   // This rank leaves in peace.
   void leave();
+  // So does this process, with all that is alive here: at the end of a program that shuts nothing down.
+  static void leave_all();
 
  private:
   struct Peer {
-    bool known = false, left = false;
+    bool known = false, here = false, left = false;
     int pid = 0;
     host::Caller process;
   };
   std::string place(int rank) const;
-  void learn(int rank);
+  bool learn(int rank);
+  int lost_towards(int step);
 
   const std::shared_ptr<Store> store_;
   const std::string key_;

@@ -1,5 +1,7 @@
 // What the watchdog does with one communicator, ten times a second.
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <thread>
 
 #include "deadline.h"
@@ -14,13 +16,17 @@ constexpr std::chrono::seconds kPatientTurn{2};      // how long an abort waits 
 constexpr Milliseconds kGlance{20};                  // for a key that is probably absent
 constexpr std::chrono::milliseconds kReports{1500};  // for all peers' reports together
 
+// What a failed rank tells the others begins with one of these, the first with the rank that is lost.
+constexpr const char* kLost = "lost:";
+constexpr const char* kAborted = "aborted";
+
 }  // namespace
 
 bool DeviceCore::look() {
   drop_finished();
   if (!failed()) check_library();
-  if (!failed()) check_peers();
   if (!failed()) check_deadline();
+  if (!failed()) check_peers();
   if (!failed()) hear_abort();
   if (failed()) clean_up_failure();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -43,11 +49,14 @@ void DeviceCore::check_library() {
 void DeviceCore::check_peers() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (pending_.empty() || Clock::now() - pending_.front()->issue_time() < kSlow) return;
+    const auto now = Clock::now();
+    if (pending_.empty() || now - pending_.front()->issue_time() < kSlow || now < next_roll_) return;
+    next_roll_ = now + kSlow;
   }
   const int peer = peers_->lost();
   if (peer < 0) return;
-  drop_finished();  // what was complete before the death counts as done
+  if (adopt_failure()) return;  // it has told why it ended: another rank's death, perhaps
+  drop_finished();              // what was complete before the death counts as done
   const std::string what = oldest_pending();
   if (!what.empty()) fail(peer_lost("communicator '" + name() + "'" + what, peer));
 }
@@ -114,25 +123,43 @@ void DeviceCore::hear_abort() {
     if (pending_.empty() || now - pending_.front()->issue_time() < kSuspicious || now < next_hearing_) return;
     next_hearing_ = now + kSuspicious;
   }
+  adopt_failure();
+}
+
+// Takes over the failure that another rank has told; false when there is none.
+bool DeviceCore::adopt_failure() {
+  std::string told;
   try {
-    const std::string reason = store_->get(key_ + "/abort", kGlance);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      heard_ = true;
-    }
-    fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted by another rank: " + reason)));
+    told = store_->get(key_ + "/abort", kGlance);
   } catch (const std::exception&) {  // nobody has aborted, or the store is gone; the timeout remains
+    return false;
   }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    heard_ = true;
+  }
+  const auto space = std::min(told.find(' '), told.size());
+  const std::string text = told.substr(std::min(space + 1, told.size()));
+  const int peer = told.rfind(kLost, 0) == 0 ? std::atoi(told.c_str() + std::strlen(kLost)) : -1;
+  if (peer >= 0 && peer < size_ && peer != rank_) {
+    fail(std::make_exception_ptr(PeerLost("communicator '" + name() + "': " + text, peer)));
+  } else {
+    fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted by another rank: " + text)));
+  }
+  return true;
 }
 
 void DeviceCore::clean_up_failure() {
-  std::string reason;
+  std::string reason, kind = kAborted;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_cleaned_) return;
     failure_cleaned_ = true;
     try {
       std::rethrow_exception(error_);
+    } catch (const PeerLost& e) {
+      reason = e.what();
+      if (e.peer() >= 0) kind = kLost + std::to_string(e.peer());
     } catch (const std::exception& e) {
       reason = e.what();
     } catch (...) {
@@ -143,7 +170,7 @@ void DeviceCore::clean_up_failure() {
   write_flight_file();
   if (store_ && !heard_) {
     try {
-      store_->set(key_ + "/abort", "rank " + std::to_string(rank_) + ": " + reason);
+      store_->set(key_ + "/abort", kind + " rank " + std::to_string(rank_) + ": " + reason);
     } catch (const std::exception&) {  // peers will see their own timeout
     }
   }

@@ -96,7 +96,9 @@ void Rounds::plan() {
   staged_ = stages_ ? base_ : end_;
   combined_ = combines_ ? base_ : end_;
   planned_ = true;
-  if (StagePace* const paced = pace(); paced != nullptr) paced->begin();
+  if (StagePace* const paced = pace(); paced != nullptr) {
+    paced->begin((static_cast<int>(r.dtype) * kReduceOpCount + static_cast<int>(r.op)) * 2 + (r.in == r.out));
+  }
 }
 
 StagePace* Rounds::pace() {

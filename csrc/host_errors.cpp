@@ -41,7 +41,7 @@ std::exception_ptr HostCore::failure() {
   const bool told = layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0;
   const bool member = !engine_.forked() && state(m_.rank).left.load(std::memory_order_acquire) == 0;
   if (told && member && !failed_.load(std::memory_order_acquire) && enter()) {
-    if (!failed_.load(std::memory_order_relaxed)) adopt_abort();
+    step(false);  // what the peer had finished before it failed completes here too
     leave_and_complete();
   }
   if (!failed_.load(std::memory_order_acquire)) return nullptr;

@@ -14,8 +14,9 @@
 namespace axo::host {
 namespace {
 
-// What /proc says of a thread: whether it is exiting, or gone. Its flags tell before its memory is freed.
-bool exiting(int pid, int tid) {
+// What /proc says of a thread: whether it is exiting, or gone. Its flags tell before its memory is freed. `seen`: the
+// process is known to live, so that a first thread that is not shown may not be looked at.
+bool exiting(int pid, int tid, bool seen) {
   constexpr unsigned long kExiting = 4;  // PF_EXITING
   const std::string folder = "/proc/" + std::to_string(pid);
   const Fd file(::open((folder + "/task/" + std::to_string(tid) + "/stat").c_str(), O_RDONLY | O_CLOEXEC));
@@ -23,7 +24,7 @@ bool exiting(int pid, int tid) {
   const ssize_t got = file ? ::read(file.get(), text, sizeof(text)) : -1;
   if (got <= 0) {
     // Gone, unless this process may open no more files, or this /proc shows nothing at all.
-    if (got < 0 && errno != ENOENT && errno != ESRCH) return false;
+    if ((got < 0 && errno != ENOENT && errno != ESRCH) || (seen && pid == tid)) return false;
     return ::access(folder.c_str(), F_OK) == 0 || ::access("/proc/self/stat", F_OK) == 0;
   }
   const std::string line(text, static_cast<std::size_t>(got));
@@ -59,7 +60,7 @@ Caller::Caller(int pid, int tid, const std::string& space) {
 bool Caller::gone() const {
   if (pid_ == 0) return false;
   pollfd p{pidfd_.get(), POLLIN, 0};
-  return (pidfd_ && ::poll(&p, 1, 0) > 0) || exiting(pid_, tid_);
+  return (pidfd_ && ::poll(&p, 1, 0) > 0) || exiting(pid_, tid_, bool(pidfd_));
 }
 
 }  // namespace axo::host

@@ -69,10 +69,17 @@ void SpanCore::submit(const std::vector<SpanWorkPtr>& works) {
       }
       queue_.push_back(work);
     }
+    inside_ += static_cast<int>(messages.size());  // a shutdown waits until they are where it can see them
   }
   if (failure.kind != FailureKind::none) fail(failure, true);
   changed_.notify_all();
+  if (messages.empty()) return;
   for (const auto& work : messages) submit_message(work);
+  {
+    Lock lock(mutex_);
+    inside_ -= static_cast<int>(messages.size());
+  }
+  changed_.notify_all();
 }
 
 // The communicator's thread: collectives in issue order.

@@ -204,7 +204,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
 
   std::map<Key, std::deque<SpanWorkPtr>> sends_, recvs_;
   std::map<Key, std::deque<std::uint64_t>> wanted_;  // receives that peers have posted, in bytes
-  int inside_ = 0;                                   // messages inside the host
+  int inside_ = 0;                                   // messages inside the host, and on their way
   bool messages_run_ = false, sending_ = false;
   Failure inside_failure_;
 };

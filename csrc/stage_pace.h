@@ -26,8 +26,15 @@ class StagePace {
   // Whether the next round is written around the caches.
   bool around() const { return around_ != trying_; }
 
-  // A collective begins: time has passed that no round took.
-  void begin() { round_ = 0; }
+  // A collective begins: time has passed that no round took. Windows of one that is not `like` the last, whose rounds
+  // do other work, are not compared with its.
+  void begin(int like = 0) {
+    round_ = 0;
+    if (like == like_) return;
+    like_ = like;
+    trying_ = false;
+    left_ = std::max(left_, 2);
+  }
 
   // A round is written.
   void staged(Time now) {
@@ -56,7 +63,7 @@ class StagePace {
     left_ = between_;
   }
 
-  int round_ = 0;
+  int round_ = 0, like_ = 0;
   int left_ = 2, between_ = kSoon;
   bool around_ = false, trying_ = false;
   Time start_{};

@@ -10,11 +10,17 @@ using ranks::Comm;
 namespace {
 
 // Issues until the communicator is closed, then waits for all.
-void issue_until_closed(const Comm& c, float* x) {
+void issue_until_closed(const Comm& c, float* x, bool messages) {
   std::vector<WorkPtr> works;
+  const int peer = 1 - c->rank();
   try {
     for (;;) {
-      works.push_back(c->all_reduce(x, x, 1, DType::float32, ReduceOp::sum, {}));
+      if (messages) {
+        works.push_back(c->send(x, 1, DType::float32, peer, 0, {}));
+        works.push_back(c->recv(x + 1, 1, DType::float32, peer, 0, {}));
+      } else {
+        works.push_back(c->all_reduce(x, x, 1, DType::float32, ReduceOp::sum, {}));
+      }
       if (works.size() % 64 == 0) std::this_thread::yield();
     }
   } catch (const Error&) {  // closed, or a peer was first
@@ -30,10 +36,10 @@ void issue_until_closed(const Comm& c, float* x) {
 }
 
 void close_while_issuing(const Comm& world) {
-  for (int round = 0; round < 20; ++round) {
+  for (int round = 0; round < 24; ++round) {
     Comm c = world->split(0, world->rank(), "closing");
-    float x = 0;
-    auto issuer = std::async(std::launch::async, [&] { issue_until_closed(c, &x); });
+    float x[2] = {0, 0};
+    auto issuer = std::async(std::launch::async, [&] { issue_until_closed(c, x, round % 2 != 0); });
     std::this_thread::sleep_for(std::chrono::microseconds(200 * round));
     c->shutdown();
     issuer.get();

@@ -201,3 +201,4 @@ def _close_all() -> None:
             communicator.close()
         except Error:
             pass  # a peer has gone already, and whoever waited for an operation has been told
+    _C.leave_devices()  # groups of torch.distributed that nobody has destroyed

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <thread>
 #include <vector>
 
@@ -37,8 +38,14 @@ class MapStore final : public axo::Store {
   void set(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
     if (broken_) throw axo::Error("the store is gone");
-    values_[key] = value;
+    if (pretended_.count(key) == 0) values_[key] = value;
     changed_.notify_all();
+  }
+  // From here on the key has this value, whatever a rank sets.
+  void pretend(const std::string& key, const std::string& value) {
+    set(key, value);
+    std::lock_guard<std::mutex> lock(mutex_);
+    pretended_.insert(key);
   }
   std::string get(const std::string& key, Milliseconds timeout) override {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -65,6 +72,7 @@ class MapStore final : public axo::Store {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::string, std::string> values_;
+  std::set<std::string> pretended_;
   bool broken_ = false;
 };
 

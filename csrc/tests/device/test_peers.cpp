@@ -69,10 +69,11 @@ TEST(a_peer_that_dies_is_named_though_the_library_is_silent) {
   Process process;
   Meet both(2);
   ranks(2, [&](Rank& me) {
+    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
+    both.here();
     Comm comm = me.connect();
     both.here();
     if (me.rank == 0) {
-      me.store->set("world/process/1", process.card());
       float x = 1;
       auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
       Later later([&] { process.die(); });
@@ -93,10 +94,11 @@ TEST(the_librarys_own_news_of_a_loss_get_a_name) {
   Process process;
   Meet both(2);
   ranks(2, [&](Rank& me) {
+    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
+    both.here();
     Comm comm = me.connect();
     both.here();
     if (me.rank == 0) {
-      me.store->set("world/process/1", process.card());
       process.die();
       float x = 1;
       auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
@@ -155,6 +157,43 @@ TEST(a_communicator_that_is_given_up_before_it_is_made) {
       CHECK_THROWS(axo::Aborted, "aborted while its ranks met", me.connect("given", options));
     });
   }
+}
+
+TEST(what_another_rank_has_told_comes_before_its_own_death) {
+  Process process;
+  Meet both(3);
+  ranks(3, [&](Rank& me) {
+    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
+    both.here();
+    Comm comm = me.connect();
+    both.here();
+    if (me.rank == 0) {  // rank 1 has seen rank 2 die, said so, and ended
+      me.store->set("world/abort", "lost:2 rank 1: rank 2 (process 77) died");
+      process.die();
+      float x = 1;
+      auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      lost([&] { work->synchronize(axo::kNoTimeout); }, 2, "'world': rank 1: rank 2 (process 77) died");
+    }
+    both.here();
+    comm->shutdown();
+  });
+}
+
+TEST(ranks_of_other_hosts_end_the_look) {
+  auto store = std::make_shared<MapStore>();
+  Process process;
+  process.die();
+  const std::string far = "1 " + axo::host::process_space() + " another host";
+  axo::DevicePeers peers(store, "k", 1, 9);
+  store->set("k/process/0", process.card().replace(0, process.number().size(), std::to_string(::getpid())));
+  store->set("k/process/2", far);
+  store->set("k/process/3", process.card());
+  CHECK_EQ(peers.lost(), -1);  // rank 3 is behind another host
+  axo::DevicePeers from_4(store, "k", 4, 9);
+  CHECK_EQ(from_4.lost(), 3);
+  axo::DevicePeers::leave_all();
+  CHECK_EQ(store->get("k/process/4", Milliseconds(0)), "left");
+  CHECK_EQ(store->get("k/process/1", Milliseconds(0)), "left");
 }
 
 TEST(what_the_store_says_of_peers_is_not_believed_blindly) {
