@@ -156,7 +156,11 @@ std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const 
   std::shared_ptr<Communicator> inner;
   if (parent.inner) {
     const auto here = static_cast<std::size_t>(parent.place.host[static_cast<std::size_t>(parent.rank)]);
-    inner = parent.inner->split(color, key, one_host ? name : name + "@" + parent.place.names[here]);
+    try {
+      inner = parent.inner->split(color, key, one_host ? name : name + "@" + parent.place.names[here]);
+    } catch (...) {  // perhaps since another rank has failed meanwhile, in what follows the split there
+      core_->fail_split(std::current_exception());
+    }
   }
   if (color < 0) return nullptr;
   if (one_host && inner) return inner;

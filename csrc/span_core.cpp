@@ -254,6 +254,31 @@ void SpanCore::inside(const SpanWork& work, const InnerCall& issue) {
 
 // What an operation inside the host ended with, for the ranks of all hosts.
 void SpanCore::fail_inside(const SpanWork& work, const std::exception_ptr& error) {
+  fail_by(error, [&] {
+    Lock lock(mutex_);
+    return timeout_text(work);
+  });
+}
+
+void SpanCore::fail_split(const std::exception_ptr& error) {
+  fail_by(error, [&] {
+    try {
+      std::rethrow_exception(error);
+    } catch (const std::exception& e) {
+      return std::string(e.what());
+    }
+  });
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error&) {
+    Lock lock(mutex_);
+    raised_ = true;
+    std::rethrow_exception(error_at(
+        "split on '" + p_.name + "' (rank " + std::to_string(p_.rank) + " of " + std::to_string(size()) + "): ", ""));
+  }  // another exception, such as an interrupt, is the caller's
+}
+
+void SpanCore::fail_by(const std::exception_ptr& error, const std::function<std::string()>& late) {
   const auto& neighbours = p_.place.hosts[static_cast<std::size_t>(p_.place.host[static_cast<std::size_t>(p_.rank)])];
   try {
     std::rethrow_exception(error);
@@ -262,12 +287,7 @@ void SpanCore::fail_inside(const SpanWork& work, const std::exception_ptr& error
     const int peer = e.peer() < 0 ? -1 : neighbours[static_cast<std::size_t>(e.peer())];
     fail({FailureKind::peer_lost, peer, left ? "left" : "died"}, true);
   } catch (const Timeout&) {
-    std::string text;
-    {
-      Lock lock(mutex_);
-      text = timeout_text(work);
-    }
-    fail({FailureKind::timeout, -1, text}, true);
+    fail({FailureKind::timeout, -1, late()}, true);
   } catch (const Mismatch& e) {
     fail({FailureKind::mismatch, -1, e.what()}, true);
   } catch (const std::exception& e) {

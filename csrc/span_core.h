@@ -123,6 +123,8 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void submit(const std::vector<SpanWorkPtr>& works);
   void abort(const std::string& reason);
   std::exception_ptr failure() const;
+  // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
+  [[noreturn]] void fail_split(const std::exception_ptr& error);
   void shutdown();
   void release();
   std::string describe(const SpanWork& work) const;
@@ -164,6 +166,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void finish(const SpanWorkPtr& work);
   void fail(const Failure& failure, bool tell);
   void fail_inside(const SpanWork& work, const std::exception_ptr& error);
+  void fail_by(const std::exception_ptr& error, const std::function<std::string()>& late);
   void await(Lock& lock, const SpanWork& work, int on, const std::function<bool()>& done);
   void sleep_until(const SpanWork& work, Clock::time_point end);
   void send_pieces(const SpanWork& work, FrameKind frame, const std::vector<Piece>& out);

@@ -81,7 +81,7 @@ def test_train_compares_with_serial_and_leaves_log_and_plot(text: str, tmp_path:
         assert 4 < step["loss"] < 7 and step["grad_norm"] > 0 and step["tokens_per_s"] == 256 / step["seconds"]
         assert set(step["comm_share"]) == {"x", "y", "z", "data", "world", "all"}
         assert step["comm_share"]["y"] == step["comm_share"]["data"] == 0  # axes of size 1 say nothing
-        assert step["comm_share"]["x"] > 0 and step["comm_share"]["z"] > 0 and step["comm_share"]["all"] < 1
+        assert step["comm_share"]["x"] > 0 and step["comm_share"]["z"] > 0 and step["comm_share"]["all"] > 0
         assert step["mfu"] is None and step["hardware_flops"] == step["model_flops"] == narayanan(
             8, 32, 2, 64, 256, recompute=False
         )

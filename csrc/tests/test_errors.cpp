@@ -162,10 +162,20 @@ TEST(long_reasons_end_with_a_whole_character) {
   CHECK_EQ(clipped("\u00fc", 0), "");
   std::string reason;
   while (reason.size() < 4000) reason += "\u00fc";
-  ranks::with_threads(2, [&](Comm c) {
-    if (c->rank() == 0) return c->abort(reason);
-    CHECK_THROWS(Aborted, "\u00fc; waited", c->barrier(ranks::blocking()));
-  });
+  for (const int late : {0, 50}) {  // before the abort, perhaps, and after it
+    ranks::with_threads(2, [&](Comm c) {
+      if (c->rank() == 0) return c->abort(reason);
+      std::this_thread::sleep_for(std::chrono::milliseconds(late));
+      try {
+        c->barrier(ranks::blocking());
+        CHECK(false);
+      } catch (const Aborted& e) {
+        std::string said = e.what();
+        said = said.substr(0, said.find("; waited"));
+        CHECK(said.size() > 500 && said.substr(said.size() - 2) == "\u00fc");
+      }
+    });
+  }
 }
 
 TEST(time_limits_that_no_clock_holds) {
