@@ -52,6 +52,15 @@ class Later {
   std::thread thread_;
 };
 
+// All ranks connect; rank 1 is taken for `process`.
+Comm connect_beside(const Process& process, Rank& me, Meet& all) {
+  if (me.rank == 0) me.store->pretend("world/process/1", process.card());
+  all.here();
+  Comm comm = me.connect();
+  all.here();
+  return comm;
+}
+
 void lost(const std::function<void()>& call, int peer, const std::string& said) {
   try {
     call();
@@ -69,10 +78,7 @@ TEST(a_peer_that_dies_is_named_though_the_library_is_silent) {
   Process process;
   Meet both(2);
   ranks(2, [&](Rank& me) {
-    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
-    both.here();
-    Comm comm = me.connect();
-    both.here();
+    Comm comm = connect_beside(process, me, both);
     if (me.rank == 0) {
       float x = 1;
       auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
@@ -94,10 +100,7 @@ TEST(the_librarys_own_news_of_a_loss_get_a_name) {
   Process process;
   Meet both(2);
   ranks(2, [&](Rank& me) {
-    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
-    both.here();
-    Comm comm = me.connect();
-    both.here();
+    Comm comm = connect_beside(process, me, both);
     if (me.rank == 0) {
       process.die();
       float x = 1;
@@ -161,12 +164,9 @@ TEST(a_communicator_that_is_given_up_before_it_is_made) {
 
 TEST(what_another_rank_has_told_comes_before_its_own_death) {
   Process process;
-  Meet both(3);
+  Meet all(3);
   ranks(3, [&](Rank& me) {
-    if (me.rank == 0) me.store->pretend("world/process/1", process.card());
-    both.here();
-    Comm comm = me.connect();
-    both.here();
+    Comm comm = connect_beside(process, me, all);
     if (me.rank == 0) {  // rank 1 has seen rank 2 die, said so, and ended
       me.store->set("world/abort", "lost:2 rank 1: rank 2 (process 77) died");
       process.die();
@@ -174,7 +174,7 @@ TEST(what_another_rank_has_told_comes_before_its_own_death) {
       auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
       lost([&] { work->synchronize(axo::kNoTimeout); }, 2, "'world': rank 1: rank 2 (process 77) died");
     }
-    both.here();
+    all.here();
     comm->shutdown();
   });
 }
