@@ -57,13 +57,6 @@ std::uint32_t sleepers_after_publish(std::atomic<std::uint32_t>& sleepers) {
 #endif
 }
 
-int count_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof(set), &set) == 0) return std::max(1, CPU_COUNT(&set));
-  return std::max(1u, std::thread::hardware_concurrency());
-}
-
 // Asks the scheduler for short turns of the calling thread: it shall run soon after a peer has rung, not when the
 // computation beside it has used up a slice of milliseconds. Its share of the core stays the same. Needs no privilege;
 // kernels before 6.12 take no notice.
@@ -79,18 +72,6 @@ void take_short_turns() {
   turn.size = sizeof(turn);
   turn.runtime = 100'000;
   ::syscall(SYS_sched_setattr, 0, &turn, 0);  // a refusal costs speed only
-}
-
-// Moves the calling thread to `cpu` and leaves it free to go. Where every core has a rank, the scheduler may wake two
-// ranks' progress threads on one core, beside one rank's computation, and the other core computes alone: a
-// collective then takes half again as long. A refusal costs speed only.
-void come_to(int cpu) {
-  if (::sched_getcpu() == cpu) return;
-  cpu_set_t all, one;
-  if (cpu < 0 || cpu >= CPU_SETSIZE || ::sched_getaffinity(0, sizeof(all), &all) != 0 || !CPU_ISSET(cpu, &all)) return;
-  CPU_ZERO(&one);
-  CPU_SET(cpu, &one);
-  if (::sched_setaffinity(0, sizeof(one), &one) == 0) ::sched_setaffinity(0, sizeof(all), &all);
 }
 
 }  // namespace
@@ -167,12 +148,12 @@ Engine& Engine::get() {
 }
 
 void Engine::after_fork_in_child() {
+  Seats::forget();
   Engine* engine = g_engine.exchange(nullptr);
   if (engine != nullptr) engine->forked_.store(true);
 }
 
 Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_(std::make_shared<Clients>()) {
-  cores_ = count_cores();
   {
     auto mapping = map_segment(page_fd_.get(), kPageBytes);
     auto* page = new (mapping->base()) ProcessPage{};
@@ -180,6 +161,7 @@ Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_
     page->heap_bytes = heap_.bytes();
     page->magic = ProcessPage::kMagic;
     self_ = std::make_shared<Process>(page_fd_.get(), heap_.fd());
+    seats_ = std::make_unique<Seats>(&self_->page()->seats);
   }
   // The thread blocks all signals: they belong to the program's own threads.
   sigset_t all, old;
@@ -221,6 +203,8 @@ void Engine::run() {
                                      [this] { return pending_.load() > 0 && waiters_.load() == 0; });
     on_duty_.store(work);
     lock.unlock();
+    // Where every core has a rank, the scheduler may wake two ranks' progress threads on one core, beside one rank's
+    // computation, and the other core computes alone: a collective then takes half again as long.
     if (work && ranks_.load() >= cores_) come_to(caller_cpu_.load(std::memory_order_relaxed));
     flight_.poll();
     auto last_check = Clock::now();
@@ -243,10 +227,14 @@ void Engine::run() {
   }
 }
 
-void Engine::has_ranks(int ranks) {
+void Engine::meet(const std::vector<std::shared_ptr<Process>>& ranks) {
+  const int count = static_cast<int>(ranks.size());
   int known = ranks_.load();
-  while (ranks > known && !ranks_.compare_exchange_weak(known, ranks)) {
+  while (count > known && !ranks_.compare_exchange_weak(known, count)) {
   }
+  Seats::Rows rows;
+  for (const auto& process : ranks) rows.push_back(process->seats());
+  seats_->meet(std::move(rows));
 }
 
 void Engine::watch() {
@@ -287,15 +275,16 @@ bool Engine::drive(const Client* except, bool check) {
 }
 
 bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline) {
-  constexpr int kSpins = 400;
+  constexpr int kSpins = 400, kLook = 32;
   constexpr auto kAskPeriod = std::chrono::milliseconds(250);
   if (done()) return true;
   waiters_.fetch_add(1);
+  sit();
   auto& page = *self_->page();
   const bool shares_core = crowded();
   const int spins = shares_core ? 0 : kSpins;
   int idle = 0;
-  bool yielded = false;
+  bool yielded = false, gives_way = false;
   Clock::time_point last_check{}, last_ask{};
   bool finished = false, told = false;
   const auto end = [&] {
@@ -316,13 +305,14 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
       continue;
     }
     if (idle < spins) {
-      ++idle;
-      pause_cpu();
+      if (++idle == kLook) gives_way = seats_->make_room() == Room::crowded;
+      gives_way ? static_cast<void>(::sched_yield()) : pause_cpu();
       continue;
     }
     // The peer that is waited for may be next on this core. To sleep and be rung awake costs both of them more.
     if (shares_core && !yielded) {
       yielded = true;
+      seats_->make_room();
       ::sched_yield();
       continue;
     }

@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "flight_recorder.h"
+#include "seats.h"
 #include "segment.h"
 #include "shared_buffers.h"
 
@@ -48,6 +49,7 @@ struct ProcessPage {
   std::atomic<std::uint64_t> blocked_text[kBlockedWords];
   // When the host's link to other hosts is free again (link_limit.h); the page of one process of a host counts.
   alignas(64) std::atomic<std::uint64_t> link_free;
+  SeatRow seats;
 };
 inline constexpr std::size_t kPageBytes = 4096;
 
@@ -62,6 +64,7 @@ class Process {
   void ring() const;
   bool sleeping() const;
   ProcessPage* page() const { return page_; }
+  std::shared_ptr<const SeatRow> seats() const { return {mapping_, &page_->seats}; }  // keeps the page alone
   // Where the process is blocked, "" when it is not; and the process that it waits for there.
   std::string blocked(int* on) const;
   // The process's heap of shared buffers; null when this process has no room in its address space for it.
@@ -99,8 +102,10 @@ class Engine {
   Heap& heap() { return heap_; }
   // Whether ranks outnumber the cores: then spinning only steals time from the rank that is waited for.
   bool crowded() const { return ranks_.load(std::memory_order_relaxed) > cores_; }
-  // Says that this host has at least so many ranks.
-  void has_ranks(int ranks);
+  // The calling thread issues operations, or waits: its core is seen by the others (seats.h).
+  void sit() { seats_->sit(); }
+  // The processes of a communicator's ranks, by rank.
+  void meet(const std::vector<std::shared_ptr<Process>>& ranks);
   FlightLog& flight() { return flight_; }
 
   void add(const std::shared_ptr<Client>& client);
@@ -133,7 +138,8 @@ class Engine {
   Fd page_fd_;
   std::shared_ptr<Process> self_;
   Heap heap_;
-  int cores_ = 1;
+  const int cores_ = count_cores();
+  std::unique_ptr<Seats> seats_;
   std::atomic<int> caller_cpu_{-1};  // where a thread last gave the progress thread something to do
   std::atomic<int> ranks_{1};
 

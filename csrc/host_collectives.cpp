@@ -2,7 +2,8 @@
 //
 //   operation       a round covers            stage of a rank            result         consume
 //   all_reduce      n parts of the whole      the n - 1 parts of others  its own part   the others' results
-//   all_reduce <=   the whole                 its whole input            -              reduce all stages
+//   all_reduce, 2   the whole                 its whole input            -              reduce all stages
+//   ranks or <=
 //   kDirect bytes
 //   reduce          as all_reduce             as all_reduce              as all_reduce  at the root only
 //   reduce_scatter  a piece of each part      that piece for each other  -              reduce my part's pieces
@@ -26,7 +27,6 @@ namespace axo::host {
 namespace {
 
 constexpr std::size_t kDirect = 4096;
-
 // Results of this size do not stay in the caches until somebody reads them.
 constexpr std::size_t kStreamed = 8 << 20;
 constexpr std::size_t kHot = 16 * 1024;  // what is reduced before it is copied on, in the first-level cache
@@ -57,9 +57,14 @@ void Rounds::plan() {
       break;
     case Kind::all_reduce:
     case Kind::reduce:
-      combines_ = r.bytes() > kDirect;
-      per_round_ = combines_ ? n * (layout.part_bytes() / item) : kDirect / item;
-      if (r.kind == Kind::reduce) reads_ = at_root;
+      // Two ranks move as many bytes whether parts have owners or not, and wait for each other half as often where they
+      // have none: 5 to 20% less time between far cores, 7 to 10 from 16 MiB on between near ones.
+      combines_ = n > 2 && r.bytes() > kDirect;
+      per_round_ = (combines_ ? n * layout.part_bytes() : n > 2 ? kDirect : layout.slot_bytes()) / item;
+      if (r.kind == Kind::reduce) {
+        reads_ = at_root;
+        stages_ = combines_ || !at_root;
+      }
       break;
     case Kind::reduce_scatter:
     case Kind::all_to_all:
@@ -167,7 +172,21 @@ void Rounds::stage(std::uint64_t round) {
         copy(to + part * slot, in + r.send_offsets[part] + lo, std::min(per_round_, r.send_bytes[part] - lo));
       }
       break;
-    default:  // all_gather, gather, broadcast
+    case Kind::all_gather: {
+      const std::size_t bytes = std::min(per_round_, r.count - lo) * item;
+      if (!headers_ok_) {  // the result is not written before all agree that there is one
+        copy(to, in + lo * item, bytes);
+        placed_ = round + 1;
+        break;
+      }
+      // My own piece of the result too, while the input is in the caches.
+      char* own = static_cast<char*>(r.out) + (static_cast<std::size_t>(me) * r.count + lo) * item;
+      const auto place = streams_ ? &stream : &axo::copy;
+      copy(to, in + lo * item, bytes);
+      place(own, in + lo * item, bytes);
+      break;
+    }
+    default:  // gather, broadcast
       copy(to, in + lo * item, std::min(per_round_, r.count - lo) * item);
       break;
   }
@@ -180,6 +199,18 @@ void Rounds::reduce_stages(std::size_t at, const char* own, char* out, std::size
     inputs[static_cast<std::size_t>(p)] = p == core_.rank() ? own : core_.layout().stage(core_.base(), p, round) + at;
   }
   reduce(inputs.data(), core_.size(), out, count, work_->request.dtype, work_->request.op);
+}
+
+// The same into the user's memory: around the caches where the whole does not fit.
+void Rounds::reduce_out(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const {
+  if (!streams_) return reduce_stages(at, own, out, count, round);
+  const std::size_t item = item_size(work_->request.dtype);
+  alignas(64) char hot[kHot];
+  for (std::size_t done = 0; done < count; done += kHot / item) {
+    const std::size_t some = std::min(kHot / item, count - done);
+    reduce_stages(at + done * item, own + done * item, hot, some, round);
+    stream(out + done * item, hot, some * item);
+  }
 }
 
 void Rounds::combine(std::uint64_t round) {
@@ -223,7 +254,7 @@ void Rounds::consume(std::uint64_t round) {
     case Kind::reduce: {
       if (!reads_) break;
       if (!combines_) {
-        reduce_stages(0, in + lo * item, out + lo * item, len, round);
+        reduce_out(0, in + lo * item, out + lo * item, len, round);
         break;
       }
       const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
@@ -234,12 +265,13 @@ void Rounds::consume(std::uint64_t round) {
       break;
     }
     case Kind::reduce_scatter:
-      reduce_stages(self * slot, in + (self * r.count + lo) * item, out + lo * item, len, round);
+      reduce_out(self * slot, in + (self * r.count + lo) * item, out + lo * item, len, round);
       break;
     case Kind::all_gather:
     case Kind::gather:
       if (!reads_) break;
       for (int p = 0; p < n; ++p) {
+        if (p == me && r.kind == Kind::all_gather && round >= placed_) continue;
         char* to = out + (static_cast<std::size_t>(p) * r.count + lo) * item;
         write(to, p == me ? in + lo * item : layout.stage(base, p, round), len * item);
       }

@@ -15,7 +15,7 @@ HostCore::HostCore(Membership membership)
       flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size, layout_.header(base_)->id)),
       rounds_(*this),
       messages_(*this) {
-  engine_.has_ranks(m_.size);
+  engine_.meet(m_.processes);
   engine_.flight().add(flight_);
 }
 
@@ -37,6 +37,7 @@ void HostCore::record_issue(HostWork& work) {
 }
 
 void HostCore::submit(const std::vector<HostWorkPtr>& works) {
+  engine_.sit();
   {
     std::unique_lock<std::mutex> lock(incoming_mutex_);
     if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable

@@ -34,7 +34,7 @@ void Rounds::start(HostWorkPtr work) {
   const Request& r = work_->request;
   RankState& me = core_.state(core_.rank());
   base_ = end_ = me.done.load(std::memory_order_relaxed);
-  staged_ = combined_ = consumed_ = base_;
+  staged_ = combined_ = consumed_ = placed_ = base_;
   known_posted_ = known_reduced_ = known_done_ = 0;
   headers_ok_ = planned_ = stages_ = combines_ = reads_ = offered_ = shared_ = false;
 

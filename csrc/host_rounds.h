@@ -63,12 +63,14 @@ class Rounds {
   void combine(std::uint64_t round);
   void consume(std::uint64_t round);
   void reduce_stages(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const;
+  void reduce_out(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const;
 
   HostCore& core_;
   HostWorkPtr work_;
   std::uint64_t base_ = 0;  // the collective's first round
   std::uint64_t end_ = 0;   // one past its last
   std::uint64_t staged_ = 0, combined_ = 0, consumed_ = 0;
+  std::uint64_t placed_ = 0;  // all_gather: from this round on, staging has placed this rank's own piece as well
   std::uint64_t known_posted_ = 0, known_reduced_ = 0, known_done_ = 0;  // minima over peers, as last seen
   std::vector<std::uint64_t> in_offsets_, out_offsets_;                  // of shared buffers, by rank, checked
   std::uint64_t longest_ = 0;  // all_to_all_v: bytes of the longest part of any pair
