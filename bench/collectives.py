@@ -7,7 +7,7 @@ whole result; reduce_scatter, scatter, all_to_all: the whole input), time of one
 each the slowest rank's mean), algbw = size / time and busbw = algbw * the operation's factor in GB/s (1e9 bytes), and
 #wrong elements over all ranks. Calls are blocking. Rivals: "axo" is Axo's own API, "axo-shared" the same with every
 buffer from axo.empty_shared, "axo-c10d" torch.distributed over Axo, "gloo" torch's default, "mpi" Open MPI through
-mpi4py, started beside it as a run of its own where both are installed.
+mpi4py, in ranks of its own that take their turns too (bench/mpi.py), where both are installed.
 
 The machine's copy traffic, bytes read plus bytes written by all ranks that copy at once, is measured in the same ranks;
 beside an all_reduce of 64 MiB or more in its very rounds, as one rival more: memory that other machines share is twice
@@ -24,6 +24,7 @@ import argparse
 import os
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,13 @@ import torch
 import torch.distributed as dist
 
 from . import collective_calls as calls_of
+from . import mpi
 from .collective_calls import BUS_FACTOR
 from .table import Table, environment
 
 COLUMNS = {"op": "s", "rival": "s", "ranks": "d", "dtype": "s", "size": "d", "count": "d", "time_us": ".2f"}
-COLUMNS |= {"least_us": ".2f", "algbw": ".3f", "busbw": ".3f", "times_gloo": ".1f", "of_floor": ".2f", "wrong": "d"}
+COLUMNS |= {"least_us": ".2f", "algbw": ".3f", "busbw": ".3f", "times_gloo": ".1f", "times_mpi": ".2f"}
+COLUMNS |= {"of_floor": ".2f", "wrong": "d"}
 RIVALS = ("axo", "axo-shared", "axo-c10d", "gloo", "mpi")
 FLOOR_BYTES = {"axo": 5, "axo-c10d": 5, "axo-shared": 4}  # of an all_reduce, moved for each byte of its size
 DEFAULT_OPS = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,barrier"
@@ -78,15 +81,11 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table(COLUMNS, options.json, header)
     for ranks in map(int, options.ranks.split(",")):
         cases = list(cases_of(options, ranks))
-        rivals = [rival for rival in options.rivals.split(",") if rival != "mpi"]
-        rows, traffic = launch_local(measure, ranks, cases, rivals, options.rounds)
-        if "mpi" in options.rivals.split(","):
-            from .mpi import run
-
-            found, why = run(ranks, cases, options.rounds)
-            rows += found
-            if why:
-                table.note(f"mpi, {ranks} ranks: {why}")
+        rivals = options.rivals.split(",")
+        with mpi.ranks_of(ranks) if "mpi" in rivals else nullcontext((None, "")) as (folder, why):
+            rows, traffic = launch_local(measure, ranks, cases, rivals, options.rounds, folder)
+        if why:
+            table.note(f"mpi, {ranks} ranks: {why}")
         for row in sorted(rows, key=lambda row: cases.index((row["op"], row["case"], row["dtype"]))):
             floor = FLOOR_BYTES.get(row["rival"]) if "copy_gbs" in row else None
             table.add(**row, of_floor=row["algbw"] * floor / row["copy_gbs"] if floor else None)
@@ -133,7 +132,9 @@ class Copy:
         return 2 * self.source.nbytes * ranks / statistics.median(seconds) / 1e9
 
 
-def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -> tuple[list[dict[str, Any]], float]:
+def measure(
+    cases: list[tuple[str, int, str]], rivals: list[str], rounds: int, mpi_folder: str | None
+) -> tuple[list[dict[str, Any]], float]:
     """On every rank: time all cases; the rows, and the copy traffic."""
     import axo
 
@@ -142,6 +143,7 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
     groups = {"axo-c10d": dist.group.WORLD}
     if "gloo" in rivals:
         groups["gloo"] = dist.new_group(backend="gloo")
+    peer = mpi.Peer(mpi_folder, comm.rank) if mpi_folder else None
     copy = Copy(FLOOR_SIZE)
     traffic = copy.traffic(comm.size, time_calls({"copy": copy}, comm, FLOOR_SIZE, 5)["copy"])
     rows = []
@@ -150,7 +152,7 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
         # Whole multiples of the ranks, so that parts are equal.
         count = size // dtype.itemsize // comm.size * comm.size
         calls = {}
-        for rival in rivals:
+        for rival in [rival for rival in rivals if rival != "mpi"]:
             group = groups.get(rival)
             buffers = calls_of.Buffers(count, dtype, comm, shared=rival == "axo-shared")
             call = calls_of.c10d_call(group, op, buffers) if group else calls_of.axo_call(comm, op, buffers)
@@ -158,7 +160,9 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
                 continue
             calls[rival] = buffers, call
         wrong = {rival: calls_of.count_wrong(call, comm, op, buffers) for rival, (buffers, call) in calls.items()}
-        timed = {rival: call for rival, (_, call) in calls.items()}
+        timed: dict[str, Any] = {rival: call for rival, (_, call) in calls.items()}
+        if peer is not None and (found := peer.prepare(op, count, dtype_name)) is not None:
+            timed["mpi"], wrong["mpi"] = peer, found
         if op == "all_reduce" and size >= FLOOR_SIZE:
             timed["copy"] = copy
         seconds = time_calls(timed, comm, count * dtype.itemsize, rounds)
@@ -166,8 +170,8 @@ def measure(cases: list[tuple[str, int, str]], rivals: list[str], rounds: int) -
         for rival, times in seconds.items():
             rows.append(row_of(op, rival, comm.size, dtype_name, size, count * dtype.itemsize, count, times))
             rows[-1]["wrong"] = wrong[rival]
-            gloo = statistics.median(seconds["gloo"]) if "gloo" in seconds else None
-            rows[-1]["times_gloo"] = gloo and gloo / statistics.median(times)
+            for other in {"gloo", "mpi"} & set(seconds):
+                rows[-1][f"times_{other}"] = statistics.median(seconds[other]) / statistics.median(times)
             if copied is not None:
                 rows[-1]["copy_gbs"] = copy.traffic(comm.size, copied)
     comms.close()
@@ -204,13 +208,16 @@ def time_calls(calls: dict[str, Any], comm: Any, size: int, rounds: int) -> dict
     order = list(calls.items())
     for round_number in range(rounds + 1):  # the first warms up
         for rival, call in order[round_number % len(order) :] + order[: round_number % len(order)]:
-            call()
-            comm.barrier()
-            start = time.perf_counter()
-            for _ in range(repeats):
+            if isinstance(call, mpi.Peer):
+                mean = call.spend(repeats)
+            else:
                 call()
-            spent = torch.tensor([(time.perf_counter() - start) / repeats], dtype=torch.float64)
-            slowest = comm.all_reduce(spent, "max").item()
+                comm.barrier()
+                start = time.perf_counter()
+                for _ in range(repeats):
+                    call()
+                mean = (time.perf_counter() - start) / repeats
+            slowest = comm.all_reduce(torch.tensor([mean], dtype=torch.float64), "max").item()
             if round_number:
                 seconds[rival].append(slowest)
     return seconds

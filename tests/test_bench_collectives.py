@@ -1,8 +1,11 @@
 """``axo bench collectives`` at a toy size: every operation and rival is right; JSON lines say where they are from."""
 
+import importlib.util
 import json
 import subprocess
 import sys
+
+import pytest
 
 OPERATIONS = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,gather,scatter,sendrecv,barrier"
 
@@ -24,10 +27,27 @@ def test_every_rival_is_right(tmp_path):
     notes = [row["note"] for row in rows if "note" in row]
     rows = [row for row in rows if "rival" in row]
     assert {row["rival"] for row in rows} >= {"axo", "axo-shared", "axo-c10d", "gloo"}
-    assert any(row["rival"] == "mpi" for row in rows) or any("not installed" in note for note in notes)
+    if importlib.util.find_spec("mpi4py"):
+        assert {row["op"] for row in rows if row["rival"] == "mpi"} == set(OPERATIONS.split(",")) - {"sendrecv"}, notes
+        assert all(row["times_mpi"] > 0 for row in rows if row["op"] != "sendrecv")
+    else:
+        assert any("not installed" in note for note in notes)
     assert len({row["op"] for row in rows}) == 10 and all(row["wrong"] == 0 for row in rows)
     assert any("copy traffic" in note for note in notes)
     assert picture.stat().st_size > 1000
+
+
+def test_types_that_mpi_cannot_reduce_are_left_out_and_a_rank_that_ends_is_told():
+    pytest.importorskip("mpi4py")
+    from bench import mpi
+
+    with mpi.ranks_of(1) as (folder, why):
+        assert not why
+        peer = mpi.Peer(folder, 0)
+        assert peer.prepare("all_reduce", 8, "bfloat16") is None and peer.prepare("sendrecv", 8, "float32") is None
+        assert peer.prepare("all_reduce", 8, "float32") == 0 and peer.spend(2) > 0
+        with pytest.raises(RuntimeError, match="Open MPI's rank ended while it was asked"):
+            peer.prepare("all_reduce", -8, "float32")
 
 
 def test_words_that_it_does_not_know():
