@@ -134,7 +134,7 @@ void Rounds::stage(std::uint64_t round) {
   const Request& r = work_->request;
   const Layout& layout = core_.layout();
   const int n = core_.size(), me = core_.rank();
-  const std::size_t item = item_size(r.dtype), slot = layout.part_bytes();
+  const std::size_t item = item_size(r.dtype);
   const char* in = static_cast<const char*>(r.in);
   char* to = layout.stage(core_.base(), me, round);
   const auto copy = around_ ? &stream : &axo::copy;
@@ -151,7 +151,7 @@ void Rounds::stage(std::uint64_t round) {
       for (int p = 0; p < n; ++p) {
         const std::size_t from = std::min(static_cast<std::size_t>(p) * part, len);
         const std::size_t size = std::min(part, len - from);
-        if (p != me) copy(to + static_cast<std::size_t>(p) * slot, in + (lo + from) * item, size * item);
+        if (p != me) copy(to + layout.part_at(me, p), in + (lo + from) * item, size * item);
       }
       break;
     }
@@ -161,7 +161,7 @@ void Rounds::stage(std::uint64_t round) {
       const std::size_t len = std::min(per_round_, r.count - lo);
       for (int p = 0; p < n; ++p) {
         const auto part = static_cast<std::size_t>(p);
-        if (p != me) copy(to + part * slot, in + (part * r.count + lo) * item, len * item);
+        if (p != me) copy(to + layout.part_at(me, p), in + (part * r.count + lo) * item, len * item);
       }
       break;
     }
@@ -169,7 +169,7 @@ void Rounds::stage(std::uint64_t round) {
       for (int p = 0; p < n; ++p) {
         const auto part = static_cast<std::size_t>(p);
         if (p == me || lo >= r.send_bytes[part]) continue;
-        copy(to + part * slot, in + r.send_offsets[part] + lo, std::min(per_round_, r.send_bytes[part] - lo));
+        copy(to + layout.part_at(me, p), in + r.send_offsets[part] + lo, std::min(per_round_, r.send_bytes[part] - lo));
       }
       break;
     case Kind::all_gather: {
@@ -192,23 +192,27 @@ void Rounds::stage(std::uint64_t round) {
   }
 }
 
-// out = the reduction, in rank order, of every peer's stage at `at` bytes and of my own input.
+// out = the reduction, in rank order, of my own input and of every peer's stage (or of my part of it), `at` bytes in.
 void Rounds::reduce_stages(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const {
+  const Layout& layout = core_.layout();
+  const int me = core_.rank();
+  const bool parts = combines_ || work_->request.kind == Kind::reduce_scatter;
   std::array<const void*, kMaxRanks> inputs{};
   for (int p = 0; p < core_.size(); ++p) {
-    inputs[static_cast<std::size_t>(p)] = p == core_.rank() ? own : core_.layout().stage(core_.base(), p, round) + at;
+    const char* const stage = layout.stage(core_.base(), p, round) + at;
+    inputs[static_cast<std::size_t>(p)] = p == me ? own : parts ? stage + layout.part_at(p, me) : stage;
   }
   reduce(inputs.data(), core_.size(), out, count, work_->request.dtype, work_->request.op);
 }
 
 // The same into the user's memory: around the caches where the whole does not fit.
-void Rounds::reduce_out(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const {
-  if (!streams_) return reduce_stages(at, own, out, count, round);
+void Rounds::reduce_out(const char* own, char* out, std::size_t count, std::uint64_t round) const {
+  if (!streams_) return reduce_stages(0, own, out, count, round);
   const std::size_t item = item_size(work_->request.dtype);
   alignas(64) char hot[kHot];
   for (std::size_t done = 0; done < count; done += kHot / item) {
     const std::size_t some = std::min(kHot / item, count - done);
-    reduce_stages(at + done * item, own + done * item, hot, some, round);
+    reduce_stages(done * item, own + done * item, hot, some, round);
     stream(out + done * item, hot, some * item);
   }
 }
@@ -221,7 +225,6 @@ void Rounds::combine(std::uint64_t round) {
   const std::size_t part = part_of(len, static_cast<std::size_t>(core_.size()), item);
   const std::size_t from = std::min(me * part, len), size = std::min(part, len - from);
   char* result = core_.layout().result(core_.base(), core_.rank(), round);
-  const std::size_t at = me * core_.layout().part_bytes();
   const auto write = around_ ? &stream : &copy;
   alignas(64) char hot[kHot];
   for (std::size_t done = 0; done < size; done += kHot / item) {
@@ -231,7 +234,7 @@ void Rounds::combine(std::uint64_t round) {
     // up, and copy() waits for that far less than a reduction, which asks for a few lines at a time.
     char* out = reads_ ? static_cast<char*>(r.out) + element * item : hot;
     char* mine = streams_ ? hot : out;
-    reduce_stages(at + done * item, own, mine, count, round);
+    reduce_stages(done * item, own, mine, count, round);
     write(result + done * item, mine, count * item);
     if (mine != out) stream(out, mine, count * item);
   }
@@ -243,7 +246,7 @@ void Rounds::consume(std::uint64_t round) {
   char* base = core_.base();
   const int n = core_.size(), me = core_.rank();
   const auto self = static_cast<std::size_t>(me);
-  const std::size_t item = item_size(r.dtype), slot = layout.part_bytes();
+  const std::size_t item = item_size(r.dtype);
   const char* in = static_cast<const char*>(r.in);
   char* out = static_cast<char*>(r.out);
   const std::size_t lo = (round - base_) * per_round_;
@@ -254,7 +257,7 @@ void Rounds::consume(std::uint64_t round) {
     case Kind::reduce: {
       if (!reads_) break;
       if (!combines_) {
-        reduce_out(0, in + lo * item, out + lo * item, len, round);
+        reduce_out(in + lo * item, out + lo * item, len, round);
         break;
       }
       const std::size_t part = part_of(len, static_cast<std::size_t>(n), item);
@@ -265,7 +268,7 @@ void Rounds::consume(std::uint64_t round) {
       break;
     }
     case Kind::reduce_scatter:
-      reduce_out(self * slot, in + (self * r.count + lo) * item, out + lo * item, len, round);
+      reduce_out(in + (self * r.count + lo) * item, out + lo * item, len, round);
       break;
     case Kind::all_gather:
     case Kind::gather:
@@ -281,19 +284,21 @@ void Rounds::consume(std::uint64_t round) {
       break;
     case Kind::scatter:
       write(out + lo * item,
-            reads_ ? layout.stage(base, r.root, round) + self * slot : in + (self * r.count + lo) * item, len * item);
+            reads_ ? layout.stage(base, r.root, round) + layout.part_at(r.root, me) : in + (self * r.count + lo) * item,
+            len * item);
       break;
     case Kind::all_to_all:
       for (int p = 0; p < n; ++p) {
         const std::size_t at = (static_cast<std::size_t>(p) * r.count + lo) * item;
-        write(out + at, p == me ? in + at : layout.stage(base, p, round) + self * slot, len * item);
+        write(out + at, p == me ? in + at : layout.stage(base, p, round) + layout.part_at(p, me), len * item);
       }
       break;
     case Kind::all_to_all_v:
       for (int p = 0; p < n; ++p) {
         const auto part = static_cast<std::size_t>(p);
         if (lo >= r.recv_bytes[part]) continue;
-        const char* from = p == me ? in + r.send_offsets[part] + lo : layout.stage(base, p, round) + self * slot;
+        const char* from =
+            p == me ? in + r.send_offsets[part] + lo : layout.stage(base, p, round) + layout.part_at(p, me);
         write(out + r.recv_offsets[part] + lo, from, std::min(per_round_, r.recv_bytes[part] - lo));
       }
       break;

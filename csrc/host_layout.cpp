@@ -25,7 +25,7 @@ const char* name_of(Kind kind) {
 Layout::Layout(int ranks) : n_(ranks) {
   const auto n = static_cast<std::size_t>(ranks);
   slot_ = std::max(kSlot, n * kSmallestPart);
-  part_ = slot_ / n / 64 * 64;
+  part_ = slot_ / std::max<std::size_t>(n - 1, 1) / 64 * 64;
   states_ = kPage;
   rows_ = round_up(states_ + n * sizeof(RankState), kPage);
   stages_ = round_up(rows_ + n * n * kHeaders * sizeof(std::uint64_t), kPage);

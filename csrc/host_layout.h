@@ -85,7 +85,7 @@ struct RankState {
 
 struct SegmentHeader {
   static constexpr std::uint64_t kMagic = 0x31676573'6f7861ull;
-  static constexpr std::uint32_t kVersion = 2;
+  static constexpr std::uint32_t kVersion = 3;
   std::uint64_t magic;
   std::uint32_t version;
   std::int32_t ranks;
@@ -121,7 +121,11 @@ class Layout {
   int ranks() const { return n_; }
   std::size_t bytes() const { return bytes_; }
   std::size_t slot_bytes() const { return slot_; }
+  // A stage has one part for each peer of its owner.
   std::size_t part_bytes() const { return part_; }
+  std::size_t part_at(int owner, int peer) const {
+    return static_cast<std::size_t>(peer < owner ? peer : peer - 1) * part_;
+  }
 
   SegmentHeader* header(char* base) const { return reinterpret_cast<SegmentHeader*>(base); }
   RankState* state(char* base, int rank) const { return reinterpret_cast<RankState*>(base + states_) + rank; }

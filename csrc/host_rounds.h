@@ -63,7 +63,7 @@ class Rounds {
   void combine(std::uint64_t round);
   void consume(std::uint64_t round);
   void reduce_stages(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const;
-  void reduce_out(std::size_t at, const char* own, char* out, std::size_t count, std::uint64_t round) const;
+  void reduce_out(const char* own, char* out, std::size_t count, std::uint64_t round) const;
 
   HostCore& core_;
   HostWorkPtr work_;
