@@ -20,8 +20,9 @@ namespace py = pybind11;
 
 namespace axo {
 
-void bind_c10d(py::module_& m);    // c10d_bindings.cpp
-void bind_device(py::module_& m);  // bindings_device.cpp
+void bind_c10d(py::module_& m);     // c10d_bindings.cpp
+void bind_device(py::module_& m);   // bindings_device.cpp
+void bind_tensors(py::module_& m);  // bindings_tensors.cpp
 
 namespace {
 
@@ -196,4 +197,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());
   axo::bind_c10d(m);
   axo::bind_device(m);
+  axo::bind_tensors(m);
 }

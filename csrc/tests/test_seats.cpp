@@ -65,8 +65,6 @@ PROCESS_TEST(seats_a_thread_leaves_the_core_of_its_peer) {
       moved = seats.make_room() == host::Room::moved;
     }
     CHECK(moved && mine.cores[0].load() > 0);
-    peers.cores[0].store(mine.cores[0].load());
-    CHECK(seats.make_room() != host::Room::moved);  // not at once
     const cpu_set_t after = allowed_cores();
     CHECK(CPU_EQUAL(&all, &after));  // and is as free as before
   });

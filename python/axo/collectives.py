@@ -35,7 +35,7 @@ from axo.buffers import (
 )
 from axo.counting import active as counting
 from axo.extension import _C
-from axo.issuing import Issuing, group
+from axo.issuing import REDUCTIONS, Issuing, group
 from axo.work import Work
 
 __all__ = ["_C", "Communicator", "group"]
@@ -51,6 +51,12 @@ class Communicator(Issuing):
 
         ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
         """
+        if out is None and scale is None and self._core is not None and isinstance(op, str):
+            plain = self._plain(tensor)
+            if plain is not None and (reduction := REDUCTIONS.get((plain[2], op))) is not None:
+                self._count("all_reduce", tensor)
+                args: tuple = (plain[0], *plain[:3], reduction)
+                return self._issue(self._core.all_reduce, args, tensor, (), tensor, tensor, async_op)
         source = self._tensor(tensor, "all_reduce")
         code = self._op("all_reduce", op, source, scale)
         target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
@@ -66,6 +72,12 @@ class Communicator(Issuing):
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
+        if self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
+            part, whole = both
+            if whole[1] == self.size * part[1]:
+                self._count("all_gather", tensor)
+                args: tuple = (part[0], whole[0], part[1], part[2])
+                return self._issue(self._core.all_gather, args, (tensor, out), (), out, out, async_op)
         source = self._tensor(tensor, "all_gather")
         target, result = self._whole("all_gather", source, tensor, out)
         if self._core is None:
@@ -82,6 +94,13 @@ class Communicator(Issuing):
 
         ``scale`` is that of :meth:`all_reduce`.
         """
+        if scale is None and self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
+            whole, part = both
+            reduction = REDUCTIONS.get((part[2], op)) if isinstance(op, str) else None
+            if whole[1] == self.size * part[1] and tensor.shape[0] % self.size == 0 and reduction is not None:
+                self._count("reduce_scatter", tensor)
+                args: tuple = (whole[0], *part[:3], reduction)
+                return self._issue(self._core.reduce_scatter, args, (tensor, out), (), out, out, async_op)
         source = self._tensor(tensor, "reduce_scatter")
         code = self._op("reduce_scatter", op, source, scale)
         target, result = self._part("reduce_scatter", source, tensor, out)
@@ -97,6 +116,9 @@ class Communicator(Issuing):
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
+        if self._core is not None and (plain := self._plain(tensor)) is not None:
+            self._count("broadcast", tensor)
+            return self._issue(self._core.broadcast, (*plain[:3], root), tensor, (), tensor, tensor, async_op)
         target = self._tensor(tensor, "broadcast")
         if self._core is None:
             return self._alone(target, target, tensor, async_op)

@@ -103,6 +103,8 @@ class DeviceWork(Work):
 class DeviceCommunicator(Communicator):
     """The collectives among the ranks of one axis, on GPUs. Made by ``axo.connect(device="cuda")`` and ``split``."""
 
+    _plain = staticmethod(lambda array: None)  # no memory of the host is
+
     def __init__(self, core: Any, *, name: str, axis: str, device: torch.device | None = None) -> None:
         super().__init__(core, name=name, axis=axis, device=device)
         assert self.device.index is not None

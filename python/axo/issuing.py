@@ -24,6 +24,8 @@ from axo.work import Work, open_group
 
 _DEFAULT_TIMEOUT = -1  # the communicator's own
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
+# The code of an operation, by a dtype's code and its name, where it is defined.
+REDUCTIONS = {(DTYPES[dtype], op): OPS[op] for (dtype, op), defined in _REDUCES.items() if defined}
 
 
 class group:
@@ -90,8 +92,8 @@ class Issuing:
 
     def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
         """Call the core; give the result, or a Work. ``target`` is the caller's tensor that is written, if any."""
-        if target is not None and not copies and not target.is_inference():
-            torch.autograd.graph.increment_version(target)  # the core writes behind autograd's back
+        if target is not None and not copies:
+            _C.modified(target)  # the core writes behind autograd's back
         if not async_op and not open_group.depth:
             start = time.perf_counter()
             try:
@@ -128,6 +130,15 @@ class Issuing:
         """Tell the ranks of the other axes: only those of this one have seen the error."""
         for sibling in self._siblings:
             sibling.abort(f"on axis {self.axis!r}: {error}")
+
+    # What a collective of host memory needs to know of most tensors, in one call. None: look closely.
+    _plain = staticmethod(_C.plain)
+
+    def _plain_pair(self, source: Any, target: Any) -> tuple[tuple, tuple] | None:
+        """The same of two tensors of one dtype that do not overlap."""
+        if target is None or (a := self._plain(source)) is None or (b := self._plain(target)) is None or a[2] != b[2]:
+            return None
+        return (a, b) if a[0] + a[3] <= b[0] or b[0] + b[3] <= a[0] else None
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)
