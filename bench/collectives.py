@@ -122,7 +122,7 @@ class Copy:
     """A copy of ``size`` bytes from memory to memory; all ranks call it at once."""
 
     def __init__(self, size: int) -> None:
-        self.source, self.target = np.ones(size, dtype=np.uint8), np.ones(size, dtype=np.uint8)
+        self.source, self.target = (torch.ones(size, dtype=torch.uint8).numpy() for _ in range(2))
 
     def __call__(self) -> None:
         np.copyto(self.target, self.source)

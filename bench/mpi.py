@@ -24,20 +24,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 DTYPES = ("float64", "float32", "int64", "int32", "int16", "int8", "uint8")
 START_SECONDS, TURN_SECONDS = 60, 300
 
 
+def launcher() -> str | None:
+    """mpirun, where mpi4py is installed too. A wheel's lies beside the interpreter."""
+    path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
+    return shutil.which("mpirun", path=path) if importlib.util.find_spec("mpi4py") else None
+
+
 @contextlib.contextmanager
 def ranks_of(ranks: int) -> Iterator[tuple[str | None, str]]:
     """MPI's ranks, running: the folder of their sockets, or None and why there are none."""
-    # A wheel's mpirun lies beside the interpreter.
-    launcher = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    if launcher is None or importlib.util.find_spec("mpi4py") is None:
+    mpirun = launcher()
+    if mpirun is None:
         yield None, "not installed (pip install 'axo[mpi]' brings mpirun and mpi4py)"
         return
-    command = [launcher, "--oversubscribe", "--allow-run-as-root", "-np", str(ranks), sys.executable, "-m"]
+    command = [mpirun, "--oversubscribe", "--allow-run-as-root", "-np", str(ranks), sys.executable, "-m"]
     command += ["bench.mpi" if __package__ == "bench" else "axo_bench.mpi"]
     with tempfile.TemporaryDirectory(prefix="axo-mpi-") as folder, open(f"{folder}/errors", "w+b") as errors:
         here = Path(__file__).resolve().parent.parent
@@ -118,8 +124,10 @@ def prepare(comm: Any, op: str, count: int, dtype: str) -> tuple[int | None, Cal
 
     if dtype not in DTYPES:
         return None, None
-    # Written, not np.zeros: of those all pages would be one page that the system keeps, and never leaves the caches.
-    whole, other, part = (np.full(elements, 1, dtype) for elements in (count, count, count // comm.size))
+    # Torch's memory, as the rivals have it: NumPy's begins elsewhere in a line and may have huge pages. Written: all
+    # pages of zeros that nobody wrote are one page, which never leaves the caches.
+    sizes = (count, count, count // comm.size)
+    whole, other, part = (torch.ones(size, dtype=getattr(torch, dtype)).numpy() for size in sizes)
     root = comm.rank == 0
     call = {
         "all_reduce": lambda: comm.Allreduce(MPI.IN_PLACE, whole),

@@ -7,6 +7,7 @@
 #include "c10d_wire.h"
 #include "host_communicator.h"
 #include "link_limit.h"
+#include "seats.h"
 #include "span_communicator.h"
 
 namespace py = pybind11;
@@ -26,10 +27,11 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
-  // Throws for a variable of the environment that says nothing sensible of this rank's host and its link.
+  // Throws for a variable of the environment that says nothing sensible of this rank's host, its link and its threads.
   m.def("check_host_settings", [] {
     host_name();
     span::LinkSettings::from_environment();
+    host::spreads_threads();
   });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);

@@ -148,7 +148,6 @@ Engine& Engine::get() {
 }
 
 void Engine::after_fork_in_child() {
-  Seats::forget();
   Engine* engine = g_engine.exchange(nullptr);
   if (engine != nullptr) engine->forked_.store(true);
 }

@@ -5,7 +5,8 @@
 //   all_reduce, 2   the whole                 its whole input            -              reduce all stages
 //   ranks or <=
 //   kDirect bytes
-//   reduce          as all_reduce             as all_reduce              as all_reduce  at the root only
+//   reduce          as all_reduce             the same; without owners   as all_reduce  at the root only
+//                                             not the root
 //   reduce_scatter  a piece of each part      that piece for each other  -              reduce my part's pieces
 //   all_gather      a piece of the input      that piece                 -              copy each piece to its part
 //   gather          the same                  the same, but the root     -              at the root only

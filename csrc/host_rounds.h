@@ -8,8 +8,8 @@
 // Where all buffers that matter lie in shared heaps (shared_buffers.h), there are no stages: `combine` reads the peers'
 // buffers themselves, and `consume` only waits until they have done the same.
 // A rank stages up to kDepth rounds ahead of the slowest reader, so the steps of different ranks overlap. The cut into
-// rounds and parts depends on (operation, bytes, dtype, ranks) alone, and every element is reduced by one rank in rank
-// order, so that the bits are the same everywhere and always.
+// rounds and parts depends on (operation, bytes, dtype, ranks) alone, and every element is reduced in rank order, by
+// one rank or, where parts have no owners, by each in the same way: the bits are the same everywhere and always.
 #pragma once
 
 #include <array>

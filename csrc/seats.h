@@ -4,12 +4,16 @@
 // many milliseconds beside a core that idles. Then each waits for the other's turn: an all_reduce of 1 MiB took 150-200
 // us instead of 44, one of 1 KiB 30-50 instead of 4. So every thread that issues operations writes down its core where
 // the other ranks see it, and one that waits on a core with two of them more than another core has goes there.
+//
+// It stays free to go, but the kernel now takes its affinity for its own wish: cores that its cpuset gains later are
+// not its. AXO_SPREAD=0 leaves all threads where the scheduler puts them.
 #pragma once
 
 #include <sched.h>
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -19,17 +23,20 @@ namespace axo::host {
 
 inline constexpr int kSeats = 16;
 
-// In a process's page: 1 + the core on which a thread last issued or waited; 0 where no thread sits. Threads beyond
-// kSeats go unseen.
+// In a process's page, a word for each thread that issues operations: milliseconds of the host's clock << 16 | 1 +
+// core; 0: nobody yet. Of more threads than seats, those that called last have one.
 struct SeatRow {
-  alignas(64) std::atomic<std::int32_t> cores[kSeats];
+  alignas(64) std::atomic<std::uint64_t> seats[kSeats];
 };
 
 // Cores that this process may use.
 int count_cores();
 
-// Moves the calling thread to `core` and leaves it free to go. A refusal costs speed only.
-void come_to(int core);
+// Moves the calling thread to `core` and leaves it free to go. False where it is refused.
+bool come_to(int core);
+
+// Throws Error when AXO_SPREAD is neither 0 nor 1.
+bool spreads_threads();
 
 using Crowd = std::array<std::uint16_t, CPU_SETSIZE>;  // threads by core
 
@@ -44,20 +51,23 @@ class Seats {
  public:
   using Rows = std::vector<std::shared_ptr<const SeatRow>>;
 
+  // Who has not called for so long counts no more: it computes, or waits elsewhere, or is dead.
+  static constexpr std::chrono::milliseconds kFresh{20};
+
   // `own` stays mapped as long as this process lives.
   explicit Seats(SeatRow* own);
   // The rows of the processes of a communicator; those of the largest so far count.
   void meet(Rows rows);
-  // The calling thread issues operations, or begins to wait.
-  void sit();
+  // The calling thread issues operations, or begins to wait. Its core; or -1.
+  int sit();
   // The calling thread waits in vain. Moves it where that helps, unless it has just been moved: what it knows of the
-  // others is as old as their last wait.
+  // others is as old as their last call.
   Room make_room();
-  // In a forked child, whose pages are gone.
-  static void forget();
 
  private:
+  SeatRow* const own_;
   const int cores_ = count_cores();
+  const bool spreads_ = spreads_threads();
   std::mutex mutex_;
   std::shared_ptr<const Rows> rows_;
 };

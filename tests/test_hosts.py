@@ -214,6 +214,7 @@ def bad_settings():
         ("AXO_LINK_LIMIT", "fast", "bytes a second, such as 200M"),
         ("AXO_LINK_LIMIT", "1e-300", "bytes a second, such as 200M"),
         ("AXO_LINK_LATENCY", "3", "such as 50us"),
+        ("AXO_SPREAD", "maybe", "expected 0 or 1"),
         ("AXO_HOST", "a b", "a name of letters"),
     ],
 )

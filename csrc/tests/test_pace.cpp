@@ -64,15 +64,19 @@ TEST(pace_counts_no_time_between_collectives) {
   CHECK(!pace.around());
 }
 
-TEST(pace_both_ways_move_the_right_bytes) {
+namespace {
+
+// Of two ranks both reduce the whole, of three each its part.
+void large_collectives_are_right(int n) {
   constexpr std::size_t kCount = (12 << 20) / 4 + 77;  // over kSoon windows in all, and no whole number of rounds
-  ranks::with_threads(2, [](const ranks::Comm& c) {
+  ranks::with_threads(n, [n](const ranks::Comm& c) {
     const int me = c->rank();
     const auto options = ranks::blocking();
     const auto value = [](int rank, std::size_t i) {
       return static_cast<std::int32_t>(i * 3 + i / 4099 + rank * 1000);
     };
-    std::vector<std::int32_t> mine(2 * kCount), out(2 * kCount);
+    const auto ranks = static_cast<std::size_t>(n);
+    std::vector<std::int32_t> mine(ranks * kCount), out(ranks * kCount);
     for (int repeat = 0; repeat < 4; ++repeat) {
       const auto check = [&](const char* op, std::size_t at, std::size_t count, auto&& want) {
         for (std::size_t i = 0; i < count; ++i) {
@@ -81,7 +85,11 @@ TEST(pace_both_ways_move_the_right_bytes) {
         ++check::checks();
       };
       for (std::size_t i = 0; i < mine.size(); ++i) mine[i] = value(me, i);
-      const auto sum = [&](std::size_t i) { return value(0, i) + value(1, i); };
+      const auto sum = [&](std::size_t i) {
+        std::int32_t total = 0;
+        for (int p = 0; p < n; ++p) total += value(p, i);
+        return total;
+      };
       c->all_reduce(mine.data(), out.data(), kCount, DType::int32, ReduceOp::sum, options);
       check("all_reduce", 0, kCount, sum);
       out = mine;
@@ -91,14 +99,14 @@ TEST(pace_both_ways_move_the_right_bytes) {
       c->broadcast(out.data(), kCount, DType::int32, 1, options);
       check("broadcast", 0, kCount, [&](std::size_t i) { return value(1, i); });
       c->all_gather(mine.data(), out.data(), kCount, DType::int32, options);
-      for (int p : {0, 1}) {
+      for (int p = 0; p < n; ++p) {
         check("all_gather", static_cast<std::size_t>(p) * kCount, kCount, [&](std::size_t i) { return value(p, i); });
       }
       const auto first = static_cast<std::size_t>(me) * kCount;
       c->reduce_scatter(mine.data(), out.data(), kCount, DType::int32, ReduceOp::sum, options);
       check("reduce_scatter", 0, kCount, [&](std::size_t i) { return sum(first + i); });
       c->all_to_all(mine.data(), out.data(), kCount, DType::int32, options);
-      for (int p : {0, 1}) {
+      for (int p = 0; p < n; ++p) {
         check("all_to_all", static_cast<std::size_t>(p) * kCount, kCount,
               [&](std::size_t i) { return value(p, first + i); });
       }
@@ -107,3 +115,9 @@ TEST(pace_both_ways_move_the_right_bytes) {
     }
   });
 }
+
+}  // namespace
+
+TEST(pace_both_ways_move_the_right_bytes) { large_collectives_are_right(2); }
+
+TEST(pace_large_results_of_three_ranks) { large_collectives_are_right(3); }

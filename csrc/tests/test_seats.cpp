@@ -25,16 +25,44 @@ cpu_set_t set_of(std::initializer_list<int> cores) {
   return set;
 }
 
-// In a child, whose engine has not begun: Seats of its own, its row and that of a peer.
-void beside_a_peer(const std::function<void(Seats&, SeatRow&, SeatRow&)>& look) {
+int core_of(const std::atomic<std::uint64_t>& seat) { return static_cast<int>(seat.load() & 0xffff) - 1; }
+
+// What a thread on `core` writes that has called just now, and will have for an hour.
+std::uint64_t fresh(int core) {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch() + std::chrono::hours(1);
+  return static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::milliseconds>(now).count()) << 16 |
+         static_cast<std::uint64_t>(core + 1);
+}
+
+// In a child, whose engine has not begun and which may use two cores: its Seats, its row, and that of a peer.
+void on_two_cores(const std::function<void(Seats&, SeatRow&, SeatRow&, const cpu_set_t&)>& look) {
+  const cpu_set_t all = allowed_cores();
+  if (CPU_COUNT(&all) < 2) return;
   ranks::all_well(ranks::processes(1, [&](int) {
+    cpu_set_t two;
+    CPU_ZERO(&two);
+    for (int core = 0; CPU_COUNT(&two) < 2; ++core) {
+      if (CPU_ISSET(core, &all)) CPU_SET(core, &two);
+    }
+    CHECK(::sched_setaffinity(0, sizeof(two), &two) == 0);
     static SeatRow mine, peers;
     Seats seats(&mine);
     Seats::Rows rows;
     for (SeatRow* row : {&mine, &peers}) rows.emplace_back(row, [](const SeatRow*) {});
     seats.meet(rows);
-    look(seats, mine, peers);
+    look(seats, mine, peers, two);
   }));
+}
+
+// Whether a thread that sits down where its peer sits is moved from there. The scheduler may be first.
+bool moves_away(Seats& seats, SeatRow& mine, SeatRow& peers, const std::function<std::uint64_t(int)>& word) {
+  for (int i = 0; i < 50; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the time between two moves
+    const int core = ::sched_getcpu();
+    peers.seats[0].store(word(core));
+    if (seats.sit() == core && seats.make_room() == host::Room::moved && core_of(mine.seats[0]) != core) return true;
+  }
+  return false;
 }
 
 }  // namespace
@@ -54,61 +82,56 @@ TEST(seats_the_core_with_the_fewest_that_is_allowed) {
 }
 
 PROCESS_TEST(seats_a_thread_leaves_the_core_of_its_peer) {
-  const cpu_set_t all = allowed_cores();
-  if (CPU_COUNT(&all) < 2) return;
-  beside_a_peer([&](Seats& seats, SeatRow& mine, SeatRow& peers) {
-    bool moved = false;
-    for (int i = 0; i < 100 && !moved; ++i) {  // the scheduler may move it first
-      peers.cores[0].store(::sched_getcpu() + 1);
-      seats.sit();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the time between two moves
-      moved = seats.make_room() == host::Room::moved;
-    }
-    CHECK(moved && mine.cores[0].load() > 0);
+  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t& two) {
+    CHECK(moves_away(seats, mine, peers, fresh));
     const cpu_set_t after = allowed_cores();
-    CHECK(CPU_EQUAL(&all, &after));  // and is as free as before
+    CHECK(CPU_EQUAL(&two, &after));  // and is as free as before
+  });
+}
+
+PROCESS_TEST(seats_of_long_ago_move_nobody) {
+  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t&) {
+    const auto long_ago = [](int core) { return fresh(core) - ((std::uint64_t{3600} * 1000 + 1000) << 16); };
+    CHECK(!moves_away(seats, mine, peers, long_ago));
   });
 }
 
 PROCESS_TEST(seats_a_thread_stays_where_moving_helps_nobody) {
-  beside_a_peer([&](Seats& seats, SeatRow& mine, SeatRow& peers) {
-    const cpu_set_t all = allowed_cores();
-    // Every core has one peer, so that one of them must be shared.
-    int seat = 0;
-    for (int core = 0; core < CPU_SETSIZE && seat < host::kSeats; ++core) {
-      if (CPU_ISSET(core, &all)) peers.cores[seat++].store(core + 1);
+  on_two_cores([](Seats& seats, SeatRow&, SeatRow& peers, const cpu_set_t& two) {
+    int number = 0;  // a peer on each core, so that one of them must be shared
+    for (int core = 0; core < CPU_SETSIZE; ++core) {
+      if (CPU_ISSET(core, &two)) peers.seats[number++].store(fresh(core));
     }
-    if (seat != CPU_COUNT(&all)) return;  // more cores than seats
     for (int i = 0; i < 20; ++i) {
-      seats.sit();
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
       CHECK(seats.make_room() == host::Room::fair);
     }
-    CHECK(mine.cores[0].load() > 0);
   });
 }
 
-PROCESS_TEST(seats_are_given_back_when_a_thread_ends) {
-  beside_a_peer([&](Seats& seats, SeatRow& mine, SeatRow&) {
-    for (int i = 0; i < 3 * host::kSeats; ++i) {
-      std::thread([&] { seats.sit(); }).join();
-      for (const auto& seat : mine.cores) CHECK(seat.load() == 0);
-    }
-    std::vector<std::thread> many;
-    std::atomic<int> sitting{0};
-    std::atomic<bool> go{false};
-    for (int i = 0; i < 2 * host::kSeats; ++i) {
-      many.emplace_back([&] {
-        seats.sit();
+PROCESS_TEST(seats_stay_where_the_scheduler_puts_them_on_demand) {
+  ::setenv("AXO_SPREAD", "0", 1);
+  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t&) {
+    CHECK(!moves_away(seats, mine, peers, fresh));
+  });
+  ::setenv("AXO_SPREAD", "maybe", 1);
+  CHECK_THROWS(Error, "AXO_SPREAD: got 'maybe', expected 0 or 1", host::spreads_threads());
+  ::unsetenv("AXO_SPREAD");
+}
+
+PROCESS_TEST(seats_of_threads_that_have_ended_are_taken_again) {
+  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow&, const cpu_set_t&) {
+    for (int i = 0; i < 5 * host::kSeats; ++i) {
+      int core = -1;
+      std::thread([&] {
+        core = seats.sit();
         seats.make_room();
-        ++sitting;
-        while (!go) std::this_thread::yield();
-      });
+      }).join();
+      CHECK(core >= 0);
+      int found = 0;
+      for (const auto& seat : mine.seats) found += core_of(seat) >= 0;
+      CHECK(found == std::min(i + 1, host::kSeats));
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
-    while (sitting < 2 * host::kSeats) std::this_thread::yield();
-    for (const auto& seat : mine.cores) CHECK(seat.load() > 0);
-    go = true;
-    for (auto& thread : many) thread.join();
-    for (const auto& seat : mine.cores) CHECK(seat.load() == 0);
   });
 }

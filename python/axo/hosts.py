@@ -34,7 +34,7 @@ def check_settings() -> None:
 
     Raises:
         ValueError: AXO_FLIGHT_DIR is no folder.
-        Error: AXO_HOST, AXO_RANKS_PER_HOST, AXO_LINK_LIMIT or AXO_LINK_LATENCY means nothing.
+        Error: AXO_HOST, AXO_RANKS_PER_HOST, AXO_LINK_LIMIT, AXO_LINK_LATENCY or AXO_SPREAD means nothing.
     """
     arm()
     _C.check_host_settings()
