@@ -275,6 +275,7 @@ bool Engine::drive(const Client* except, bool check) {
 
 bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline) {
   constexpr int kSpins = 400, kLook = 32;
+  constexpr unsigned kTurns = 8;  // between two looks at who shares the core, where ranks outnumber cores
   constexpr auto kAskPeriod = std::chrono::milliseconds(250);
   if (done()) return true;
   waiters_.fetch_add(1);
@@ -311,7 +312,8 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
     // The peer that is waited for may be next on this core. To sleep and be rung awake costs both of them more.
     if (shares_core && !yielded) {
       yielded = true;
-      seats_->make_room();
+      static thread_local unsigned turns = 0;
+      if (++turns % kTurns == 0) seats_->make_room();
       ::sched_yield();
       continue;
     }
