@@ -83,6 +83,15 @@ def names_of_suite():
     return sorted(name for name in dir(load_suite()[1]) if name.startswith("test_"))
 
 
+def all_come(store, key):
+    """Wait for all ranks. The suite's own runner starts them at once; here one may still be at the test before, and a
+    test's time limit, 5 s for some, must not begin without it."""
+    store.add(key, 1)
+    end = time.monotonic() + TEST_LIMIT_S
+    while store.add(key, 0) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
 def run_one(suite, case, name, pipe):
     """In a process of its own: one test between the set-up and the end that the suite's own runner has."""
     outcome, note = PASSED, ""
@@ -93,6 +102,7 @@ def run_one(suite, case, name, pipe):
         store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), None, False)
         seconds = suite.CUSTOM_PG_TIMEOUT.get(name, suite.default_pg_timeout)
         limits = {"timeout": timedelta(seconds=seconds), "store": dist.PrefixStore(name, store)}
+        all_come(store, f"{name}/come")
         dist.init_process_group("axo", rank=test.rank, world_size=int(os.environ["WORLD_SIZE"]), **limits)
         test._barrier()
         if name.startswith(LIKE_GLOO):
