@@ -279,7 +279,6 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
   constexpr auto kAskPeriod = std::chrono::milliseconds(250);
   if (done()) return true;
   waiters_.fetch_add(1);
-  sit();
   auto& page = *self_->page();
   const bool shares_core = crowded();
   const int spins = shares_core ? 0 : kSpins;

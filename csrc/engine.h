@@ -102,7 +102,7 @@ class Engine {
   Heap& heap() { return heap_; }
   // Whether ranks outnumber the cores: then spinning only steals time from the rank that is waited for.
   bool crowded() const { return ranks_.load(std::memory_order_relaxed) > cores_; }
-  // The calling thread issues operations, or waits: its core is seen by the others (seats.h).
+  // The calling thread issues operations: its core is seen by the others (seats.h), as when it waits in vain.
   void sit() { seats_->sit(); }
   // The processes of a communicator's ranks, by rank.
   void meet(const std::vector<std::shared_ptr<Process>>& ranks);

@@ -175,16 +175,13 @@ void Rounds::stage(std::uint64_t round) {
       break;
     case Kind::all_gather: {
       const std::size_t bytes = std::min(per_round_, r.count - lo) * item;
-      if (!headers_ok_) {  // the result is not written before all agree that there is one
-        copy(to, in + lo * item, bytes);
-        placed_ = round + 1;
-        break;
-      }
-      // My own piece of the result too, while the input is in the caches.
-      char* own = static_cast<char*>(r.out) + (static_cast<std::size_t>(me) * r.count + lo) * item;
-      const auto place = streams_ ? &stream : &axo::copy;
       copy(to, in + lo * item, bytes);
-      place(own, in + lo * item, bytes);
+      if (headers_ok_) {  // my own piece of the result too, while the input is in the caches
+        char* own = static_cast<char*>(r.out) + (static_cast<std::size_t>(me) * r.count + lo) * item;
+        (streams_ ? &stream : &axo::copy)(own, in + lo * item, bytes);
+      } else {  // the result is not written before all agree that there is one
+        placed_ = round + 1;
+      }
       break;
     }
     default:  // gather, broadcast

@@ -58,7 +58,7 @@ class Seats {
   explicit Seats(SeatRow* own);
   // The rows of the processes of a communicator; those of the largest so far count.
   void meet(Rows rows);
-  // The calling thread issues operations, or begins to wait. Its core; or -1.
+  // The calling thread issues operations. Its core; or -1.
   int sit();
   // The calling thread waits in vain. Moves it where that helps, unless it has just been moved: what it knows of the
   // others is as old as their last call.
