@@ -13,8 +13,8 @@ ARGS ?=
 
 V := .venv
 PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check
-CORE := $(wildcard csrc/*.cpp csrc/*.h csrc/*.inc)
-QUICK_TESTS := tests/test_house.py tests/test_grid.py tests/test_placement.py tests/test_launcher.py tests/test_collectives.py tests/perf
+CORE := $(foreach folder,base memory progress host hosts device torch,$(wildcard csrc/$(folder)/*.cpp csrc/$(folder)/*.h csrc/$(folder)/*.inc))
+QUICK_TESTS := tests/house/test_house.py tests/test_grid.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
 CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.
@@ -38,7 +38,7 @@ test: $(V)/.built
 check: $(V)/.built
 	$(V)/bin/ruff check .
 	$(V)/bin/ruff format --check .
-	$(V)/bin/clang-format --dry-run -Werror $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h csrc/tests/device/*.cpp csrc/tests/device/*.h csrc/tests/device/*.inc)
+	$(V)/bin/clang-format --dry-run -Werror $(CORE) $(wildcard csrc/tests/*.cpp csrc/tests/*.h csrc/tests/*/*.cpp csrc/tests/*/*.h csrc/tests/*/*.inc)
 	$(V)/bin/mypy
 	$(PYTEST) -m "not slow and not soak and not gpu" $(wildcard $(QUICK_TESTS)) $(ARGS)
 
@@ -49,16 +49,16 @@ soak-runtime: $(V)/.built
 	$(V)/bin/python -m bench.soak --json bench/results/soak.jsonl $(ARGS)
 
 soak-python: $(V)/.built
-	$(PYTEST) -m soak --deselect tests/test_c10d_suite.py --deselect tests/test_device_transport.py -ra -s $(ARGS)
+	$(PYTEST) -m soak --deselect tests/comm/test_c10d_suite.py --deselect tests/comm/test_device_transport.py -ra -s $(ARGS)
 
 # Every Triton kernel, layout and dtype at its default configuration for five GPUs: 47 s on two quiet cores.
 compile-defaults: $(V)/.built
-	$(V)/bin/python -m axo_kernels.compile_matrix $(ARGS)
+	$(V)/bin/python -m bench.tools.compile_matrix $(ARGS)
 
 # Every Triton configuration that the tuner may choose, compiled for five GPUs without one (1,201 cases).
 # 7 minutes on two quiet cores; ARGS="--seconds 300" stops early, and the same command again goes on from there.
 compile-matrix: $(V)/.built
-	$(V)/bin/python -m axo_kernels.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
+	$(V)/bin/python -m bench.tools.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 
 gpu: $(V)/.built
 	$(PYTEST) -m gpu -ra $(ARGS) || test $$? -eq 5  # 5: no test wants a GPU yet

@@ -1,4 +1,4 @@
-"""Builds `axo._C` from csrc/*.cpp with a C++ compiler and nothing else, and says which packages go into the wheel.
+"""Builds `axo._C` from csrc/*/*.cpp with a C++ compiler and nothing else, and says which packages go into the wheel.
 
 The rest of the project's description stands in pyproject.toml. What setuptools' own build_ext lacks, and is done here:
   - units compile in parallel, and only those whose source or headers changed (dependency files, as make would);
@@ -29,15 +29,16 @@ from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+CORE = ("base", "memory", "progress", "host", "hosts", "device", "torch")
+SOURCES = sorted(path for folder in CORE for path in (ROOT / "csrc" / folder).glob("*.cpp"))
 CORE_FLAGS = ["-std=c++17"]
 TORCH_FLAGS = ["-std=c++20", "-DTORCH_API_INCLUDE_EXTENSION_H"]
 COMMON_FLAGS = ["-O3", "-fPIC", "-fvisibility=hidden", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter"]
 
 
 def sees_torch(source: Path) -> bool:
-    """Only the bindings and the c10d files may include torch's headers: the core knows no Python and no torch."""
-    return source.name.startswith(("bindings", "c10d_"))
+    """Only csrc/torch may include torch's headers: the core knows no Python and no torch."""
+    return source.parent.name == "torch"
 
 
 class Torch:
@@ -72,7 +73,8 @@ class BuildCore(build_ext):
             self._link(sorted(objects), Path(self.get_ext_fullpath(ext.name)), torch)
 
     def _compile(self, source: Path, objects_dir: Path, torch: Torch) -> Path:
-        target = objects_dir / (source.stem + ".o")
+        target = objects_dir / source.parent.name / (source.stem + ".o")  # folders share names: host/core, device/core
+        target.parent.mkdir(exist_ok=True)
         includes = [str(ROOT / "csrc")]
         flags = [*COMMON_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi}"]
         if sees_torch(source):
@@ -167,9 +169,7 @@ setup(
         "axo": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml", "**/*.csv", "**/*.txt"],
         "axo_kernels": ["py.typed", "**/*.json"],
     },
-    ext_modules=[
-        Extension("axo._C", sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*.cpp")), language="c++")
-    ],
+    ext_modules=[Extension("axo._C", [str(path.relative_to(ROOT)) for path in SOURCES], language="c++")],
     cmdclass={"build_ext": BuildCore, "build_py": BuildPackages},
     zip_safe=False,
 )

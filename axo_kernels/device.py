@@ -11,14 +11,14 @@ from types import ModuleType
 
 import torch
 
-from axo_kernels.tiles import CPU_TARGET, Target
+from axo_kernels.gemm.tiles import CPU_TARGET, Target
 
 
 @cache
 def gemm_kernels() -> ModuleType | None:
     """Return the module of matmul kernels, or None without Triton."""
     try:
-        from axo_kernels import gemm_kernels as module
+        from axo_kernels.gemm import kernels as module
     except ModuleNotFoundError as error:
         if error.name is None or not error.name.startswith("triton"):
             raise
@@ -31,7 +31,7 @@ def signal_kernels() -> ModuleType | None:
     """Return the module of flag and signalling kernels, or None without Triton."""
     if gemm_kernels() is None:
         return None
-    from axo_kernels import signal_kernels as module
+    from axo_kernels.fused import kernels as module
 
     return module
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 import axo
-from axo.transports import meet
+from axo.comm.transports import meet
 
 from .table import Table, environment
 

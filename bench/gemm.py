@@ -22,13 +22,13 @@ import torch
 
 from axo_kernels import Tuner, matmul
 from axo_kernels import device as devices
-from axo_kernels.cache import Cache
-from axo_kernels.gemm import vendor_matmul
-from axo_kernels.layout import LAYOUTS, Product, as_row_major
-from axo_kernels.model_shapes import layers, parse_grid
-from axo_kernels.tiles import Config
-from axo_kernels.timing import paired, relative_error
-from axo_kernels.tuner import runner
+from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
+from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.gemm.tiles import Config
+from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.model_shapes import layers, parse_grid
+from axo_kernels.tune.timing import paired, relative_error
+from axo_kernels.tune.tuner import runner
 
 from . import arguments
 from .table import Table, environment
@@ -92,7 +92,7 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
             found[Product(layout, size, size, size, dtype)] = None
     names = options.models.split(",") if options.models else []
     if names == ["all"]:
-        from axo_kernels.model_shapes import MODELS
+        from axo_kernels.tune.model_shapes import MODELS
 
         names = list(MODELS)
     for name in names:

@@ -32,15 +32,15 @@ import torch
 
 from axo_kernels import SignalTimeout, matmul
 from axo_kernels import device as devices
-from axo_kernels.gemm import describable, matmul_reference
-from axo_kernels.layout import LAYOUTS, Product, as_row_major, stored_shapes
-from axo_kernels.model_shapes import layers
-from axo_kernels.schedule import plan
-from axo_kernels.segments import launch_segments
-from axo_kernels.simulated import SimulatedCommunicator
-from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.tiles import Config, candidates
-from axo_kernels.timing import relative_error
+from axo_kernels.fused.chunks import plan
+from axo_kernels.fused.segments import launch_segments
+from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
+from axo_kernels.gemm.matmul import describable, matmul_reference
+from axo_kernels.gemm.tiles import Config, candidates
+from axo_kernels.tune.model_shapes import layers
+from axo_kernels.tune.timing import relative_error
+from bench.tools.simulated import SimulatedCommunicator
 
 from . import gemm, overlap
 from . import verdicts as judge

@@ -5,7 +5,7 @@
                                                                        on one GPU with NCCL 2.30 and MPS
 
 Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
-(axo_kernels.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
+(bench.tools.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
 t_gemm: 1 is all hidden, 0 is serial, negative is slower than serial. Each row also has the own kernel's time with all
 flags set beforehand, and the error against the serial result. Over ranks the largest time counts.
 """
@@ -23,14 +23,14 @@ import torch
 
 from axo_kernels import FusedCommunicator, adapt
 from axo_kernels import device as devices
-from axo_kernels.comm import gather_max
-from axo_kernels.gemm import vendor_matmul
-from axo_kernels.layout import Product, product_of
-from axo_kernels.schedule import plan
-from axo_kernels.segments import launch_segments
-from axo_kernels.simulated import SimulatedCommunicator
-from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.timing import paired, relative_error
+from axo_kernels.comm.adapters import gather_max
+from axo_kernels.fused.chunks import plan
+from axo_kernels.fused.segments import launch_segments
+from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.gemm.layout import Product, product_of
+from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.tune.timing import paired, relative_error
+from bench.tools.simulated import SimulatedCommunicator
 
 from . import arguments
 from .table import Table, environment

@@ -29,7 +29,7 @@ SMALL = {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_query_groups": 2, "intermed
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, or go on; returns 1 when the curves part, 2 when the run was stopped before its end."""
-    from axo.trainer import TrainConfig, run
+    from axo.train import TrainConfig, run
 
     parser = argparse.ArgumentParser(prog="axo bench parity", description=__doc__.splitlines()[0])
     parser.add_argument("--grid", default="2x2x2x1")

@@ -70,7 +70,7 @@ def device_tests(sanitizer: str) -> Row:
 def suite(world: int, slices: str = "") -> Row:
     """What test_c10d_suite prints of one number of ranks, over its slices, or one of them."""
     chosen = f"{world}-{slices}"
-    command = [sys.executable, "-m", "pytest", "-m", "soak", "-s", "tests/test_c10d_suite.py", "-k", chosen]
+    command = [sys.executable, "-m", "pytest", "-m", "soak", "-s", "tests/comm/test_c10d_suite.py", "-k", chosen]
     row, output = run(f"{world} ranks", command, {})
     counts = re.findall(rf"^{world} ranks: (\d+) passed, (\d+) failed, (\d+) skipped", output, re.MULTILINE)
     passed, failed, skipped = (sum(int(line[i]) for line in counts) for i in range(3))
@@ -79,7 +79,7 @@ def suite(world: int, slices: str = "") -> Row:
 
 
 def tables() -> Row:
-    command = [sys.executable, "-m", "pytest", "-m", "soak", "-ra", "tests/test_device_transport.py"]
+    command = [sys.executable, "-m", "pytest", "-m", "soak", "-ra", "tests/comm/test_device_transport.py"]
     row, output = run("the vendors' own libraries", command, {})
     passed = re.search(r"^(\d+) passed", output, re.MULTILINE)
     wheels = sorted(path.name.split("-py3")[0] for path in (ROOT / "build/wheels").glob("*.whl"))

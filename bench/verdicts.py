@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from axo_kernels.layout import Product
+from axo_kernels.gemm.layout import Product
 
 from .gemm import geometric_mean
 

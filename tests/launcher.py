@@ -181,7 +181,7 @@ def zygote_main() -> None:
     import torch
     import torch.distributed.fsdp  # noqa: F401
 
-    import axo.runtime  # noqa: F401
+    import axo.comm.connect  # noqa: F401
 
     _rewrite_asserts()
     try:

@@ -6,8 +6,8 @@
 #include <random>
 #include <vector>
 
-#include "ranks.h"
-#include "values.h"
+#include "tests/ranks.h"
+#include "tests/values.h"
 
 namespace ranks {
 

@@ -6,7 +6,7 @@
 #include <chrono>
 #include <cstring>
 
-#include "check.h"
+#include "tests/check.h"
 
 #if defined(__SANITIZE_THREAD__)
 // std::exception_ptr counts its references inside libstdc++, which is not instrumented: ThreadSanitizer does not see

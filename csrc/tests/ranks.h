@@ -17,8 +17,8 @@
 #include <thread>
 #include <vector>
 
-#include "../host_communicator.h"
-#include "check.h"
+#include "host/communicator.h"
+#include "tests/check.h"
 
 namespace ranks {
 

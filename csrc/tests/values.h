@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../types.h"
+#include "base/types.h"
 
 namespace values {
 

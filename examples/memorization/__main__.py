@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 import axo
+from axo.comm.agree import ranks_that_differ
 from axo.launch import Rank, RankFailed, launch_local, set_threads
-from axo.nn.agree import ranks_that_differ
 from bench.table import Table, environment
 from examples.memorization import documents, figure, study
 from examples.memorization.documents import EPOCHS

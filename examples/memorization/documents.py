@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axo.data import default_text
+from axo.train.data import default_text
 
 EPOCHS = (0, 1, 4, 6)  # how often the documents of each bucket are seen
 UNIQUE_RUN = 8

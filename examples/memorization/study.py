@@ -27,8 +27,8 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 import axo
-from axo.data import rank_rows
-from axo_kernels import goldfish_mask, goldfish_targets
+from axo.nn.goldfish import goldfish_mask, goldfish_targets
+from axo.train.data import rank_rows
 from examples.memorization.documents import EPOCHS, Buckets, schedule
 
 HEAD_SIZE = 16

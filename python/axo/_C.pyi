@@ -1,5 +1,5 @@
-# The compiled extension (csrc/bindings*.cpp, c10d_bindings.cpp). Addresses are integers, counts are elements, types
-# and ops are codes of csrc/types.h, times are milliseconds (-1: the communicator's own). A blocking call returns None.
+# The compiled extension (csrc/torch/). Addresses are integers, counts are elements, types and ops are codes of
+# csrc/base/types.h, times are milliseconds (-1: the communicator's own). A blocking call returns None.
 from typing import Any
 
 torch_version: str

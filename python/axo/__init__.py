@@ -6,7 +6,7 @@
 
 Names load on first use, so that planning (``axo.perf``, ``axo.Grid``) works where neither torch nor the compiled
 extension is installed. One thing happens at import: torch.distributed learns of the backend ``axo``, at once when torch
-is loaded already, else when it loads (see ``axo.registration``).
+is loaded already, else when it loads (see ``axo.comm.c10d``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import types
 from typing import Any
 
-from axo import registration as _registration
+from axo.comm import c10d as _c10d
 
 __version__ = "0.1.0"
 
@@ -30,16 +30,16 @@ _PUBLIC = {
     "Timeout": "axo.errors",
     "Mismatch": "axo.errors",
     "Aborted": "axo.errors",
-    "Communicator": "axo.collectives",
-    "DeviceCommunicator": "axo.devices",
-    "DeviceOptions": "axo.devices",
-    "Work": "axo.work",
-    "count_collectives": "axo.counting",
-    "empty_shared": "axo.runtime",
-    "group": "axo.issuing",
-    "Communicators": "axo.runtime",
-    "connect": "axo.runtime",
-    "AxoStrategy": "axo.integrations.lightning",
+    "Communicator": "axo.comm.communicator",
+    "DeviceCommunicator": "axo.comm.device",
+    "DeviceOptions": "axo.comm.device",
+    "Work": "axo.comm.work",
+    "count_collectives": "axo.comm.counting",
+    "empty_shared": "axo.comm.connect",
+    "group": "axo.comm.issuing",
+    "Communicators": "axo.comm.connect",
+    "connect": "axo.comm.connect",
+    "AxoStrategy": "axo.integrations.fabric.strategy",
     "Placement": "axo.placement",
     "shard": "axo.sharding",
     "shard_input": "axo.sharding",
@@ -51,9 +51,9 @@ _PUBLIC = {
     "parallelize": "axo.parallelize",
     "plan_report": "axo.plans.report",
     "Overlap": "axo.overlap",
-    "no_sync": "axo.data_parallel",
-    "GradScaler": "axo.scaler",
-    "token_weight": "axo.data_parallel",
+    "no_sync": "axo.overlap.no_sync",
+    "GradScaler": "axo.overlap.scaler",
+    "token_weight": "axo.overlap.no_sync",
 }
 _MODULES = (
     "grid",
@@ -62,10 +62,9 @@ _MODULES = (
     "perf",
     "matmul",
     "placement",
-    "models",
-    "data",
-    "trainer",
-    "config",
+    "comm",
+    "train",
+    "settings",
     "errors",
     "checkpoint",
 )
@@ -100,4 +99,4 @@ class _Package(types.ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
-_registration.register_when_torch_loads()
+_c10d.register_when_torch_loads()

@@ -1,4 +1,4 @@
-"""The errors of the communication runtime, as Python sees them. The core (csrc/error.h) throws their C++ twins.
+"""The errors of the communication runtime, as Python sees them. The core (csrc/base/error.h) throws their C++ twins.
 
 ``ValueError`` and ``TypeError`` say that a call was wrong before anything was sent; the classes here say what went
 wrong between ranks. After one of them a communicator is aborted: later calls raise :class:`Aborted` with the first

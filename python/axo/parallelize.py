@@ -1,8 +1,8 @@
 """Turn a serial model into a parallel one, in place, by a plan that says which layer stands where.
 
-Plans: ``"litgpt"`` (``axo.plans.litgpt``); ``"auto"`` for any module, and a dict of patterns over it
-(``axo.plans.auto``). All ranks call it with the same model; that is checked first, by one small collective, so that a
-difference is an error on every rank and not a hang.
+Plans: ``"litgpt"`` (``axo.plans.litgpt.plan``); ``"auto"`` for any module, and a dict of patterns over it
+(``axo.plans.auto.plan``). All ranks call it with the same model; that is checked first, by one small collective, so
+that a difference is an error on every rank and not a hang.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.matmul.exchange import GRAD_REDUCE
-from axo.nn.agree import ranks_that_differ
+from axo.comm.agree import ranks_that_differ
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.overlap import Overlap, attach
+from axo.overlap.exchange import GRAD_REDUCE
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
@@ -89,12 +89,12 @@ def parallelize(
     if plan != "litgpt":
         if sequence_parallel:
             raise ValueError("parallelize: sequence_parallel=True is of plan 'litgpt'; plan 'auto' has no such option")
-        from axo.plans import auto
+        from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
         attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
         return model
-    from axo.plans import litgpt
+    from axo.plans.litgpt import plan as litgpt
 
     model = litgpt.apply(model, replacer, gather_logits=gather_logits)
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)

@@ -44,8 +44,8 @@ def arguments(folder, out, *more, grid="2x1x2x1", steps=STEPS, save=4, lr=4e-4):
 def command(given, fault="", step=-1):
     """``axo litgpt`` with its local ranks. After ``step`` steps rank 1 kills itself once, or sends all SIGTERM, or
     (NaN) the ranks with z = 1 get a loss that is none."""
-    from axo.integrations import guard
-    from axo.integrations.litgpt import run
+    from axo.integrations.fabric import step_agreement as guard
+    from axo.integrations.litgpt.command import run
 
     for name in NOT_TORCHRUN:
         os.environ.pop(name, None)

@@ -47,7 +47,7 @@ def pretrain(folder, out, options, grid=None):
     from litgpt.args import EvalArgs, TrainArgs
     from litgpt.config import Config
 
-    from axo.integrations.text_data import LocalText
+    from axo.integrations.litgpt.text_data import LocalText
 
     losses, sums = [], []
 
@@ -173,7 +173,7 @@ def write_base(folder, name="base", **fields):
 
 def masked_loss(k, h):
     """Plain torch: the mean loss over the tokens that count; all of them where there are no gradients."""
-    from axo_kernels import goldfish_mask
+    from axo.nn.goldfish import goldfish_mask
 
     def loss(logits, targets, chunk_size=128):
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
@@ -185,8 +185,8 @@ def masked_loss(k, h):
 
 def _run(start, name, grid, goldfish=None, sharded=None):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
-    from axo.integrations import litgpt as integration
-    from axo.integrations.litgpt_options import Options
+    from axo.integrations.litgpt import command as integration
+    from axo.integrations.litgpt.options import Options
 
     if grid is not None:
         asked = Options(grid=None, goldfish=goldfish, sharded=sharded)

@@ -3,14 +3,10 @@
 import pytest
 import torch
 
-from axo_kernels import compile_matrix
 from axo_kernels import device as devices
-from axo_kernels.assembly import spin_loop
-from axo_kernels.choice import plain_choices
-from axo_kernels.compile_matrix import cases, compile_all
-from axo_kernels.layout import LAYOUTS, Product
-from axo_kernels.strategies import check_strategy
-from axo_kernels.tiles import (
+from axo_kernels.fused.strategies import check_strategy
+from axo_kernels.gemm.layout import LAYOUTS, Product
+from axo_kernels.gemm.tiles import (
     PURPOSES,
     TARGETS,
     Config,
@@ -22,6 +18,10 @@ from axo_kernels.tiles import (
     fused_candidates,
     purpose_of,
 )
+from axo_kernels.tune.choice import plain_choices
+from bench.tools import compile_matrix
+from bench.tools.assembly import spin_loop
+from bench.tools.compile_matrix import cases, compile_all
 
 
 def passed(matrix):

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from axo_kernels import FusedCommunicator, SignalTimeout, adapt
-from axo_kernels import device_comm as module
-from axo_kernels.schedule import plan
-from axo_kernels.workspace import Workspace
+from axo_kernels.comm import device as module
+from axo_kernels.fused.chunks import plan
+from axo_kernels.fused.workspace import Workspace
 
 
 class Recorder:

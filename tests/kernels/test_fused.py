@@ -51,7 +51,7 @@ def leaf(tensor):
 
 def check_all_reduce(comm, strategy, chunks):
     from axo_kernels import matmul_all_reduce
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     rank, size = comm.rank, comm.size
     x, w, bias, g = draw(chunks, (29, 24 * size), (14 * size, 24 * size), (14 * size,), (29, 14 * size))
@@ -209,7 +209,7 @@ def test_a_silent_peer_is_reported_with_rank_chunk_and_epoch():
 
 def check_strategy_in_interpreter(operation, strategy, chunks):
     """One rank, the real kernel: flags set by and waited for on the communication thread."""
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     comm = SoloCommunicator(timeout=30.0)
     CHECKS[operation](comm, strategy, chunks)

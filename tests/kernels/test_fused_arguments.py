@@ -13,8 +13,8 @@ def own_communicator():
     """What somebody else might write: none of our classes, only what the protocol names."""
     from collections import deque
 
-    from axo_kernels.host_stream import HostStream
-    from axo_kernels.workspace import Workspaces
+    from axo_kernels.comm.host_stream import HostStream
+    from axo_kernels.fused.workspace import Workspaces
 
     class Own:
         rank, size, timeout, spins, reserved_units = 0, 1, 30.0, 1000, 0
@@ -70,7 +70,7 @@ def test_any_object_with_the_protocol_serves(strategy):
 def check_half_precision():
     """Whole numbers, whose sums each dtype holds: forward and gradients equal to the last bit, in any strategy."""
     from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     comm = SoloCommunicator(timeout=30.0)
     generator = torch.Generator().manual_seed(4)
@@ -97,9 +97,9 @@ def test_half_precision_through_every_strategy(interpreter):
 def check_views_and_nothing():
     """Operands that are views of the other order, through descriptors too; results without an element, at once."""
     from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.strategies import run_reduce_scatter
-    from axo_kernels.tiles import Config
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused.strategies import run_reduce_scatter
+    from axo_kernels.gemm.tiles import Config
 
     comm = SoloCommunicator(timeout=10.0)
     x, w = draw(1, (16, 32), (16, 16))
@@ -119,10 +119,11 @@ def test_signal_kernel_with_views_and_with_nothing_to_do(interpreter):
 
 def test_signal_leaves_room_for_the_communication(monkeypatch):
     """On a GPU as small as the communication itself the collective could never start: refused, and not a candidate."""
-    from axo_kernels import choice, segments
-    from axo_kernels.layout import Product
-    from axo_kernels.simulated import SimulatedCommunicator
-    from axo_kernels.tiles import Target
+    from axo_kernels.fused import segments
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Target
+    from axo_kernels.tune import choice
+    from bench.tools.simulated import SimulatedCommunicator
 
     cuda = torch.device("cuda", 0)
     comm = SimulatedCommunicator(2, 1e9, torch.device("cpu"))
@@ -144,7 +145,7 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_second_derivatives_are_refused_and_autocast_casts(strategy):
     from axo_kernels import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     comm = SoloCommunicator()
     x, w = draw(2, (6, 8), (4, 8))
@@ -175,7 +176,7 @@ BAD = {
 @pytest.mark.parametrize("message", BAD)
 def test_bad_arguments(message):
     from axo_kernels import matmul_all_reduce
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     with pytest.raises(ValueError, match=message):
         matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), SoloCommunicator(), **BAD[message])
@@ -183,7 +184,7 @@ def test_bad_arguments(message):
 
 def test_bad_communicators_and_shapes():
     from axo_kernels import adapt, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from axo_kernels.comm import SoloCommunicator
+    from axo_kernels.comm.adapters import SoloCommunicator
 
     with pytest.raises(ValueError, match=r"comm is a int; wrap it once with axo_kernels.adapt"):
         matmul_all_reduce(torch.ones(4, 8), torch.ones(3, 8), 3)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import axo
-from axo.matmul.local import products_of
+from axo.matmul.products import products_of
 
 ROWS, IN, OUT = 8, 24, 32
 
@@ -46,10 +46,10 @@ def on_two_ranks(name, folder):
 def signalled_layer(timeout):
     """A layer by hand on two ranks of z."""
     from axo_kernels import device as devices
-    from axo_kernels.cache import Cache
-    from axo_kernels.choice import Choice, fused_name
-    from axo_kernels.layout import Product
-    from axo_kernels.tiles import Config
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Config
+    from axo_kernels.tune.cache import Cache
+    from axo_kernels.tune.choice import Choice, fused_name
 
     if os.environ["RANK"] == "0":
         product = Product("NT", ROWS, OUT // 2, IN, torch.float32)
@@ -96,7 +96,7 @@ def test_a_layer_reports_a_silent_peer(interpreter, tmp_path):
 
 def late(comms):
     """What a kernel on a GPU does after the host has gone on: wait for the next epoch of chunk 1, and give up."""
-    from axo_kernels.signal_kernels import wait_flag_kernel
+    from axo_kernels.fused.kernels import wait_flag_kernel
 
     [workspace] = products_of(comms).fused.on("z").workspaces.all()
     wait_flag_kernel[(1,)](workspace.flags[1:], workspace.epoch + 1, workspace.status, 3, 1)

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from axo_kernels.choice import Choice
-from axo_kernels.gemm import gradients, matmul, matmul_reference
-from axo_kernels.layout import LAYOUTS
-from axo_kernels.runners import runner
-from axo_kernels.tiles import Config
+from axo_kernels.gemm.layout import LAYOUTS
+from axo_kernels.gemm.matmul import gradients, matmul, matmul_reference
+from axo_kernels.gemm.tiles import Config
+from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.runners import runner
 
 # Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the
 # result is rounded once, 2**-11 = 4.9e-4 at most. bf16: Triton's interpreter cuts instead of rounding, 2**-7 at most (a
@@ -336,7 +336,7 @@ def test_bad_input_is_one_line_that_helps(message):
 
 def check_offsets_that_overflow():
     huge = torch.empty_strided((2, 4), (2**24, 1), device="meta")
-    from axo_kernels.layout import check_offsets
+    from axo_kernels.gemm.layout import check_offsets
 
     with pytest.raises(
         ValueError, match=r"a \(2, 4\) has strides of 16777216 \+ 1 elements; the kernels take at most 8388607 together"

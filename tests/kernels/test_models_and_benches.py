@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from axo_kernels.cache import Cache
-from axo_kernels.layout import Product
-from axo_kernels.model_shapes import MODELS, layers, parse_grid
-from axo_kernels.simulated import SimulatedCommunicator
-from axo_kernels.tune_model import as_table, tune_model
+from axo_kernels.gemm.layout import Product
+from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.model import as_table, tune_model
+from axo_kernels.tune.model_shapes import MODELS, layers, parse_grid
+from bench.tools.simulated import SimulatedCommunicator
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

@@ -24,8 +24,8 @@ class Shared:
     """What both processes see."""
 
     def __init__(self, first_epoch):
-        from axo_kernels.schedule import plan
-        from axo_kernels.workspace import Workspace
+        from axo_kernels.fused.chunks import plan
+        from axo_kernels.fused.workspace import Workspace
 
         cpu = torch.device("cpu")
         self.gather = Workspace("all_gather_matmul", plan("all_gather", ROWS, CHUNKS, 0, 2), cpu, first_epoch)
@@ -51,7 +51,7 @@ def reference_of(shared, epoch):
 
 def await_flag(flag, epoch, number):
     """Wait with the kernel, bounded: about 20 s in the interpreter."""
-    from axo_kernels.signal_kernels import wait_flag_kernel
+    from axo_kernels.fused.kernels import wait_flag_kernel
 
     status = torch.zeros(4, dtype=torch.int32)
     wait_flag_kernel[(1,)](flag, epoch, status, 400_000, number)
@@ -59,7 +59,7 @@ def await_flag(flag, epoch, number):
 
 
 def set_flag(flag, epoch):
-    from axo_kernels.signal_kernels import write_flag_kernel
+    from axo_kernels.fused.kernels import write_flag_kernel
 
     write_flag_kernel[(1,)](flag, epoch)
 
@@ -104,10 +104,10 @@ def communicate(shared, rounds, seed, skip=None):
 
 def compute(shared, rounds, seed, bound=30.0):
     """The compute side."""
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.layout import Product
-    from axo_kernels.segments import launch_segments
-    from axo_kernels.tiles import Config
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Config
 
     comm = SoloCommunicator(timeout=bound)
     config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
@@ -193,10 +193,10 @@ def test_a_peer_that_never_signals_is_reported(interpreter):
 def check_poisoned_rows():
     """What the missing chunk would have filled is NaN; all else is right."""
     from axo_kernels import SignalTimeout
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.layout import Product
-    from axo_kernels.segments import launch_segments
-    from axo_kernels.tiles import Config
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Config
 
     shared = Shared(0)
     full, other = reference_of(shared, 1)
@@ -228,8 +228,8 @@ def test_rows_of_a_missing_chunk_are_nan(interpreter):
 def check_the_next_operation_tells():
     """As on a GPU, where the host has gone on: a kernel gives up between two operations, of whatever strategy."""
     from axo_kernels import SignalTimeout, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.signal_kernels import wait_flag_kernel
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused.kernels import wait_flag_kernel
 
     comm = SoloCommunicator(timeout=5.0)
     x, w = torch.ones(6, 8), torch.ones(4, 8)
@@ -254,11 +254,11 @@ def test_the_next_operation_tells_what_a_kernel_has_reported(interpreter):
 
 def check_the_bound_holds_once():
     """A silent chunk of many tiles: each program spends its bound once, and then only looks."""
-    from axo_kernels import signal_kernels
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.layout import Product
-    from axo_kernels.segments import launch_segments
-    from axo_kernels.tiles import CPU_TARGET, Config
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused import kernels as signal_kernels
+    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import CPU_TARGET, Config
 
     shared, bounds, real = Shared(0), [], signal_kernels.wait_until
     shared.gather.advance()
@@ -287,10 +287,10 @@ def test_the_bound_holds_once_a_program(interpreter):
 
 def check_all_flags_set():
     """The same kernel with every flag set beforehand gives the same bits as with flags that arrive."""
-    from axo_kernels.comm import SoloCommunicator
-    from axo_kernels.layout import Product
-    from axo_kernels.segments import launch_segments
-    from axo_kernels.tiles import Config
+    from axo_kernels.comm.adapters import SoloCommunicator
+    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.gemm.layout import Product
+    from axo_kernels.gemm.tiles import Config
 
     shared = Shared(6)
     shared.gather.advance()

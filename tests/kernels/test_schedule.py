@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from axo_kernels.schedule import (
+from axo_kernels.fused.chunks import (
     NO_FLAG,
     OPERATIONS,
     chunk_bounds,

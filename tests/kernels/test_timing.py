@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from axo_kernels.timing import paired, relative_error
+from axo_kernels.tune.timing import paired, relative_error
 
 CPU = torch.device("cpu")
 

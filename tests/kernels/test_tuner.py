@@ -11,16 +11,16 @@ from functools import partial
 import pytest
 import torch
 
-import axo_kernels.runners as runners_module
-import axo_kernels.tuner as tuner_module
+import axo_kernels.tune.runners as runners_module
+import axo_kernels.tune.tuner as tuner_module
 from axo_kernels import Tuner
-from axo_kernels.cache import Cache
-from axo_kernels.choice import Choice, from_json, vendor_choices
-from axo_kernels.gemm import matmul_reference
-from axo_kernels.layout import LAYOUTS, Product, stored_shapes
-from axo_kernels.tiles import Config
-from axo_kernels.timing import Timing, paired, relative_error
-from axo_kernels.tuner import runner
+from axo_kernels.gemm.layout import LAYOUTS, Product, stored_shapes
+from axo_kernels.gemm.matmul import matmul_reference
+from axo_kernels.gemm.tiles import Config
+from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.choice import Choice, from_json, vendor_choices
+from axo_kernels.tune.timing import Timing, paired, relative_error
+from axo_kernels.tune.tuner import runner
 from tests.launcher import run_ranks
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_an_entry_that_cannot_run_here_is_a_miss(cache):
 
 
 def test_a_user_without_a_home_has_a_cache_too(monkeypatch):
-    from axo_kernels.cache import default_folder
+    from axo_kernels.tune.cache import default_folder
 
     def homeless():
         raise RuntimeError("Could not determine home directory.")
@@ -249,7 +249,7 @@ def test_a_user_without_a_home_has_a_cache_too(monkeypatch):
 
 
 def test_a_measured_tile_gives_way_where_a_wider_result_does_not_fit(monkeypatch):
-    from axo_kernels.tiles import TARGETS
+    from axo_kernels.gemm.tiles import TARGETS
 
     given = []
     monkeypatch.setattr(runners_module, "target_of", lambda device: TARGETS["sm_90"])
@@ -272,7 +272,7 @@ def test_the_cache_survives_a_folder_that_cannot_be_written(tmp_path):
 
 def test_two_writers_never_leave_half_a_file(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from axo_kernels.cache import Cache\n"
+        "import sys; from pathlib import Path; from axo_kernels.tune.cache import Cache\n"
         "cache = lambda: Cache('a device', {'torch': '1', 'triton': 'none'}, Path(sys.argv[1]))\n"
         "for n in range(30): cache().put({sys.argv[2]: {'n': n}})"
     )
@@ -351,8 +351,8 @@ def test_the_choice_is_never_slower_than_torch(cache, monkeypatch, dtype):
 
     One thread, timed by its processor time, so that a busy machine does not decide.
     """
-    from axo_kernels import timing
-    from axo_kernels.model_shapes import layers
+    from axo_kernels.tune import timing
+    from axo_kernels.tune.model_shapes import layers
 
     monkeypatch.setattr(timing.time, "perf_counter", time.thread_time)
     torch.set_num_threads(1)

@@ -44,7 +44,7 @@ def compare(comms, layer, serial, x, weights, limit, what):
 def compare_with_serial(grids):
     from litgpt.model import RMSNorm as LitRMSNorm
 
-    from axo.plans.litgpt import LitRMSNorm as Parallel
+    from axo.plans.litgpt.plan import LitRMSNorm as Parallel
 
     dist.init_process_group("axo")
     for grid in grids:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from axo.perf import cli, flops, machine, readers
+from axo.cli import plan as cli
+from axo.perf import flops, machine, readers
 from axo.perf.workload import Block, Layer, Workload
 
 FILE = """\

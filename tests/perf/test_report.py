@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from axo.cli import plan as cli
 from axo.grid import Grid
-from axo.perf import cli, machine, planner, plots, profile, readers, report, simulator
+from axo.perf import machine, planner, plots, profile, readers, simulator
+from axo.perf import output as report
 from axo.perf.reproduce import Group, Line
 from axo.perf.workload import gpt
 from tests.launcher import run_ranks

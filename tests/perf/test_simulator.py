@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from axo.grid import Grid
-from axo.perf import machine, readers, schedule, simulator, trace
+from axo.perf import chrome_trace as trace
+from axo.perf import machine, readers, schedule, simulator
 from axo.perf.layer_time import Run
 from axo.perf.schedule import Operation, Schedule
 from axo.perf.simulator import Simulation

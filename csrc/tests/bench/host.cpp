@@ -11,8 +11,8 @@
 #include <cstring>
 #include <sstream>
 
-#include "../../shared_buffers.h"
-#include "../ranks.h"
+#include "memory/shared_buffers.h"
+#include "tests/ranks.h"
 
 namespace {
 

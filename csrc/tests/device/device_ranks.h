@@ -11,9 +11,9 @@
 #include <thread>
 #include <vector>
 
-#include "../../device_communicator.h"
-#include "../../device_context.h"
-#include "../check.h"
+#include "device/communicator.h"
+#include "device/context.h"
+#include "tests/check.h"
 #include "standin.h"
 
 namespace device {

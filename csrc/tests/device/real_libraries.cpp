@@ -4,8 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "../../error.h"
-#include "../../nccl_api.h"
+#include "base/error.h"
+#include "device/nccl_api.h"
 
 int main(int argc, char** argv) {
   try {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../nccl_api.h"
+#include "device/nccl_api.h"
 
 namespace standin {
 

@@ -13,7 +13,7 @@
 #include <map>
 #include <set>
 
-#include "../../nccl_api.h"
+#include "device/nccl_api.h"
 #include "standin.h"
 #include "standin_math.h"
 

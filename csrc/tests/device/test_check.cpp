@@ -1,6 +1,6 @@
 // AXO_CHECK=1: ranks that issue different things, or the same things in another order, hear it before anything hangs.
 // Oracle: Mismatch on every rank that can know, with both sides named; and silence when all is well.
-#include "../../order_check.h"
+#include "device/order_check.h"
 #include "device_ranks.h"
 
 namespace device {

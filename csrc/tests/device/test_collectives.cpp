@@ -1,5 +1,5 @@
 // Every collective on 1 to 4 ranks: the values, in place and out of place, at once and by Work, whatever the version
-// has. Oracle: the definition of each collective in communicator.h, on small integers, which every dtype holds exactly.
+// has. Oracle: the definition of each collective in base/communicator.h, on small integers, which every dtype holds exactly.
 #include "device_ranks.h"
 
 namespace device {

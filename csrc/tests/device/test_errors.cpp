@@ -2,7 +2,7 @@
 // Oracle: the type and text of the exception, and that every waiter is freed.
 #include <sstream>
 
-#include "../../flight_recorder.h"
+#include "base/flight_recorder.h"
 #include "device_ranks.h"
 
 namespace device {

@@ -2,7 +2,7 @@
 // Oracle: the calls made between ncclGroupStart and ncclGroupEnd, and the values after every replay.
 #include <algorithm>
 
-#include "../../host_communicator.h"
+#include "host/communicator.h"
 #include "device_ranks.h"
 
 namespace device {

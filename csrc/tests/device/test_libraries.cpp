@@ -8,7 +8,7 @@
 
 #include <fstream>
 
-#include "../../dynamic_library.h"
+#include "device/dynamic_library.h"
 #include "device_ranks.h"
 
 namespace device {

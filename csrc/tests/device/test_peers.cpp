@@ -5,7 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "../../device_peers.h"
+#include "device/peers.h"
 #include "device_ranks.h"
 
 namespace device {

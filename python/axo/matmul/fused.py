@@ -13,14 +13,14 @@ product that is summed over the in axis in chunks does not gather in chunks too.
 
 The ranks of the axis must take the same decision at the same call, so it never hangs on what one rank has on disk:
 ``cached`` uses what rank 0 has on disk, which all ranks read when the first layer is built; ``first-step`` measures
-together (``axo.matmul.local``). Sizes that name an entry are equal on the ranks of the axis: rows are not split over x
-and y, features that do not divide count as the largest share.
+together (``axo.matmul.products``). Sizes that name an entry are equal on the ranks of the axis: rows are not split
+over x and y, features that do not divide count as the largest share.
 
 A layer's own way is always a candidate: product and then all-reduce for the forward pass, and for dI what the engine
 does without this (``axo.overlap``), the all-reduce behind the product dW. Where it wins, nothing is fused. Bytes are
 the same either way; a collective in C chunks is C calls.
 
-Not here: when the engine can hide a collective (``axo.matmul.exchange`` says).
+Not here: when the engine can hide a collective (``axo.overlap.exchange`` says).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from typing import Any
 
 import torch
 
-from axo_kernels.choice import FUSED, Choice, from_json, fused_name, usable
-from axo_kernels.comm import FusedCommunicator, adapt, gather_max
-from axo_kernels.layout import DTYPES, Product
-from axo_kernels.runners import fused_arguments
-from axo_kernels.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
-from axo_kernels.tuner import Tuner
+from axo_kernels.comm.adapters import FusedCommunicator, adapt, gather_max
+from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.gemm.layout import DTYPES, Product
+from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_name, usable
+from axo_kernels.tune.runners import fused_arguments
+from axo_kernels.tune.tuner import Tuner
 
 OPERATION = {
     "forward": "matmul_all_reduce",

@@ -26,10 +26,10 @@ from typing import Any
 
 import torch
 
-from axo.matmul.exchange import Exchange
-from axo.matmul.local import LayerProducts, compute_dtype
+from axo.matmul.products import LayerProducts, compute_dtype
 from axo.overlap import Overlap
 from axo.overlap.events import span
+from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden

@@ -25,12 +25,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from axo.matmul import cost
-from axo.matmul.exchange import Exchange
-from axo.matmul.local import compute_dtype
 from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
+from axo.matmul.products import compute_dtype
 from axo.nn.layer import ParallelLayer, default_device
 from axo.overlap import Overlap
 from axo.overlap.events import span
+from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden

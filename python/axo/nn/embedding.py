@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from axo.matmul import cost
-from axo.matmul.exchange import Exchange
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import scatter_sequence
+from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides
 from axo.sharding import gather_features

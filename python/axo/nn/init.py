@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn.agree import check_same_layers
+from axo.comm.agree import check_same_layers
 
 
 @contextlib.contextmanager

@@ -16,8 +16,8 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from axo.comm.agree import check_same_layers
 from axo.matmul import cost, engine_cost
-from axo.nn.agree import check_same_layers
 from axo.nn.init import source_generator
 from axo.placement import Placement
 from axo.sharding import unshard

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from axo.matmul import cost, engine_cost
-from axo.matmul.exchange import Exchange
+from axo.overlap.exchange import Exchange
 from axo.placement import Placement
 
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from axo.matmul.exchange import Exchange
-from axo.matmul.local import compute_dtype
 from axo.matmul.product import refuse_create_graph
+from axo.matmul.products import compute_dtype
+from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP
 from axo.placement import check_divides
 

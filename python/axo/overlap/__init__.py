@@ -19,8 +19,8 @@ from torch import nn
 from axo.overlap.engine import Engine
 from axo.overlap.events import Event, Events
 from axo.overlap.gradients import REDUCE_DTYPES
-from axo.overlap.guard import watch
 from axo.overlap.options import Overlap, cache_limits
+from axo.overlap.step_check import watch
 from axo.overlap.zero import STAGES
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from axo.collectives import group
+from axo.comm.communicator import group
 from axo.overlap.events import Pending
 
 TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"

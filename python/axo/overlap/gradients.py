@@ -8,7 +8,7 @@ Where autograd wants the gradient itself (``autograd.grad``, a weight that is no
 Without synchronisation (``axo.no_sync``) gradients are summed where they are, unreduced, until the next backward that
 synchronises.
 
-Not here: what is done on which axis (``axo.matmul.exchange`` says it), buckets (``buckets``).
+Not here: what is done on which axis (``axo.overlap.exchange`` says it), buckets (``buckets``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from axo.overlap.buckets import DataAxis, Slot, Stage
+from axo.overlap.deferred import Local
 from axo.overlap.events import Pending
-from axo.overlap.local import Local
 
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

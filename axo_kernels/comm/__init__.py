@@ -1,0 +1,1 @@
+"""What fused operations want of a communicator, and what adapts one to it."""

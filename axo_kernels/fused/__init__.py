@@ -1,0 +1,1 @@
+"""Products that run chunk by chunk with their communication."""

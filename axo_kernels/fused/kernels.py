@@ -1,0 +1,161 @@
+"""Triton kernels that let a product and a communication stream meet at flags, inside one kernel's run time.
+
+A flag is a 32-bit word that holds an epoch; it only grows, and is compared cyclically (``int32(flag - epoch) >= 0``, as
+the stream-wait operation of the GPU driver does). Release and acquire are at system scope, because the other side may
+be a copy engine, a NIC or another GPU. Every wait is bounded: after ``bound`` reads it gives up, writes
+``(1, flag number, epoch, value seen)`` into ``status`` and the tile is filled with NaN, so nothing wrong passes unseen.
+
+``atomic_add(flag, 0)`` is the read: a plain load in a loop is deleted by the compiler, a volatile one hangs on AMD, and
+atomic_cas loses its system scope there.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from axo_kernels.gemm.kernels import grouped_tile, store_tile, tile_product
+
+
+@triton.jit
+def wait_until(flag, epoch, bound):
+    """Spin until the flag has reached the epoch or the bound is used up; return the last value seen."""
+    spins = 0
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    while (seen - epoch < 0) & (spins < bound):
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+        spins += 1
+    return seen
+
+
+@triton.jit
+def report(status, number, epoch, seen):
+    """Leave a note for the host; the first word last, so that the others are there when it is read."""
+    tl.store(status + 1, number)
+    tl.store(status + 2, epoch)
+    tl.store(status + 3, seen)
+    tl.debug_barrier()
+    tl.atomic_xchg(status, 1, sem="release", scope="sys")
+
+
+@triton.jit(do_not_specialize=["bound", "number"])
+def wait_flag_kernel(flag, epoch_address, status, bound, number):
+    """One program on the communication stream: the portable form of the driver's stream wait."""
+    epoch = tl.load(epoch_address)
+    seen = wait_until(flag, epoch, bound)
+    if seen - epoch < 0:
+        report(status, number, epoch, seen)
+
+
+@triton.jit
+def write_flag_kernel(flag, epoch_address):
+    """One program on the communication stream: everything before it in the stream is visible to who sees the flag."""
+    epoch = tl.load(epoch_address)
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def proxy_fence(FENCE: tl.constexpr):
+    """Order what was acquired by ordinary reads before bulk copies (TMA), which are another path to memory."""
+    if FENCE:
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1
+        )
+        tl.debug_barrier()
+
+
+@triton.jit
+def descriptor_product(
+    a, b, m0, n0, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile's sum over K with operands read through descriptors."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        x = a.load([k, m0]).T if A_TRANSPOSED else a.load([m0, k])
+        y = b.load([n0, k]).T if B_TRANSPOSED else b.load([k, n0])
+        if INTERPRETED:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["tiles", "bound"])
+def segment_matmul_kernel(
+    a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
+    table, flags, counters, epoch_address, status, tiles, bound,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
+    SIGNAL: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
+    EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+    FENCE: tl.constexpr,
+):  # fmt: skip
+    """A product computed segment by segment (schedule.py), waiting for, or setting, the flag of each chunk.
+
+    table, int32 ``[6, SEGMENTS]``: first tile (padded with the largest integer), source row, target row, rows, flag
+    (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits
+    once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch.
+
+    The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
+    the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
+    compiled, covers reading the shared memory only, not the visibility of what was written, so a flag could overtake
+    it.
+    """
+    epoch = tl.load(epoch_address)
+    starts = tl.load(table + tl.arange(0, SEGMENTS))
+    patience = bound
+    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS):
+        segment = tl.sum((tile >= starts).to(tl.int32), axis=0) - 1
+        entry = table + segment
+        source = tl.load(entry + SEGMENTS)
+        target = tl.load(entry + 2 * SEGMENTS)
+        rows = tl.load(entry + 3 * SEGMENTS)
+        number = tl.load(entry + 4 * SEGMENTS)
+        within = tile - tl.load(entry)
+        tiles_m = tl.cdiv(M if ALONG_N else rows, BLOCK_M)
+        tiles_n = tl.cdiv(rows if ALONG_N else N, BLOCK_N)
+        tile_m, tile_n = grouped_tile(within, tiles_m, tiles_n, GROUP_M)
+        m0 = tile_m * BLOCK_M
+        n0 = tile_n * BLOCK_N
+        poison = 0.0
+        if WAIT:
+            if number >= 0:
+                seen = wait_until(flags + number, epoch, patience)
+                proxy_fence(FENCE)
+                if seen - epoch < 0:
+                    report(status, number, epoch, seen)
+                    poison = float("nan")
+                    patience = 0  # the bound holds for the kernel, not for each of its tiles
+        a_row = m0 if ALONG_N else m0 + source
+        b_column = n0 + source if ALONG_N else n0
+        c_row = m0 if ALONG_N else m0 + target
+        c_column = n0 + target if ALONG_N else n0
+        m_limit = (M if ALONG_N else rows) - m0
+        n_limit = (rows if ALONG_N else N) - n0
+        if DESCRIPTORS:
+            acc = descriptor_product(
+                a, b, a_row, b_column, K, BLOCK_M, BLOCK_N, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, INTERPRETED
+            )
+        else:
+            acc = tile_product(
+                a + a_row.to(tl.int64) * stride_am, b + b_column.to(tl.int64) * stride_bn, m_limit, n_limit, K,
+                stride_am, stride_ak, stride_bk, stride_bn, BLOCK_M, BLOCK_N, BLOCK_K, EVEN_K, PRECISION, INTERPRETED,
+            )  # fmt: skip
+        if WAIT:
+            acc += poison
+        store_tile(
+            acc, c + c_row.to(tl.int64) * stride_cm + c_column.to(tl.int64) * stride_cn, bias + c_column, c,
+            m_limit, n_limit, stride_cm, stride_cn, 0, BLOCK_M, BLOCK_N, HAS_BIAS, "", False,
+        )  # fmt: skip
+        if SIGNAL:
+            # every warp's stores come before the counter, and through it before the flag of the last tile
+            tl.debug_barrier()
+            done = tl.atomic_add(counters + number, 1, sem="acq_rel", scope="sys")
+            if done + 1 == tl.load(entry + 5 * SEGMENTS):
+                tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="sys")
+                tl.debug_barrier()
+                tl.atomic_xchg(flags + number, epoch, sem="release", scope="sys")

@@ -1,0 +1,142 @@
+"""Flags, counters and packed buffers of fused operations: allocated once for each shape, then reused.
+
+    flags     int32[chunks]   the epoch that each chunk has reached; only ever grows (cyclically)
+    counters  int32[chunks]   finished tiles of each chunk; back to 0 when the chunk is complete
+    epoch     int32[1]        of the operation that runs now; in device memory, so that a captured graph advances it too
+    status    int32[4]        (1, flag number, epoch, value seen) once a wait inside a kernel has given up; in pinned
+                              host memory, which kernels write to and the host reads for nothing, also while the
+                              device's streams stand still
+    table     int32[6, S]     the schedule in tiles, as segment_matmul_kernel reads it
+
+Packed buffers have two slots, taken in turn by the epoch's parity.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from axo_kernels.comm.host_stream import SignalTimeout
+from axo_kernels.fused.chunks import NO_FLAG, Schedule, TileTable, next_epoch, reached
+
+_NEVER = 2**31 - 1
+_TABLE_ROWS = 6
+
+
+class Workspace:
+    """The device memory of one fused operation at one shape."""
+
+    def __init__(self, name: str, schedule: Schedule, device: torch.device, first_epoch: int = 0) -> None:
+        self.name = name
+        self.schedule = schedule
+        words = max(1, schedule.chunks)
+        self.flags = torch.full((words,), first_epoch, dtype=torch.int32, device=device)
+        self.counters = torch.zeros(words, dtype=torch.int32, device=device)
+        self.epoch = torch.full((1,), first_epoch, dtype=torch.int32, device=device)
+        self.status = torch.zeros(4, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._told = ctypes.c_int32.from_address(self.status.data_ptr())  # its first word, at 50 ns a look
+        self.turn = 0
+        self.count: int | None = first_epoch  # the epoch while the host knows it: replayed graphs advance it too
+        self._buffers: dict[Any, torch.Tensor] = {}
+        self._tables: dict[Any, torch.Tensor] = {}
+
+    def advance(self) -> None:
+        """Begin the next operation: a new epoch, the other slot. Wraps around after 2**31 - 1."""
+        self.epoch.add_(1)
+        if self.count is not None:
+            captured = self.epoch.is_cuda and torch.cuda.is_current_stream_capturing()
+            self.count = None if captured else next_epoch(self.count)
+        self.turn ^= 1
+
+    def buffer(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return the packed buffer of this turn."""
+        if (self.turn, shape, dtype) not in self._buffers:
+            for turn in (0, 1):  # both now: the second call may be inside a capture
+                self._buffers[turn, shape, dtype] = torch.empty(shape, dtype=dtype, device=device)
+        return self._buffers[self.turn, shape, dtype]
+
+    def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
+        """Return the schedule as the kernel reads it, and its width (a power of two)."""
+        segments = self.schedule.segments
+        width = max(16, 1 << (len(segments) - 1).bit_length())
+        if tiles not in self._tables:
+            rows = [
+                [*tiles.first_tile[:-1]],
+                [segment.source for segment in segments],
+                [segment.target for segment in segments],
+                [segment.rows for segment in segments],
+                [segment.flag for segment in segments],
+                [tiles.tiles_of_flag[segment.flag] if segment.flag != NO_FLAG else 0 for segment in segments],
+            ]
+            padding = [_NEVER] + [0] * (_TABLE_ROWS - 1)
+            full = [row + [pad] * (width - len(row)) for row, pad in zip(rows, padding, strict=True)]
+            self._tables[tiles] = torch.tensor(full, dtype=torch.int32).to(self.flags.device)
+        return self._tables[tiles], width
+
+    def wait_on_host(self, number: int, timeout: float, rank: int) -> None:
+        """Wait for a flag from a thread of this process.
+
+        Raises:
+            SignalTimeout: It was not set within ``timeout`` seconds.
+        """
+        epoch = int(self.epoch)
+        deadline = time.monotonic() + timeout
+        pause = 2e-5
+        while not reached(int(self.flags[number]), epoch):
+            if time.monotonic() > deadline:
+                raise SignalTimeout(self._complaint(rank, number, epoch, int(self.flags[number]), timeout))
+            time.sleep(pause)
+            pause = min(2e-3, pause * 1.5)
+
+    def write_on_host(self, number: int) -> None:
+        """Set a flag to the current epoch from a thread of this process."""
+        self.flags[number] = self.epoch[0]
+
+    def check(self, rank: int, timeout: float) -> None:
+        """Raise what a kernel has left in ``status`` so far, and clear it. Waits for nothing.
+
+        Raises:
+            SignalTimeout: A wait inside a kernel gave up.
+        """
+        if self._told.value:
+            _, number, epoch, seen = self.status.tolist()
+            self.status.zero_()
+            raise SignalTimeout(self._complaint(rank, number, epoch, seen, timeout))
+
+    def _complaint(self, rank: int, number: int, epoch: int, seen: int, timeout: float) -> str:
+        peers = sorted({s.peer for s in self.schedule.segments if s.flag == number and s.peer != self.schedule.rank})
+        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.schedule.signals else ""
+        return (
+            f"{self.name}: rank {rank} of {self.schedule.size} waited {timeout:g} s for chunk {number}{whose} of epoch "
+            f"{epoch}; its flag stands at {seen}: a peer has not signalled"
+        )
+
+
+class Workspaces:
+    """All workspaces of one communicator."""
+
+    def __init__(self) -> None:
+        self._all: dict[Any, Workspace] = {}
+
+    def get(self, name: str, schedule: Schedule, key: Any, device: torch.device) -> Workspace:
+        """Return the workspace of an operation at a shape, making it at the first call.
+
+        Raises:
+            RuntimeError: The first call is being captured: what it sets once would be set again by every replay.
+        """
+        found = self._all.get((name, schedule, key, device))
+        if found is None:
+            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(
+                    f"{name}: the first call for {schedule.rows} rows in {schedule.chunks} chunks is being captured; "
+                    "run it once before the capture, which makes its flags and buffers"
+                )
+            found = self._all[(name, schedule, key, device)] = Workspace(name, schedule, device)
+        return found
+
+    def all(self) -> Iterator[Workspace]:
+        return iter(self._all.values())

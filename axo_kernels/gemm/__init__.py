@@ -1,0 +1,1 @@
+"""The matrix product in the layouts NN, NT and TN: checks, tile configurations, kernels."""

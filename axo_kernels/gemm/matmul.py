@@ -1,0 +1,386 @@
+"""Matrix product in the layouts NN, NT and TN: ``C = act(A B + bias) (* gate)``, optionally added onto C.
+
+    NN: A[M, K] B[K, N]        NT: A[M, K] B[N, K]^T        TN: A[K, M]^T B[K, N]          (row-major names)
+
+bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands
+allow it, plain pointers otherwise). CPU tensors, outside the interpreter, go to torch (a plain product in fp64 too),
+and so do those of a GPU that the kernels do not serve (before sm_80). Which of several kernels, configurations or the
+vendor library is fastest is the tuner's question (tuner.py), communication is fused.py's.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from axo_kernels import device as devices
+from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, fused_rows, product_of
+from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink
+
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
+BACKENDS = (None, "vendor", "triton")
+_INT32 = 2**31 - 1
+
+
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: str = "NN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    *,
+    gate: torch.Tensor | None = None,
+    backend: str | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Multiply two matrices stored as ``layout`` says.
+
+    Args:
+        a: ``[..., M, K]`` (TN: ``[..., K, M]``); any strides.
+        b: ``[..., K, N]`` (NT: ``[..., N, K]``); for NN and NT two dims serve all of a's leading dims.
+        layout: ``"NN"``, ``"NT"`` or ``"TN"``.
+        out: ``[..., M, N]`` to write into; then no gradient is recorded.
+        bias: ``[N]``, added before the activation.
+        activation: ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, or ``"silu_gate"`` (``silu(A B + bias) * gate``).
+        accumulate: Add onto ``out`` in fp32, for example into an fp32 master gradient.
+        out_dtype: dtype of the result; the operands' (or that of ``out``) by default.
+        gate: ``[..., M, N]``, for ``"silu_gate"`` only.
+        backend: ``"triton"``, ``"vendor"`` (torch's own), or None: Triton on a GPU, torch on a CPU.
+        config: Tile configuration of the Triton kernel; None takes the default one.
+
+    Raises:
+        ValueError: Operands, layout, epilogue or sizes do not fit together; the message says what would.
+    """
+    if backend is None and out is None and bias is None and activation is None and a.device.type == "cpu":
+        if not accumulate and out_dtype is None and gate is None and not devices.interpreted():
+            return _plain_vendor(a, b, layout)
+    if out is None:
+        a, b = autocast(a, b)
+    product = product_of(a, b, layout)
+    _check_epilogue(product, a, b, out, bias, activation, accumulate, out_dtype, gate, backend)
+    triton_runs = devices.runs_triton(a.device)
+    if backend == "triton" and not triton_runs:
+        raise ValueError(
+            f"matmul: backend='triton' cannot run on {a.device} here; use backend='vendor', or install triton for a "
+            f"GPU (sm_80 or later, or AMD's), or set TRITON_INTERPRET=1 for CPU tensors"
+        )
+    if backend == "vendor" or not triton_runs or min(product.m, product.n, product.k, product.batch) == 0:
+        return vendor_matmul(a, b, layout, out, bias, activation, accumulate, out_dtype, gate=gate)
+    if out is None and torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (a, b, bias, gate)):
+        if activation is not None or (out_dtype or a.dtype) != a.dtype:
+            raise ValueError(
+                "matmul: gradients flow through the Triton kernel without activation and out_dtype only; use "
+                "torch.no_grad(), backend='vendor', or apply the activation outside"
+            )
+        rows, lead = fused_rows(a, b, layout)
+        result: torch.Tensor = _Matmul.apply(rows, b, bias, layout, config)
+        return result if rows is a else result.view(*lead, product.n)
+    return triton_matmul(a, b, product, out, bias, activation, accumulate, out_dtype, gate, config)
+
+
+def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
+    """Shortest way to torch: torch's own checks, rephrased by ours only when they fail."""
+    try:
+        two = b.dim() == 2 and (layout != "TN" or a.dim() == 2)
+        fit = two or (b.dim() > 2 and a.shape[:-2] == b.shape[:-2])  # torch would broadcast; the kernels do not
+        if a.dtype is b.dtype and a.is_floating_point() and a.dim() > 1 and fit:
+            if layout == "NT":
+                return F.linear(a, b) if two else torch.matmul(a, b.mT)
+            if layout == "NN":
+                return torch.matmul(a, b)
+            if layout == "TN":
+                return torch.matmul(a.mT, b)
+    except RuntimeError:
+        product_of(a, b, layout)
+        raise
+    product_of(a, b, layout)
+    return torch.matmul(*as_row_major(a, b, layout))
+
+
+def _check_epilogue(
+    product: Product,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    accumulate: bool,
+    out_dtype: torch.dtype | None,
+    gate: torch.Tensor | None,
+    backend: str | None,
+) -> None:
+    shape = (*(a.shape[:-2]), product.m, product.n)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"matmul: activation={activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
+    if backend not in BACKENDS:
+        raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    if (gate is not None) != (activation == "silu_gate"):
+        raise ValueError("matmul: gate and activation='silu_gate' belong together; give both or neither")
+    for tensor, name in ((bias, "bias"), (gate, "gate"), (out, "out")):
+        if tensor is not None and tensor.device != a.device:
+            raise ValueError(f"matmul: {name} is on {tensor.device} and a is on {a.device}; move one of them")
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"matmul: {name} is {tensor.dtype}, which is not a floating-point type; cast it")
+    if gate is not None and tuple(gate.shape) != shape:
+        raise ValueError(f"matmul: gate has shape {tuple(gate.shape)}; the product has {shape}")
+    if bias is not None and tuple(bias.shape) != (product.n,):
+        raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; use ({product.n},), one value a column")
+    if accumulate and out is None:
+        raise ValueError("matmul: accumulate=True adds onto out; give out")
+    if out is not None:
+        if tuple(out.shape) != shape:
+            raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
+        if out_dtype is not None and out.dtype != out_dtype:
+            raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {out_dtype}; leave out_dtype away")
+    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
+        raise ValueError(f"matmul: out_dtype={out_dtype} is not a floating-point type")
+
+
+def vendor_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    layout: str = "NN",
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    *,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Do the same with torch alone (cuBLAS, rocBLAS, oneDNN): the reference and the tuner's first candidate.
+
+    A result wider than the operands is computed from operands widened first, except where torch has a product with a
+    wider result (CUDA, two dims).
+    """
+    if out is not None and torch.is_grad_enabled():
+        with torch.no_grad():  # else a master gradient would hold the graphs of all that was added to it
+            return vendor_matmul(a, b, layout, out, bias, activation, accumulate, gate=gate)
+    left, right = as_row_major(a, b, layout)
+    dtype = out.dtype if out is not None else out_dtype or a.dtype
+    bare = bias is None and activation is None
+    # torch folds leading dims into rows there, which a result of other strides has no view for: it is copied to
+    direct = out is not None and (left.dim() == 2 or right.dim() > 2 or out.is_contiguous())
+    if direct and out is not None and bare and not accumulate and dtype == a.dtype:
+        return torch.matmul(left, right, out=out)
+    if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
+        if dtype == a.dtype == bias.dtype:
+            return torch.addmm(bias, left, right, out=out)
+    if out is not None and bare and accumulate and dtype == a.dtype and left.dim() == 2:
+        return out.addmm_(left, right)
+    if dtype.itemsize > a.dtype.itemsize and not (a.is_cuda and left.dim() == 2):
+        result = torch.matmul(left.to(dtype), right.to(dtype))
+    elif dtype.itemsize > a.dtype.itemsize:
+        result = torch.mm(left, right, out_dtype=dtype)
+    elif bias is not None and layout == "NT" and b.dim() == 2 and bias.dtype == a.dtype:
+        result, bias = F.linear(a, b, bias), None
+    else:
+        result = torch.matmul(left, right)
+    if bias is not None:
+        result = result + bias.to(result.dtype)
+    if activation in ("gelu", "gelu_tanh"):
+        result = F.gelu(result, approximate="tanh" if activation == "gelu_tanh" else "none")
+    elif activation is not None:
+        result = F.silu(result)
+        result = result * gate if gate is not None else result
+    if out is not None:
+        return out.add_(result) if accumulate else out.copy_(result)
+    return result.to(dtype)
+
+
+def triton_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    product: Product,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    accumulate: bool = False,
+    out_dtype: torch.dtype | None = None,
+    gate: torch.Tensor | None = None,
+    config: Config | None = None,
+) -> torch.Tensor:
+    """Prepare and launch the Triton kernel; the arguments have been checked."""
+    shape = (*a.shape[:-2], product.m, product.n)
+    if out is None:
+        out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+    if gate is not None and gate.stride(-1) != 1:
+        gate = gate.contiguous()
+    a, _ = fused_rows(a, b, product.layout)
+    target_out = out
+    if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
+        if out.dim() > 2:
+            # reshape() copies where strides do not allow a view: then the result is copied back
+            target_out = out.reshape(-1, product.n)
+        gate = gate.reshape(-1, product.n) if gate is not None else None
+        product = Product(product.layout, a.shape[1 if product.layout == "TN" else 0], product.n, product.k, a.dtype)
+    elif out.dim() > 3:
+        target_out = out.flatten(0, -3)
+    left, right = as_row_major(a, b, product.layout)
+    for tensor, name in ((left, "a"), (right, "b"), (target_out, "out"), (gate, "gate")):
+        if tensor is not None:
+            check_offsets(tensor, name)
+    launch(left, right, target_out, product, bias, activation, accumulate, gate, config)
+    if target_out.data_ptr() != out.data_ptr():
+        out.copy_(target_out.view(out.shape))
+    return out
+
+
+def launch(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    product: Product,
+    bias: torch.Tensor | None,
+    activation: str | None,
+    accumulate: bool,
+    gate: torch.Tensor | None,
+    config: Config | None,
+) -> None:
+    """Launch the kernel for ``left[..., M, K] @ right[..., K, N]`` into ``out``; chooses the path and the grid."""
+    target = devices.target_of(left.device)
+    kernels = devices.gemm_kernels()
+    assert kernels is not None
+    wide = accumulate or gate is not None
+    descriptors = describable(left, right, out, accumulate)
+    if config is None:
+        described = uses_descriptors(target, left, descriptors)
+        config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
+        config = cut_to_fit(config, target, left.dtype, out.dtype, wide)
+    if config.descriptors and not descriptors:
+        raise ValueError(
+            f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; "
+            f"use one without descriptors"
+        )
+    if not config.fits(target, left.dtype, out.dtype, wide):
+        needed = config.shared_bytes(left.dtype.itemsize, target, out.dtype.itemsize, wide)
+        raise ValueError(
+            f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
+            f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages, or backend='vendor'"
+        )
+    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n) * product.batch
+    if tiles > _INT32:
+        raise ValueError(f"matmul {product.name}: {tiles} tiles exceed {_INT32}; cut the product")
+    programs = min(tiles, target.units)
+    options = {
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        # the step of the loop over tiles; not `programs`, since each value of it is compiled
+        "NUM_PROGRAMS": target.units, "HAS_BIAS": bias is not None, "ACTIVATION": activation or "",
+        "ACCUMULATE": accumulate,
+        "PRECISION": precision(left), "INTERPRETED": devices.interpreted(), "FLATTEN": True,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    bias = out if bias is None else bias.contiguous()
+    if config.descriptors:
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        left, right = _matrix(left), _matrix(right)
+        a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
+        stored_a, stored_b = left.mT if a_transposed else left, right.mT if b_transposed else right
+        a_block = [config.block_m, config.block_k]
+        b_block = [config.block_k, config.block_n]
+        kernels.matmul_descriptor_kernel[(programs,)](
+            TensorDescriptor.from_tensor(stored_a, a_block[::-1] if a_transposed else a_block),
+            TensorDescriptor.from_tensor(stored_b, b_block[::-1] if b_transposed else b_block),
+            TensorDescriptor.from_tensor(_matrix(out), [config.block_m, config.block_n // config.parts]),
+            bias, out if gate is None else gate, product.m, product.n, product.k,
+            0 if gate is None else gate.stride(-2),
+            A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PARTS=config.parts, **options,
+        )  # fmt: skip
+        return
+    left, right, out = _batched(left), _batched(right), _batched(out)
+    gate = out if gate is None else _batched(gate)
+    kernels.matmul_kernel[(programs,)](
+        left, right, out, bias, gate, product.batch, product.m, product.n, product.k,
+        left.stride(0), left.stride(1), left.stride(2), right.stride(0) if right.shape[0] > 1 else 0,
+        right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), gate.stride(0), gate.stride(1),
+        EVEN_K=product.k % config.block_k == 0, **options,
+    )  # fmt: skip
+
+
+def _batched(tensor: torch.Tensor) -> torch.Tensor:
+    """Exactly three dims."""
+    return tensor.unsqueeze(0) if tensor.dim() == 2 else tensor.flatten(0, -3) if tensor.dim() > 3 else tensor
+
+
+def _matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Exactly two dims; leading ones are of size 1 here."""
+    return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2], tensor.shape[-1])
+
+
+def precision(tensor: torch.Tensor) -> str:
+    """How fp32 operands are multiplied: in full, unless the user has allowed TF32 for cuBLAS too."""
+    if tensor.dtype == torch.float32 and tensor.is_cuda and torch.version.hip is None:
+        # not allow_tf32, which raises where the user has chosen by this newer name
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "ieee"
+
+
+def uses_descriptors(target: Target, operand: torch.Tensor, describable: bool) -> bool:
+    """Say whether the default is to use descriptors: fp32 without TF32 spills registers that way (seen compiled)."""
+    exact = operand.dtype == torch.float32 and precision(operand) == "ieee"
+    return describable and target.descriptors and not exact
+
+
+def describable(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, accumulate: bool) -> bool:
+    """Say whether tensor descriptors can describe the operands: one matrix each, 16-byte bases and strides."""
+    if accumulate and out.dtype != torch.float32:
+        return False
+    return out.stride(-1) == 1 and all(_describable(tensor) for tensor in (left, right, out))
+
+
+def _describable(tensor: torch.Tensor) -> bool:
+    if tensor.shape[:-2].numel() != 1 or tensor.data_ptr() % 16:
+        return False
+    inner, outer = sorted(tensor.stride()[-2:])
+    return (
+        inner == 1 and outer * tensor.itemsize % 16 == 0 and outer >= tensor.shape[-1 if tensor.stride(-1) == 1 else -2]
+    )
+
+
+class _Matmul(torch.autograd.Function):
+    """Gradients of the plain product, each again in one of the three layouts."""
+
+    @staticmethod
+    def forward(ctx, a, b, bias, layout, config):  # type: ignore[no-untyped-def]
+        ctx.save_for_backward(a, b)
+        ctx.layout, ctx.bias_dtype = layout, None if bias is None else bias.dtype
+        return matmul(a, b, layout, bias=bias, config=config)
+
+    @staticmethod
+    def backward(ctx, grad):  # type: ignore[no-untyped-def]
+        a, b = ctx.saved_tensors
+        grad_a, grad_b = gradients(grad, a, b, ctx.layout, ctx.needs_input_grad[0], ctx.needs_input_grad[1])
+        over = tuple(range(grad.dim() - 1))
+        grad_bias = grad.sum(over, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
+        return grad_a, grad_b, grad_bias, None, None
+
+
+def gradients(
+    grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str, for_a: bool = True, for_b: bool = True
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the gradients of both stored operands; see :data:`BACKWARD` for the layouts."""
+    first, second = BACKWARD[layout]
+    operands = {"a": a, "b": b, "grad": grad}
+    grad_a = matmul(operands[first[0]], operands[first[1]], first[2]) if for_a else None
+    grad_b = matmul(operands[second[0]], operands[second[1]], second[2]) if for_b else None
+    return grad_a, grad_b
+
+
+# layout -> (left, right, layout) of the gradient of a, and of b; with NT: dI = dO @ W (NN), dW = dO^T @ I (TN)
+BACKWARD = {
+    "NT": (("grad", "b", "NN"), ("grad", "a", "TN")),
+    "NN": (("grad", "b", "NT"), ("a", "grad", "TN")),
+    "TN": (("b", "grad", "NT"), ("a", "grad", "NN")),
+}
+
+
+def matmul_reference(a: torch.Tensor, b: torch.Tensor, layout: str = "NN") -> torch.Tensor:
+    """The product in fp64, the oracle of the tests and of the benches."""
+    left, right = as_row_major(a.double(), b.double(), layout)
+    return torch.matmul(left, right)

@@ -1,0 +1,177 @@
+"""What the tuner chooses between, and how a choice is kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from axo_kernels import device as devices
+from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
+from axo_kernels.gemm.matmul import describable
+from axo_kernels.gemm.tiles import Config, candidates, fused_candidates
+
+STRATEGIES = ("serial", "split", "signal")
+# "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
+# gathered is wanted in rank order too, for the backward pass.
+FUSED = (
+    "all_gather_matmul",
+    "all_gather_matmul_kept",
+    "matmul_all_reduce",
+    "matmul_all_reduce_behind_dw",
+    "matmul_reduce_scatter",
+)
+# Flops that the machine does while it moves one byte: below its own value a copy is hopeless.
+_FLOPS_A_BYTE = {"cuda": 100.0, "cpu": 4.0}
+# Tiles tried for a signalling product, each with every chunk count.
+_FUSED_TILES = 3
+# Which size of the product counts the gathered operand's rows.
+_ROWS = {"a": "m", "b": "n"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How to compute one product, or one fused operation.
+
+    Attributes:
+        backend: ``"vendor"`` or ``"triton"``.
+        layout: The layout in which it is computed; operands are laid out anew where it is not the stored one.
+        config: Tile configuration, for ``"triton"``.
+        strategy, chunks: Of a fused operation.
+        seconds: Measured median, the largest over the ranks; 0 when nothing was measured.
+        baseline: The same of torch's own (serial) way, in the same rounds.
+    """
+
+    backend: str
+    layout: str
+    config: Config | None = None
+    strategy: str = "serial"
+    chunks: int = 1
+    seconds: float = 0.0
+    baseline: float = 0.0
+
+    @property
+    def name(self) -> str:
+        what = self.config.name if self.config else self.backend
+        fused = "" if self.chunks == 1 and self.strategy == "serial" else f" {self.strategy}/{self.chunks}"
+        return f"{self.layout} {what}{fused}"
+
+    def is_vendor(self, layout: str) -> bool:
+        """Whether this is torch's own way for operands stored in ``layout``, without fused communication."""
+        return self.backend == "vendor" and self.layout == layout and self.strategy == "serial"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def from_json(entry: dict[str, Any]) -> Choice | None:
+    """Read a choice back; None when the entry is not one (the caller treats it as a miss)."""
+    try:
+        config = entry["config"]
+        choice = Choice(**{**entry, "config": Config(**config) if config is not None else None})
+    except (TypeError, KeyError):
+        return None
+    numbers = (choice.seconds, choice.baseline, choice.chunks)
+    if (
+        choice.backend not in ("vendor", "triton")
+        or choice.layout not in LAYOUTS
+        or choice.strategy not in STRATEGIES
+        or not all(isinstance(number, (int, float)) for number in numbers)
+        or any(isinstance(number, bool) for number in numbers)
+        or not isinstance(choice.chunks, int)
+        or choice.chunks < 1
+        or (choice.backend == "vendor" and choice.config is not None)
+        or (choice.strategy == "signal" and choice.config is None)
+        or (choice.config is not None and not _whole(choice.config))
+    ):
+        return None
+    return choice
+
+
+def _whole(config: Config) -> bool:
+    sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
+    return all(isinstance(size, int) and size > 0 for size in sizes) and isinstance(config.descriptors, bool)
+
+
+def usable(choice: Choice, product: Product, device: torch.device) -> bool:
+    """Say whether a choice read from disk can run here at all; one that cannot is a miss."""
+    if choice.backend == "triton" and not devices.runs_triton(device):
+        return False
+    return choice.config is None or choice.config.fits(devices.target_of(device), product.dtype)
+
+
+def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
+    """The vendor library in all three modes, its own layout first.
+
+    A mode is left out when laying operands out anew would alone take more than ``copy_share`` of the product's time,
+    both estimated by ``bytes per flop`` of the product: ``copy_share`` is how many flops the machine does while it
+    moves a byte.
+    """
+    found = [Choice("vendor", product.layout)]
+    for layout in LAYOUTS:
+        copy_a, copy_b = relayout(product.layout, layout)
+        if not (copy_a or copy_b):
+            continue
+        moved = 2 * product.batch * product.dtype.itemsize
+        moved *= copy_a * product.m * product.k + copy_b * product.k * product.n
+        if moved * copy_share < 0.5 * product.flops:
+            found.append(Choice("vendor", layout))
+    return found
+
+
+def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
+    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first."""
+    found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
+    if device.type == "cuda" and devices.runs_triton(device):
+        tiles = candidates(devices.target_of(device), product, _described(product))
+        found += [Choice("triton", product.layout, config) for config in tiles[:configs]]
+    return found
+
+
+def fused_choices(
+    operation: str,
+    product: Product,
+    device: torch.device,
+    gather: str,
+    size: int,
+    choose: Callable[[Product, torch.device], Choice],
+    reserved: int = 0,
+) -> list[Choice]:
+    """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
+    serial and in chunks; ``signal`` with a few tiles.
+
+    Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
+    more than the ``reserved`` multiprocessors that it leaves to the communication).
+    """
+    whole = product
+    if operation.startswith("all_gather"):
+        rows = getattr(product, _ROWS[gather])
+        whole = replace(product, **{_ROWS[gather]: size * rows})
+    else:
+        rows = product.m // (size if operation == "matmul_reduce_scatter" else 1)
+    plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
+    found = [Choice("vendor", product.layout)]
+    if plain != found[0]:
+        found.append(plain)
+    if plain.layout != product.layout:  # would lay the whole operand out anew for each chunk
+        plain = found[0]
+    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
+    found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
+    if device.type == "cuda" and devices.runs_triton(device) and devices.target_of(device).units > reserved:
+        for config in fused_candidates(devices.target_of(device), whole, _described(whole))[:_FUSED_TILES]:
+            found += [Choice("triton", product.layout, config, "signal", chunks) for chunks in counts]
+    return found
+
+
+def fused_name(operation: str, gather: str, size: int, product: Product) -> str:
+    """What a fused operation is called in the cache."""
+    return f"{operation} {gather if operation.startswith('all_gather') else ''} size={size} {product.name}"
+
+
+def _described(product: Product) -> bool:
+    """Whether contiguous operands of these sizes could go through tensor descriptors."""
+    a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
+    left, right = as_row_major(a, b, product.layout)
+    return product.batch == 1 and describable(left, right, left.new_empty((product.m, product.n)), False)

@@ -1,0 +1,91 @@
+"""How each choice of the tuner is run: torch's own product, one laid out anew, a Triton kernel, a fused operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from axo_kernels.comm.adapters import FusedCommunicator
+from axo_kernels.device import target_of
+from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.gemm.layout import as_row_major, laid_out, relayout
+from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
+from axo_kernels.tune.choice import Choice
+
+Run = Callable[..., torch.Tensor]
+
+
+def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
+    """Return a function of the stored operands that computes their product in the chosen way."""
+    copy_a, copy_b = relayout(stored, choice.layout)
+    compute = partial(_triton, choice) if choice.backend == "triton" else partial(vendor_matmul, layout=choice.layout)
+    if not (copy_a or copy_b):
+        return compute
+
+    def run(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None, **rest: Any) -> torch.Tensor:
+        if a.dim() > 2 and b.dim() == 2:  # leading dims are rows, which only a 2-D operand can be laid out by
+            if out is not None or rest.get("gate") is not None:
+                return vendor_matmul(a, b, stored, out, **rest)
+            flat = run(a.flatten(0, -2), b, **rest)
+            return flat.view(*a.shape[:-1], flat.shape[-1])
+        return compute(laid_out(a) if copy_a else a, laid_out(b) if copy_b else b, out=out, **rest)
+
+    return run
+
+
+# Straight to torch, for what is called thousands of times a step: layout, b has two dims.
+SHORTEST: dict[tuple[str, bool], Run] = {
+    ("NN", True): torch.matmul,
+    ("NN", False): torch.matmul,
+    ("NT", True): torch.nn.functional.linear,
+    ("NT", False): lambda a, b: torch.matmul(a, b.mT),
+    ("TN", True): lambda a, b: torch.matmul(a.mT, b),
+    ("TN", False): lambda a, b: torch.matmul(a.mT, b),
+}
+
+
+def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """The Triton kernel, with the measured tile where this call has the alignment and epilogue it was measured with."""
+    config = choice.config
+    if rest.get("accumulate") or rest.get("gate") is not None:
+        config = None
+    elif config is not None and config.descriptors:
+        left, right = as_row_major(a, b, choice.layout)
+        out = rest.get("out")
+        if not describable(left, right, left if out is None else out, False):
+            config = None
+    wider = rest.get("out_dtype") if rest.get("out") is None else rest["out"].dtype
+    if config is not None and wider is not None and not config.fits(target_of(a.device), a.dtype, wider):
+        config = None  # its epilogue was measured with a narrower result
+    return matmul(a, b, choice.layout, backend="triton", config=config, **rest)
+
+
+def fused_arguments(choice: Choice, stored: str) -> dict[str, Any]:
+    """The arguments of strategies.py that say how a fused operation multiplies operands stored as ``stored``."""
+    if choice.strategy == "signal":
+        return {"config": choice.config}
+    if choice.backend == "vendor" and choice.layout == stored:
+        return {}
+    return {"multiply": runner(choice, stored)}
+
+
+def run_fused(
+    operation: str, gather: str, comm: FusedCommunicator, stored: str, choice: Choice, operands: list[torch.Tensor]
+) -> torch.Tensor:
+    """Run a fused operation to its end as chosen."""
+    a, b = operands
+    arguments = (a, b, comm, stored)
+    how = fused_arguments(choice, stored)
+    if operation in ("matmul_all_reduce", "matmul_all_reduce_behind_dw"):
+        out, finish = start_all_reduce(*arguments, choice.strategy, choice.chunks, **how)
+        if operation == "matmul_all_reduce_behind_dw":
+            vendor_matmul(a, torch.ones_like(out), "TN")
+        finish()
+        return out
+    if operation == "matmul_reduce_scatter":
+        return run_reduce_scatter(*arguments, choice.strategy, choice.chunks, **how)
+    keep = operation == "all_gather_matmul_kept"
+    return run_all_gather(*arguments, gather, choice.strategy, choice.chunks, keep=keep, **how)[0]

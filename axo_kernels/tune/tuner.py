@@ -1,0 +1,314 @@
+"""The tuner: measures once which way of computing a product is fastest here, and remembers it.
+
+Candidates for a product are the vendor library in **all three modes** NN, NT and TN ("Democratizing AI", BLAS tuning:
+the copy that lays an operand out anew counts) and the Triton configurations that a cost estimate puts first; for a
+fused operation, the strategies and chunk counts as well. Each candidate's result is checked before it is timed; times
+are paired medians; with a communicator the largest over the ranks decides and one choice is broadcast, since ranks with
+different chunk counts would hang. torch's own way is always a candidate and wins whenever the gain is within the noise.
+
+    AXO_TUNE=off         torch's own, always
+    AXO_TUNE=cached      what has been measured before; torch's own where nothing has (the default)
+    AXO_TUNE=first-step  measure at the first call of each shape, then as cached
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from axo_kernels import device as devices
+from axo_kernels.comm.adapters import FusedCommunicator, gather_max
+from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
+from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
+from axo_kernels.tune.runners import SHORTEST, Run, run_fused, runner
+from axo_kernels.tune.timing import paired, relative_error
+
+MODES = ("off", "cached", "first-step")
+# A candidate must beat torch's own by this much: what paired medians of one machine may differ by chance.
+_MARGIN = 0.03
+# Twice the rounding of one result: candidates add in different orders.
+_LIMITS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The three products of a layer, with the weight stored ``[out, in]`` or transposed, whichever is faster
+    together; ``seconds`` of the three as chosen, ``baseline`` with the weight stored ``[out, in]``, as torch does."""
+
+    transposed: bool
+    forward: Choice
+    grad_input: Choice
+    grad_weight: Choice
+    seconds: float
+    baseline: float
+
+
+class Tuner:
+    """Chooses and remembers. Not thread-safe.
+
+    Args:
+        mode: ``"off"``, ``"cached"``, ``"first-step"``; None reads ``AXO_TUNE``.
+        comm: Ranks that decide together. Then all of them must ask for the same products in the same order.
+        cache: Where choices are kept; None: the user's cache folder, keyed by device and versions.
+        progress: Called with (done, total, name) while measuring.
+        configs: Triton configurations measured for each product, best guesses first.
+        budget: Seconds for the timed rounds of one product.
+    """
+
+    def __init__(
+        self,
+        mode: str | None = None,
+        *,
+        comm: FusedCommunicator | None = None,
+        cache: Cache | None = None,
+        progress: Callable[[int, int, str], None] | None = None,
+        configs: int = 8,
+        budget: float = 1.0,
+    ) -> None:
+        mode = mode or os.environ.get("AXO_TUNE") or "cached"
+        if mode not in MODES:
+            raise ValueError(f"AXO_TUNE={mode!r} is not a mode; use one of {', '.join(MODES)}")
+        self.mode = mode
+        self.comm = comm
+        self.configs = configs
+        self.budget = budget
+        self.measured = 0  # products that this tuner has timed; a warm cache leaves it at 0
+        self.calls = 0  # products that went through matmul()
+        self.seen: dict[str, list[tuple[Choice, float]]] = {}  # every right candidate and its time, by product
+        self._progress = progress
+        self._caches: dict[torch.device, Cache] = {}
+        self._given = cache
+        self._runs: dict[Any, tuple[Run, Run]] = {}  # without and with an epilogue
+        self._choices: dict[str, Choice] = {}
+
+    def matmul(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        layout: str = "NN",
+        out: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        accumulate: bool = False,
+        out_dtype: torch.dtype | None = None,
+        *,
+        gate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply as :func:`axo_kernels.matmul` does, in the way that was chosen for these sizes."""
+        self.calls += 1
+        key = (layout, a.shape, b.shape, a.dtype, a.device)
+        runs = self._runs.get(key)
+        if runs is None:
+            runs = self._runs[key] = self._runners(a, b, layout)
+        if out is None and bias is None and activation is None and out_dtype is None:
+            return runs[0](a, b)
+        return runs[1](
+            a, b, out=out, bias=bias, activation=activation, accumulate=accumulate, out_dtype=out_dtype, gate=gate
+        )
+
+    def _runners(self, a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[Run, Run]:
+        product = product_of(a, b, layout)
+        choice = Choice("vendor", layout)
+        if self.mode != "off" and product.flops:
+            if b.dim() == 2 and layout != "TN":  # one matrix for all leading dims: they are rows
+                product = replace(product, m=product.m * product.batch, batch=1)
+            choice = self.choose(product, a.device)
+        run = runner(choice, layout)
+        if choice.backend == "vendor" and choice.layout == layout:
+            return SHORTEST[layout, b.dim() == 2], run
+        return run, run
+
+    def choose(self, product: Product, device: torch.device) -> Choice:
+        """Return the choice for a product; measures it only in mode ``first-step``."""
+        return self._decide(
+            f"matmul {product.name}",
+            product,
+            device,
+            lambda: plain_choices(product, device, self.configs),
+            lambda choice, operands: runner(choice, product.layout)(*operands),
+        )
+
+    def choose_fused(
+        self,
+        operation: str,
+        product: Product,
+        device: torch.device,
+        gather: str = "b",
+        *,
+        on: FusedCommunicator | None = None,
+    ) -> Choice:
+        """Return strategy, chunk count and way of multiplying of a fused operation; the same on every rank.
+
+        Args:
+            operation: One of ``FUSED``.
+            product: What this rank multiplies: with its shard for a gather.
+            device: Where.
+            gather: Which operand is gathered, for ``"all_gather_matmul"``.
+            on: The communicator that it runs on; ``comm`` by default. ``comm`` decides: it holds ``on``'s ranks.
+
+        Raises:
+            ValueError: The tuner has no communicator, or the operation is unknown.
+        """
+        if operation not in FUSED:
+            raise ValueError(f"tuner: operation={operation!r}; use one of {', '.join(FUSED)}")
+        if self.comm is None:
+            raise ValueError(f"tuner: {operation} runs on a communicator; give Tuner(comm=...)")
+        on = on or self.comm
+        if self.mode == "off" or on.size == 1:
+            return Choice("vendor", product.layout)
+        run = partial(run_fused, operation, gather, on, product.layout)
+        return self._decide(
+            fused_name(operation, gather, on.size, product),
+            product,
+            device,
+            lambda: fused_choices(operation, product, device, gather, on.size, self.choose, on.reserved_units),
+            run,
+        )
+
+    def layer(
+        self, rows: int, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device
+    ) -> LayerChoice:
+        """Choose how to store a weight: by the layer's three products together, timed in turns for both storages."""
+        m, n, k = rows, out_features, in_features
+        shapes = {
+            "NT": (("NT", m, n, k), ("NN", m, k, n), ("TN", n, k, m)),  # stored [out, in]
+            "NN": (("NN", m, n, k), ("NT", m, k, n), ("TN", k, n, m)),  # stored [in, out]
+        }
+        chosen = {
+            layout: [self.choose(Product(*shape, dtype), device) for shape in triple]
+            for layout, triple in shapes.items()
+        }
+        made: dict[str, torch.Tensor] = {}
+
+        def step(choice: Choice, operands: list[torch.Tensor]) -> torch.Tensor:
+            """Forward, gradient of the input, gradient of the weight."""
+            rows, weight = operands
+            if not made:
+                made.update(NT=weight, NN=laid_out(weight), grad=torch.randn(m, n, device=device).to(dtype))
+            weight, grad = made[choice.layout], made["grad"]
+            forward, grad_input, grad_weight = (
+                runner(each, shape[0]) for each, shape in zip(chosen[choice.layout], shapes[choice.layout], strict=True)
+            )
+            grad_input(grad, weight)
+            grad_weight(*((grad, rows) if choice.layout == "NT" else (rows, grad)))
+            return forward(rows, weight)
+
+        found = self._decide(
+            f"layer {m}x{n}x{k} {str(dtype).removeprefix('torch.')}",
+            Product(*shapes["NT"][0], dtype),
+            device,
+            lambda: [Choice("vendor", layout) for layout in shapes],
+            step,
+        )
+        forward, grad_input, grad_weight = chosen[found.layout]
+        return LayerChoice(found.layout == "NN", forward, grad_input, grad_weight, found.seconds, found.baseline)
+
+    # The decision.
+    def cache(self, device: torch.device) -> Cache:
+        """Where the choices for a device are kept."""
+        if self._given is not None:
+            return self._given
+        if device not in self._caches:
+            self._caches[device] = Cache(devices.device_name(device), devices.versions())
+        return self._caches[device]
+
+    def _decide(
+        self,
+        name: str,
+        product: Product,
+        device: torch.device,
+        list_candidates: Callable[[], list[Choice]],
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+    ) -> Choice:
+        known = self._choices.get(name)
+        if known is not None:
+            return known
+        entry = self.cache(device).get(name)
+        found = from_json(entry) if entry is not None else None
+        if found is not None and not usable(found, product, device):
+            found = None
+        if self.comm is not None and self.comm.size > 1:
+            # One choice for all, whatever each rank has on disk.
+            text = self.comm.broadcast_text(json.dumps(found.to_json()) if found else "")
+            found = from_json(json.loads(text)) if text else None
+        if found is None and self.mode == "first-step":
+            found = self._measure(name, product, device, list_candidates(), run)
+            if self.comm is None or self.comm.rank == 0:
+                self.cache(device).put({name: found.to_json()})
+        chosen = self._choices[name] = found or Choice("vendor", product.layout)
+        return chosen
+
+    def _measure(
+        self,
+        name: str,
+        product: Product,
+        device: torch.device,
+        choices: list[Choice],
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+    ) -> Choice:
+        """Check every candidate against the first (torch's own), time those that are right, return the fastest."""
+        self.measured += 1
+        generator = torch.Generator(device).manual_seed(20)
+        operands = [
+            torch.randn(shape, generator=generator, dtype=torch.float32, device=device).to(product.dtype)
+            for shape in stored_shapes(product)
+        ]
+        with torch.no_grad():
+            reference = run(choices[0], operands)
+            right = [choices[0]]
+            for index, choice in enumerate(choices[1:], 1):
+                self._tell(index, len(choices), name)
+                right += [choice] * self._is_right(choice, operands, reference, run, device)
+            calls = [partial(run, choice, operands) for choice in right]
+            # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
+            quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
+            self.seen[name] = list(zip(right, quick, strict=True))
+            near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
+            rounds = max(5, min(25, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
+            timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)
+            ratios = self._together([timing.ratio for timing in timings])
+            late = self._together([timing.late_ratio for timing in timings])
+            seconds = self._together([timing.seconds for timing in timings])
+        self._tell(len(choices), len(choices), name)
+        # torch's own way stays unless the gain is larger than the margin, and there in three rounds of four
+        sure = [index for index in range(len(near)) if ratios[index] <= 1 - _MARGIN and late[index] < 1]
+        best = min(sure, key=lambda index: ratios[index], default=0)
+        result = replace(right[near[best]], seconds=seconds[best], baseline=seconds[0])
+        if self.comm is None or self.comm.size == 1:
+            return result
+        agreed = from_json(json.loads(self.comm.broadcast_text(json.dumps(result.to_json()))))
+        assert agreed is not None
+        return agreed
+
+    def _is_right(
+        self,
+        choice: Choice,
+        operands: list[torch.Tensor],
+        reference: torch.Tensor,
+        run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
+        device: torch.device,
+    ) -> bool:
+        """Run a candidate once; one that fails, or is wrong on any rank, is never timed."""
+        fused = choice.strategy != "serial"
+        try:
+            error = relative_error(run(choice, operands), reference)
+        except Exception:
+            if fused:  # the other ranks are inside the same operation: this cannot be survived alone
+                raise
+            error = float("inf")
+        limit = _LIMITS[reference.dtype]
+        return self._together([0.0 if error < limit else 1.0])[0] == 0.0
+
+    def _together(self, values: list[float]) -> list[float]:
+        return values if self.comm is None else gather_max(self.comm, values)
+
+    def _tell(self, done: int, total: int, name: str) -> None:
+        if self._progress is not None:
+            self._progress(done, total, name)

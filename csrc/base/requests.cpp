@@ -1,0 +1,179 @@
+// Arguments of the collectives, checked before anything is sent; see base/requests.h.
+#include "base/requests.h"
+
+#include <limits>
+
+namespace axo::host {
+namespace {
+
+void set_op(Request& r, ReduceOp op) {
+  AXO_CHECK(static_cast<int>(op) < kReduceOpCount, name_of(r.kind), static_cast<int>(op), "a reduce op");
+  if (!can_reduce(r.dtype, op)) {
+    throw Error(std::string(name_of(r.kind)) + ": " + name_of(op) + " is not defined on " + name_of(r.dtype));
+  }
+  r.op = op;
+}
+
+void check_pointers(const Request& r, bool needs_in, bool needs_out) {
+  if (r.count == 0) return;
+  if (needs_in && r.in == nullptr) throw Error(std::string(name_of(r.kind)) + ": in: got null, expected a pointer");
+  if (needs_out && r.out == nullptr) throw Error(std::string(name_of(r.kind)) + ": out: got null, expected a pointer");
+}
+
+}  // namespace
+
+Request RequestCommunicator::request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const {
+  AXO_CHECK(static_cast<int>(dtype) < kDTypeCount, name_of(kind), static_cast<int>(dtype), "a dtype");
+  const std::size_t most =
+      std::numeric_limits<std::size_t>::max() / item_size(dtype) / static_cast<std::size_t>(size()) / 2;
+  AXO_CHECK(count <= most, name_of(kind), count, "a count of at most " + std::to_string(most));
+  Request r;
+  r.kind = kind;
+  r.in = in;
+  r.out = out;
+  r.count = count;
+  r.dtype = dtype;
+  return r;
+}
+
+void RequestCommunicator::set_root(Request& r, int root) const {
+  const bool message = r.point_to_point();
+  AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(), root,
+            "a rank from 0 to " + std::to_string(size() - 1));
+  r.root = root;
+}
+
+std::vector<std::size_t> RequestCommunicator::to_bytes(const char* what, const std::vector<std::size_t>& counts,
+                                                       DType dtype) const {
+  AXO_CHECK(counts.size() == static_cast<std::size_t>(size()), what, counts.size(),
+            std::to_string(size()) + " entries, one a rank");
+  std::vector<std::size_t> bytes;
+  const std::size_t most = std::numeric_limits<std::size_t>::max() / item_size(dtype) / 2;
+  for (std::size_t c : counts) {
+    AXO_CHECK(c <= most, what, c, "at most " + std::to_string(most));
+    bytes.push_back(c * item_size(dtype));
+  }
+  return bytes;
+}
+
+WorkPtr RequestCommunicator::all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                        const CallOptions& options) {
+  Request r = request(Kind::all_reduce, in, out, count, dtype);
+  set_op(r, op);
+  check_pointers(r, true, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::all_gather(const void* in, void* out, std::size_t count, DType dtype,
+                                        const CallOptions& options) {
+  Request r = request(Kind::all_gather, in, out, count, dtype);
+  check_pointers(r, true, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                            const CallOptions& options) {
+  Request r = request(Kind::reduce_scatter, in, out, count, dtype);
+  set_op(r, op);
+  check_pointers(r, true, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::broadcast(void* data, std::size_t count, DType dtype, int root,
+                                       const CallOptions& options) {
+  Request r = request(Kind::broadcast, data, data, count, dtype);
+  set_root(r, root);
+  check_pointers(r, true, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
+                                    const CallOptions& options) {
+  Request r = request(Kind::reduce, in, out, count, dtype);
+  set_op(r, op);
+  set_root(r, root);
+  check_pointers(r, true, rank() == root);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::gather(const void* in, void* out, std::size_t count, DType dtype, int root,
+                                    const CallOptions& options) {
+  Request r = request(Kind::gather, in, out, count, dtype);
+  set_root(r, root);
+  check_pointers(r, true, rank() == root);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
+                                     const CallOptions& options) {
+  Request r = request(Kind::scatter, in, out, count, dtype);
+  set_root(r, root);
+  check_pointers(r, rank() == root, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::all_to_all(const void* in, void* out, std::size_t count, DType dtype,
+                                        const CallOptions& options) {
+  Request r = request(Kind::all_to_all, in, out, count, dtype);
+  check_pointers(r, true, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
+                                          const std::vector<std::size_t>& send_offsets, void* out,
+                                          const std::vector<std::size_t>& recv_counts,
+                                          const std::vector<std::size_t>& recv_offsets, DType dtype,
+                                          const CallOptions& options) {
+  Request r = request(Kind::all_to_all_v, in, out, 0, dtype);
+  r.send_bytes = to_bytes("all_to_all_v: send_counts", send_counts, dtype);
+  r.send_offsets = to_bytes("all_to_all_v: send_offsets", send_offsets, dtype);
+  r.recv_bytes = to_bytes("all_to_all_v: recv_counts", recv_counts, dtype);
+  r.recv_offsets = to_bytes("all_to_all_v: recv_offsets", recv_offsets, dtype);
+  for (std::size_t p = 0; p < static_cast<std::size_t>(size()); ++p) {
+    if (in == nullptr && r.send_bytes[p] > 0) throw Error("all_to_all_v: in: got null, expected a pointer");
+    if (out == nullptr && r.recv_bytes[p] > 0) throw Error("all_to_all_v: out: got null, expected a pointer");
+  }
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::send(const void* data, std::size_t count, DType dtype, int peer, int tag,
+                                  const CallOptions& options) {
+  Request r = request(Kind::send, data, nullptr, count, dtype);
+  set_root(r, peer);
+  r.tag = tag;
+  check_pointers(r, true, false);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::recv(void* data, std::size_t count, DType dtype, int peer, int tag,
+                                  const CallOptions& options) {
+  Request r = request(Kind::recv, nullptr, data, count, dtype);
+  if (peer == kAnyPeer) {
+    r.root = kAnyPeer;
+  } else {
+    set_root(r, peer);
+  }
+  r.tag = tag;
+  check_pointers(r, false, true);
+  return issue(std::move(r), options);
+}
+
+WorkPtr RequestCommunicator::barrier(const CallOptions& options) {
+  return issue(request(Kind::barrier, nullptr, nullptr, 0, DType::uint8), options);
+}
+
+void RequestCommunicator::check_group(const Request& r, const CallOptions& options) {
+  if (options.blocking && inside_group()) {
+    throw Error(std::string(name_of(r.kind)) + ": got a blocking call inside a group, expected a non-blocking one");
+  }
+}
+
+std::string RequestCommunicator::gather_bytes(const std::string& mine) {
+  std::string all(mine.size() * static_cast<std::size_t>(size()), '\0');
+  CallOptions options;
+  options.blocking = true;
+  all_gather(mine.data(), all.data(), mine.size(), DType::uint8, options);
+  return all;
+}
+
+}  // namespace axo::host

@@ -1,0 +1,86 @@
+#include "device/context.h"
+
+#include <map>
+
+#include "base/error.h"
+
+namespace axo {
+
+EventPool::~EventPool() {
+  for (GpuEvent event : plain_) gpu_->destroy_event(event);
+  for (GpuEvent event : timing_) gpu_->destroy_event(event);
+}
+
+EventPool::Event::~Event() {
+  if (captured_) {
+    pool_->gpu_->destroy_event(handle_);
+    return;
+  }
+  std::lock_guard<std::mutex> lock(pool_->mutex_);
+  (timing_ ? pool_->timing_ : pool_->plain_).push_back(handle_);
+}
+
+EventPtr EventPool::take(bool timing) {
+  GpuEvent handle = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    auto& idle = timing ? timing_ : plain_;
+    if (!idle.empty()) {
+      handle = idle.back();
+      idle.pop_back();
+    }
+  }
+  if (!handle) handle = gpu_->create_event(timing);
+  return std::make_shared<Event>(shared_from_this(), handle, timing);
+}
+
+std::size_t EventPool::idle() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return plain_.size() + timing_.size();
+}
+
+std::shared_ptr<DeviceContext> DeviceContext::of(int device) {
+  // Part of the process's table of opened libraries: a device has one launch order, whoever makes communicators for it.
+  static std::mutex mutex;
+  static std::map<int, std::weak_ptr<DeviceContext>> contexts;
+  static std::shared_ptr<const GpuRuntime> gpu;
+  static std::shared_ptr<const NcclApi> nccl;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (auto context = contexts[device].lock()) return context;
+  if (!gpu) gpu = GpuRuntime::open();
+  if (!nccl) nccl = NcclApi::open(gpu->vendor());
+  auto context = create(gpu, nccl, device);
+  contexts[device] = context;
+  return context;
+}
+
+std::shared_ptr<DeviceContext> DeviceContext::create(std::shared_ptr<const GpuRuntime> gpu,
+                                                     std::shared_ptr<const NcclApi> nccl, int device) {
+  const int count = gpu->device_count();
+  AXO_CHECK(device >= 0 && device < count, "device", device,
+            "below " + std::to_string(count) + ", the GPUs of this process");
+  return std::shared_ptr<DeviceContext>(new DeviceContext(std::move(gpu), std::move(nccl), device));
+}
+
+DeviceContext::DeviceContext(std::shared_ptr<const GpuRuntime> gpu, std::shared_ptr<const NcclApi> nccl, int device)
+    : gpu_(std::move(gpu)),
+      nccl_(std::move(nccl)),
+      device_(device),
+      events_(std::make_shared<EventPool>(gpu_)),
+      watchdog_(std::make_unique<Watchdog>(gpu_, device)) {}
+
+DeviceContext::~DeviceContext() {
+  watchdog_.reset();
+  gpu_->destroy_stream(shared_stream_);
+}
+
+GpuStream DeviceContext::shared_stream(bool high_priority) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!shared_stream_) {
+    DeviceGuard guard(*gpu_, device_);
+    shared_stream_ = gpu_->create_stream(high_priority);
+  }
+  return shared_stream_;
+}
+
+}  // namespace axo

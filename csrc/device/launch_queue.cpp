@@ -1,0 +1,177 @@
+#include "device/launch_queue.h"
+
+#include <algorithm>
+
+#include "device/core.h"
+
+namespace axo {
+namespace {
+
+std::string message_text(const Operation& op) {
+  return std::to_string(op.count) + " " + name_of(op.dtype) + " with tag " + std::to_string(op.tag);
+}
+
+// The checks of AXO_CHECK=1. The library has been told nothing yet, so a mismatch hangs nobody.
+void compare_with_peers(const std::vector<DeviceWorkPtr>& works) {
+  if (!works.front()->core().order_check()) return;
+  const auto cores = works.front()->core().context().watchdog().cores();
+  const auto positions_beside = [&](const DeviceCore& own) {
+    OrderCheck::Positions positions;
+    for (const auto& core : cores) {
+      if (core.get() != &own && core->order_check()) positions[core->key()] = core->order_check()->issued();
+    }
+    return positions;
+  };
+  const auto neighbours = [&] {
+    std::vector<OrderCheck::Neighbour> all;
+    for (const auto& core : cores) {
+      if (core->order_check()) all.push_back({core->key(), core->name(), core->rank(), core->order_check()->issued()});
+    }
+    return all;
+  };
+  // The places before this launch: inside a group the order does not matter.
+  std::vector<OrderCheck::Positions> positions;
+  for (const auto& work : works) positions.push_back(positions_beside(work->core()));
+
+  std::vector<std::uint64_t> numbers;
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    OrderCheck* check = works[i]->core().order_check();
+    const Operation& op = works[i]->operation;
+    if (op.kind == std::string("send")) check->publish_send(op.peer, message_text(op));
+    numbers.push_back(op.point_to_point() ? 0 : check->publish(op.text(), positions[i]));
+  }
+  for (std::size_t i = 0; i < works.size(); ++i) {
+    DeviceCore& core = works[i]->core();
+    const Operation& op = works[i]->operation;
+    const auto cancelled = [&] { core.check_usable(); };
+    if (!op.point_to_point()) {
+      core.order_check()->verify(numbers[i], op.text(), positions[i], neighbours, cancelled);
+    } else if (op.kind == std::string("recv")) {
+      core.order_check()->verify_recv(op.peer, message_text(op), cancelled);
+    }
+  }
+}
+
+// One launch: the works and what they have in common.
+class Turn {
+ public:
+  explicit Turn(const std::vector<DeviceWorkPtr>& works)
+      : works_(works), context_(works.front()->core().context()), gpu_(context_.gpu()), nccl_(context_.nccl()) {}
+
+  void run() {
+    for (const auto& work : works_) work->start_turn(work->core().next_sequence());
+    compare_with_peers(works_);
+    order();
+    EventPtr start = starts();
+    for (const auto& work : works_) {
+      if (work->launch.before) work->launch.before(work->stream());
+    }
+    call();
+    for (const auto& work : works_) {
+      if (work->launch.after) work->launch.after(work->stream());
+    }
+    finish(start);
+  }
+
+ private:
+  Capture capture_of(GpuStream stream) {
+    for (const auto& [known, capture] : captures_) {
+      if (known == stream) return capture;
+    }
+    captures_.emplace_back(stream, gpu_.capture_info(stream));
+    return captures_.back().second;
+  }
+
+  void order() {
+    std::vector<std::pair<GpuStream, GpuStream>> joined;  // (stream, caller) with an edge
+    for (const auto& work : works_) {
+      const std::pair<GpuStream, GpuStream> edge(work->stream(), work->caller());
+      const bool known = std::find(joined.begin(), joined.end(), edge) != joined.end();
+      work->core().order(edge.first, edge.second, work->after_caller && !known, capture_of(edge.second));
+      if (work->after_caller) joined.push_back(edge);
+    }
+  }
+
+  EventPtr starts() {
+    if (!works_.front()->core().timing() || capture_of(works_.front()->caller()).active()) return {};
+    EventPtr event = context_.events().take(true);
+    gpu_.record(event->handle(), works_.front()->stream());
+    return event;
+  }
+
+  void call() {
+    const bool grouped = works_.size() > 1 || works_.front()->launch.several_calls;
+    int result = kNcclSuccess;
+    if (!grouped) {
+      result = works_.front()->launch.call(works_.front()->stream());
+    } else {
+      nccl_.check(nccl_->GroupStart(), "ncclGroupStart");
+      for (const auto& work : works_) {
+        result = work->launch.call(work->stream());
+        if (result != kNcclSuccess && result != kNcclInProgress) break;
+      }
+      const int end = nccl_->GroupEnd();  // also after a failed call, or the library would stay inside the group
+      if (result == kNcclSuccess || result == kNcclInProgress) result = end;
+    }
+    for (const auto& work : works_) work->core().settle(result, work->operation.kind, work->deadline());
+  }
+
+  void finish(const EventPtr& start) {
+    std::vector<std::pair<GpuStream, EventPtr>> ends;
+    for (const auto& work : works_) {
+      auto end = std::find_if(ends.begin(), ends.end(), [&](const auto& e) { return e.first == work->stream(); });
+      const Capture capture = capture_of(work->caller());
+      if (end == ends.end()) {
+        EventPtr event = context_.events().take(start != nullptr);
+        if (capture.active()) event->set_captured();
+        gpu_.record(event->handle(), work->stream());
+        end = ends.emplace(ends.end(), work->stream(), std::move(event));
+      }
+      work->core().launched(work, start, end->second, capture);
+    }
+  }
+
+  const std::vector<DeviceWorkPtr>& works_;
+  DeviceContext& context_;
+  const GpuRuntime& gpu_;
+  const NcclApi& nccl_;
+  std::vector<std::pair<GpuStream, Capture>> captures_;
+};
+
+}  // namespace
+
+void LaunchQueue::issue(const std::vector<DeviceWorkPtr>& all) {
+  if (all.empty()) return;
+  std::vector<DeviceWorkPtr> works;
+  std::exception_ptr unusable;
+  const auto lock = turn();
+  for (const auto& work : all) {
+    try {
+      work->core().check_usable();
+      works.push_back(work);
+    } catch (...) {
+      unusable = std::current_exception();
+      work->finish(unusable);
+    }
+  }
+  if (works.empty()) std::rethrow_exception(unusable);
+  // One order between communicators on all ranks, whatever the order of the calls inside a group was: with a shared
+  // stream it would otherwise be the order of execution.
+  std::stable_sort(works.begin(), works.end(),
+                   [](const DeviceWorkPtr& a, const DeviceWorkPtr& b) { return a->core().key() < b->core().key(); });
+  try {
+    DeviceContext& context = works.front()->core().context();
+    DeviceGuard guard(context.gpu(), context.device());
+    Turn(works).run();
+  } catch (...) {
+    // Some ranks may have launched what others have not: the communicators cannot go on.
+    const auto error = std::current_exception();
+    for (const auto& work : works) {
+      work->core().fail(error);
+      work->finish(error);
+    }
+    throw;
+  }
+}
+
+}  // namespace axo

@@ -1,0 +1,219 @@
+#include "device/nccl_api.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace axo {
+namespace {
+
+LibraryRequest request_for(GpuVendor vendor, const std::vector<std::string>& folders) {
+  LibraryRequest request;
+  if (vendor == GpuVendor::cuda) {
+    request.stem = "libnccl.so";
+    request.names = {"libnccl.so.2", "libnccl.so"};
+    request.wheel_folders = {"nvidia/nccl/lib"};
+  } else {
+    request.stem = "librccl.so";
+    request.names = {"librccl.so.1", "librccl.so"};
+    request.wheel_folders = {"torch/lib", "_rocm_sdk_libraries/lib"};
+  }
+  if (const char* path = std::getenv("AXO_NCCL_LIBRARY")) request.override_path = path;
+  request.override_variable = "AXO_NCCL_LIBRARY";
+  request.folders = folders;
+  return request;
+}
+
+// Bytes of ncclConfig_t in `version`: up to the first field that is newer, padded as the compiler pads.
+std::size_t config_bytes(int version) {
+  static const struct {
+    int since;  // the first version that has the field at `offset`
+    std::size_t offset;
+  } kFields[] = {
+      {21700, offsetof(NcclConfig, cgaClusterSize)},      {21800, offsetof(NcclConfig, splitShare)},
+      {22600, offsetof(NcclConfig, trafficClass)},        {22700, offsetof(NcclConfig, commName)},
+      {22800, offsetof(NcclConfig, nChannelsPerNetPeer)}, {22900, offsetof(NcclConfig, graphUsageMode)},
+      {23000, offsetof(NcclConfig, maxP2pPeers)},         {23100, offsetof(NcclConfig, graphStreamOrdering)},
+      {23200, offsetof(NcclConfig, nvlsHostMode)},
+  };
+  for (const auto& field : kFields) {
+    if (version < field.since) return (field.offset + alignof(NcclConfig) - 1) & ~(alignof(NcclConfig) - 1);
+  }
+  return sizeof(NcclConfig);
+}
+
+template <class Function>
+void assign(Function*& field, void* address) {
+  field = reinterpret_cast<Function*>(address);
+}
+
+}  // namespace
+
+NcclConfig make_nccl_config(int running_version) {
+  const int version = std::min(running_version, kNcclNewestKnown);
+  NcclConfig config{};
+  config.size = config_bytes(version);
+  config.magic = 0xcafebeef;
+  config.version = static_cast<unsigned>(version);
+  for (int* field : {&config.blocking,
+                     &config.cgaClusterSize,
+                     &config.minCTAs,
+                     &config.maxCTAs,
+                     &config.splitShare,
+                     &config.trafficClass,
+                     &config.collnetEnable,
+                     &config.CTAPolicy,
+                     &config.shrinkShare,
+                     &config.nvlsCTAs,
+                     &config.nChannelsPerNetPeer,
+                     &config.nvlinkCentricSched,
+                     &config.graphUsageMode,
+                     &config.numRmaCtx,
+                     &config.maxP2pPeers,
+                     &config.graphStreamOrdering,
+                     &config.launchOrderImplicit,
+                     &config.numRmaSig,
+                     &config.rmaEagerInit,
+                     &config.hostCftMode,
+                     &config.nvlsHostMode}) {
+    *field = kNcclUndefined;
+  }
+  return config;
+}
+
+std::shared_ptr<const NcclApi> NcclApi::open(GpuVendor vendor, const std::vector<std::string>& folders) {
+  auto library = DynamicLibrary::open(request_for(vendor, folders));
+  return std::shared_ptr<const NcclApi>(new NcclApi(vendor, std::move(library)));
+}
+
+NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), library_(std::move(library)) {
+  assign(fn_.GetErrorString, library_.required("ncclGetErrorString"));
+  assign(fn_.GetVersion, library_.required("ncclGetVersion"));
+  check(fn_.GetVersion(&version_), "ncclGetVersion");
+  AXO_CHECK(version_ >= kNcclOldest, ("version of " + path()).c_str(), version_text(), "2.18 or newer");
+#define AXO_NCCL_LOAD(name, arguments) assign(fn_.name, library_.required("nccl" #name));
+  AXO_NCCL_REQUIRED(AXO_NCCL_LOAD)
+#undef AXO_NCCL_LOAD
+#define AXO_NCCL_LOAD(name, arguments) assign(fn_.name, library_.symbol("nccl" #name));
+  AXO_NCCL_OPTIONAL(AXO_NCCL_LOAD)
+#undef AXO_NCCL_LOAD
+  if (!fn_.AlltoAll) assign(fn_.AlltoAll, library_.symbol("ncclAllToAll"));  // RCCL's older name
+  assign(fn_.GetLastError, library_.symbol("ncclGetLastError"));
+  // Before the library reads it, which is at its first communicator.
+  if (version_ >= 22600 && !has_launch_order_config()) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
+}
+
+std::string NcclApi::version_text() const {
+  return std::to_string(version_ / 10000) + "." + std::to_string(version_ / 100 % 100) + "." +
+         std::to_string(version_ % 100);
+}
+
+std::string NcclApi::error_text(const char* function, int result, NcclComm comm) const {
+  const char* text = fn_.GetErrorString(result);
+  std::string message =
+      std::string(function) + ": " + (text ? text : "unknown error") + " (" + std::to_string(result) + ")";
+  const char* last = fn_.GetLastError ? fn_.GetLastError(comm) : nullptr;
+  if (last && *last) message += std::string(": ") + last;
+  return message;
+}
+
+void NcclApi::check(int result, const char* function, NcclComm comm) const {
+  if (result != kNcclSuccess) throw Error(error_text(function, result, comm));
+}
+
+NcclElements nccl_moved(DType dtype, std::size_t count) {
+  switch (dtype) {
+    case DType::float64:
+      return {kNcclFloat64, count};
+    case DType::float32:
+      return {kNcclFloat32, count};
+    case DType::bfloat16:
+      return {kNcclBfloat16, count};
+    case DType::float16:
+      return {kNcclFloat16, count};
+    case DType::int64:
+      return {kNcclInt64, count};
+    case DType::int32:
+      return {kNcclInt32, count};
+    default:
+      return {kNcclUint8, count * item_size(dtype)};
+  }
+}
+
+NcclType nccl_reduced(const char* what, DType dtype, ReduceOp op) {
+  const bool bits = op == ReduceOp::bit_and || op == ReduceOp::bit_or || op == ReduceOp::bit_xor;
+  const bool boolean = dtype == DType::boolean;
+  const bool possible =
+      can_reduce(dtype, op) && dtype != DType::int16 && (!bits || boolean) && !(boolean && op == ReduceOp::bit_xor);
+  if (!possible) {
+    throw Error(std::string(what) + ": the GPU transport has no " + name_of(op) + " on " + name_of(dtype) +
+                "; reduce another dtype, or move the tensor to the CPU");
+  }
+  return dtype == DType::int8 ? kNcclInt8 : nccl_moved(dtype, 0).type;
+}
+
+NcclOp nccl_op(DType dtype, ReduceOp op) {
+  // A bool is a byte of 0 or 1: "or" is the maximum, "and" the minimum, and a sum that stays a bool is an "or".
+  const bool boolean = dtype == DType::boolean;
+  switch (op) {
+    case ReduceOp::sum:
+      return boolean ? kNcclMax : kNcclSum;
+    case ReduceOp::avg:
+      return kNcclAvg;
+    case ReduceOp::product:
+      return boolean ? kNcclMin : kNcclProd;
+    case ReduceOp::min:
+    case ReduceOp::bit_and:
+      return kNcclMin;
+    default:
+      return kNcclMax;
+  }
+}
+
+namespace {
+
+// To nearest, ties to even; `mantissa_bits` and `bias` describe the short format.
+std::uint16_t shorten(double value, int mantissa_bits, int bias) {
+  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
+  const int exponent_bits = 15 - mantissa_bits;
+  const std::uint16_t infinity = static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
+  const double size = std::fabs(value);
+  if (std::isnan(value)) return infinity | 1u << (mantissa_bits - 1);
+  if (size == 0) return sign;
+  int exponent = 0;
+  std::frexp(size, &exponent);                       // size = [0.5, 1) * 2^exponent
+  const int low = std::max(exponent - 1, 1 - bias);  // of the leading bit; subnormals share the lowest
+  // The leading bit adds one to the exponent field, and so does a carry from rounding up.
+  const double code =
+      std::nearbyint(std::ldexp(size, mantissa_bits - low)) + std::ldexp(low + bias - 1.0, mantissa_bits);
+  return code >= infinity ? sign | infinity : sign | static_cast<std::uint16_t>(code);
+}
+
+}  // namespace
+
+NcclScalar::NcclScalar(DType dtype, double value) {
+  const auto put = [&](auto element) { std::memcpy(bytes, &element, sizeof element); };
+  switch (dtype) {
+    case DType::float64:
+      put(value);
+      break;
+    case DType::float32:
+      put(static_cast<float>(value));
+      break;
+    case DType::bfloat16:
+      put(shorten(value, 7, 127));
+      break;
+    case DType::float16:
+      put(shorten(value, 10, 15));
+      break;
+    default:
+      throw Error(std::string("a scaled sum: got ") + name_of(dtype) +
+                  ", expected float64, float32, bfloat16 or float16");
+  }
+}
+
+}  // namespace axo

@@ -1,0 +1,102 @@
+#include "device/watchdog.h"
+
+#include <signal.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "device/core.h"
+
+namespace axo {
+
+Watchdog::Watchdog(std::shared_ptr<const GpuRuntime> gpu, int device) : state_(std::make_shared<State>()) {
+  state_->gpu = std::move(gpu);
+  state_->device = device;
+}
+
+Watchdog::~Watchdog() {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->stop = true;
+  }
+  state_->changed.notify_all();
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else {
+    thread_.join();
+  }
+}
+
+void Watchdog::watch(const std::shared_ptr<DeviceCore>& core) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->cores.push_back(core);
+  if (thread_.joinable()) return;
+  // The thread blocks all signals: they belong to the program's own threads.
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  thread_ = std::thread(run, state_);
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {
+  std::lock_guard<std::mutex> lock(state.mutex);
+  std::vector<std::shared_ptr<DeviceCore>> alive;
+  for (auto& weak : state.cores) {
+    if (auto core = weak.lock()) alive.push_back(std::move(core));
+  }
+  state.cores.erase(std::remove_if(state.cores.begin(), state.cores.end(), [](auto& weak) { return weak.expired(); }),
+                    state.cores.end());
+  return alive;
+}
+
+std::vector<std::shared_ptr<DeviceCore>> Watchdog::cores() const { return living(*state_); }
+
+void Watchdog::wake() {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->look_now = true;
+  }
+  state_->changed.notify_all();
+}
+
+void Watchdog::hurry() {
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->look_often) return;
+    state_->look_often = true;
+  }
+  state_->changed.notify_all();
+}
+
+void Watchdog::run(const std::shared_ptr<State>& state) {
+  // Without this, asking an event would break a capture that another thread has begun.
+  std::unique_ptr<DeviceGuard> guard;
+  try {
+    guard = std::make_unique<DeviceGuard>(*state->gpu, state->device);
+    state->gpu->relax_capture_rules();
+  } catch (const Error&) {  // a runtime that is shutting down; nothing below depends on it
+  }
+  while (true) {
+    {
+      std::lock_guard<std::mutex> lock(state->mutex);
+      state->look_often = false;
+    }
+    bool often = false;
+    for (const auto& core : living(*state)) {
+      try {
+        often |= core->look();
+      } catch (...) {
+        core->fail(std::current_exception());
+      }
+    }
+    std::unique_lock<std::mutex> lock(state->mutex);
+    const auto nap = std::chrono::milliseconds(often ? 1 : 100);
+    state->changed.wait_for(lock, nap, [&] { return state->stop || state->look_now || state->look_often; });
+    state->look_now = false;
+    if (state->stop) return;
+  }
+}
+
+}  // namespace axo

@@ -1,0 +1,51 @@
+// The thread that looks after the communicators of a device: it sees operations complete, libraries report errors,
+// timeouts pass and aborts arrive from other ranks. One a context, started with its first communicator.
+//
+// It wakes ten times a second, and a thousand times while somebody waits for a callback. It holds communicators weakly.
+#pragma once
+
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "device/gpu_runtime.h"
+
+namespace axo {
+
+class DeviceCore;
+
+class Watchdog {
+ public:
+  Watchdog(std::shared_ptr<const GpuRuntime> gpu, int device);
+  ~Watchdog();  // ends the thread
+
+  void watch(const std::shared_ptr<DeviceCore>& core);
+  // The communicators alive now.
+  std::vector<std::shared_ptr<DeviceCore>> cores() const;
+  // Look at once: something failed.
+  void wake();
+  // Look often until no callback is open.
+  void hurry();
+
+ private:
+  // Outlives the watchdog when its own thread is the one that drops the last communicator.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::vector<std::weak_ptr<DeviceCore>> cores;
+    bool stop = false;
+    bool look_now = false;
+    bool look_often = false;
+    std::shared_ptr<const GpuRuntime> gpu;
+    int device = 0;
+  };
+  static void run(const std::shared_ptr<State>& state);
+  static std::vector<std::shared_ptr<DeviceCore>> living(State& state);
+
+  std::shared_ptr<State> state_;
+  std::thread thread_;
+};
+
+}  // namespace axo

@@ -1,0 +1,124 @@
+// The state machine of one rank of one host communicator: queues, the running collective, messages, and its end.
+//
+// Everything that moves operations runs behind the gate, a try-lock that remembers that somebody asked: whoever holds
+// it rings this process's own bell on leaving when another thread was turned away, so no wake-up is lost.
+#pragma once
+
+#include <deque>
+#include <list>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "host/rounds.h"
+#include "host/work.h"
+
+namespace axo::host {
+
+struct Failure {
+  FailureKind kind = FailureKind::none;
+  int peer = -1;
+  std::string text;
+};
+
+// Everything that a rank needs to take part: made by the rendezvous.
+struct Membership {
+  int rank = 0;
+  int size = 1;
+  std::string name;
+  Milliseconds timeout{600000};
+  std::shared_ptr<Mapping> segment;
+  std::vector<std::shared_ptr<Process>> processes;  // by rank
+};
+
+class HostCore final : public Client, public std::enable_shared_from_this<HostCore> {
+ public:
+  explicit HostCore(Membership membership);
+
+  int rank() const { return m_.rank; }
+  int size() const { return m_.size; }
+  const std::string& name() const { return m_.name; }
+  Milliseconds timeout() const { return m_.timeout; }
+  Engine& engine() const { return engine_; }
+  const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
+
+  // Throws when the communicator cannot take operations (aborted, closed, forked child).
+  void check_usable(const char* what) const;
+  void check_not_forked(const char* what) const;
+  // Queues operations in this order and moves what can be moved.
+  // A communicator that is being closed ends them with an error.
+  void submit(const std::vector<HostWorkPtr>& works);
+  bool progress(bool check) override;
+  std::string blocked_in(int* on) override;
+  void abort(const std::string& reason);
+  std::exception_ptr failure();
+  // Waits for pending operations, then tells the peers.
+  void shutdown();
+  // The communicator object is gone: leave as soon as nothing is pending.
+  void release();
+  static std::string title(const HostWork& work);  // "all_reduce #12"
+  // "all_reduce #12 on 'x' (rank 1 of 4)"
+  std::string describe(const HostWork& work) const;
+
+  // For Rounds and Messages, behind the gate.
+  char* base() const { return base_; }
+  const Layout& layout() const { return layout_; }
+  RankState& state(int rank) const { return *layout_.state(base_, rank); }
+  void published();                   // something was published that a sleeping peer may wait for
+  void ring(int peer);                // the same for one peer
+  void complete(HostWorkPtr work);    // the operation ended well
+  void fail(const Failure& failure);  // the communicator has failed: tells the peers, ends everything pending
+
+ private:
+  friend class Messages;
+  bool enter();
+  void leave();
+  bool leave_and_complete();
+  bool step(bool check);
+  void take_incoming();
+  bool advance();
+  void look_at_peers();
+  bool waits_for(const HostWork& work, int peer) const;
+  bool adopt_abort();
+  void report_crossing();
+  void end_all();
+  void record_issue(HostWork& work);
+  void refuse(const std::vector<HostWorkPtr>& works) const;
+  std::exception_ptr error_for(const HostWork& work) const;
+  std::exception_ptr error_at(const std::string& where, std::string text, const std::string& waited) const;
+  std::string timeout_text(const HostWork& work) const;
+  std::string peer_position(int peer) const;
+
+  Engine& engine_;
+  Membership m_;
+  Layout layout_;
+  char* base_;
+
+  std::shared_ptr<FlightRecorder> flight_;
+
+  std::mutex incoming_mutex_;
+  std::vector<HostWorkPtr> incoming_;
+  std::atomic<bool> has_incoming_{false};
+  std::uint64_t next_sequence_ = 0;  // under incoming_mutex_; collectives
+  std::uint64_t next_message_ = 0;   // the same for send and recv
+
+  std::atomic<int> gate_{0};
+  // Behind the gate.
+  std::deque<HostWorkPtr> queue_;
+  bool tell_flight_ = false;  // this rank has failed: write the flight file once out of the gate
+  Rounds rounds_;
+  Messages messages_;
+  std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended_;
+  bool publish_pending_ = false;
+  std::uint64_t reported_ = 0;  // 1 + the last collective whose crossed waiting was reported
+
+  mutable std::mutex failure_mutex_;
+  Failure failure_;
+  std::atomic<bool> failed_{false};
+  mutable std::atomic<bool> told_{false};  // the caller has got the failure: what comes after it is Aborted
+  std::atomic<bool> closed_{false};
+  std::atomic<bool> released_{false};
+};
+
+}  // namespace axo::host

@@ -1,0 +1,26 @@
+// Making the core of a host communicator.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "host/communicator.h"
+#include "host/core.h"
+
+namespace axo::host {
+
+std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int rank, int size,
+                                      const HostOptions& options);
+
+// The communicator over a core (host/communicator.cpp).
+std::shared_ptr<Communicator> wrap_core(std::shared_ptr<HostCore> core);
+
+// All-gathers equally long strings over the parent.
+using GatherBytes = std::function<std::string(const std::string&)>;
+
+// Null when color < 0.
+std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, int color, int key,
+                                     const std::string& name);
+
+}  // namespace axo::host

@@ -1,0 +1,73 @@
+// How the ranks of one host get hold of one segment.
+//
+// The leader listens on an abstract unix socket with a random name, members connect, and descriptors travel over
+// SCM_RIGHTS. Both sides check the other's user (SO_PEERCRED); a member shows the token that came with the socket's
+// name over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are
+// closed when the rendezvous ends.
+//
+// A rank that dies in its course is noticed by the leader, which tells the others: by its life word once its page is
+// there, and before that by what /proc says of the thread that came to meet. Both show it before the kernel has freed
+// the dead process's memory, which a socket and a pidfd wait for. A rank that has told nothing of itself yet can only
+// be missed.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "host/core.h"
+#include "host/meeting.h"
+
+namespace axo::host {
+
+// Where and how to reach a leader: what is published about it.
+struct Address {
+  char socket[40];  // the abstract name, without its leading zero
+  char token[40];
+};
+
+// Called every few milliseconds by whoever waits; throws to give up.
+using Watch = std::function<void()>;
+
+class Leader {
+ public:
+  Leader();
+  const Address& address() const { return address_; }
+  // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of
+  // every process. Throws Refusal.
+  void serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,
+             std::vector<std::shared_ptr<Process>>* processes);
+  // Tells all members that have connected, or still do, why there will be no communicator.
+  void refuse(const Refusal& refusal);
+
+ private:
+  struct Member {
+    Fd socket;
+    Fd page, heap;
+    std::shared_ptr<Process> process;
+    int pid = 0;
+    int rank = -1;
+  };
+  void accept_some();
+  void read_hello(Member& member, int size, bool pages);
+
+  Address address_{};
+  Fd listener_;
+  std::vector<Member> members_;
+};
+
+struct Joined {
+  Fd segment;
+  std::vector<Fd> pages, heaps;
+};
+
+// A member's side. Throws Refusal: the leader's, or its own, which names rank 0.
+Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch);
+
+// Fills the header of a fresh segment, and checks a received one.
+std::shared_ptr<Mapping> make_segment(int size, Fd* fd);
+std::shared_ptr<Mapping> check_segment(const Fd& fd, int size);
+
+std::string random_hex();
+
+}  // namespace axo::host

@@ -1,0 +1,210 @@
+// Making and splitting communicators that span hosts, and issuing their operations; see hosts/communicator.h.
+#include "hosts/communicator.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "host/create.h"
+#include "host/rendezvous.h"
+#include "base/requests.h"
+#include "hosts/core.h"
+
+namespace axo {
+namespace span {
+
+Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank) : wire(std::move(wire_ranks)) {
+  for (std::size_t r = 0; r < wire.size(); ++r) {
+    const auto known = std::find(names.begin(), names.end(), host_of_rank[r]);
+    const auto h = static_cast<std::size_t>(known - names.begin());
+    if (known == names.end()) {
+      names.push_back(host_of_rank[r]);
+      hosts.emplace_back();
+    }
+    host.push_back(static_cast<int>(h));
+    local.push_back(static_cast<int>(hosts[h].size()));
+    hosts[h].push_back(static_cast<int>(r));
+  }
+}
+
+}  // namespace span
+
+namespace {
+
+using host::Request;
+using span::Place;
+using span::SpanCore;
+using span::SpanParts;
+using span::SpanWork;
+using span::SpanWorkPtr;
+
+// What this thread has recorded since its outermost group_start.
+std::vector<std::pair<std::shared_ptr<SpanCore>, SpanWorkPtr>>& recorded() {
+  static thread_local std::vector<std::pair<std::shared_ptr<SpanCore>, SpanWorkPtr>> works;
+  return works;
+}
+
+void launch_recorded() noexcept {
+  const auto works = std::move(recorded());
+  recorded().clear();
+  for (const auto& [core, work] : works) {
+    try {
+      core->check_usable("group_end");
+    } catch (...) {
+      work->issued(0);
+      work->complete(std::current_exception());
+      continue;
+    }
+    core->submit({work});
+  }
+}
+
+// A number that every member computes alike and no other communicator of these ranks has.
+std::uint64_t number_of(std::uint64_t parent, std::uint64_t split, int color) {
+  std::uint64_t h = parent ^ 0x9e3779b97f4a7c15ull;
+  for (std::uint64_t v : {split, static_cast<std::uint64_t>(color) + 1}) {
+    h ^= v + 0x9e3779b97f4a7c15ull + (h << 6) + (h >> 2);
+    h *= 0xbf58476d1ce4e5b9ull;
+    h ^= h >> 31;
+  }
+  return h;
+}
+
+std::string transport_of(const Place& place) {
+  const std::string hosts = std::to_string(place.hosts.size()) + " hosts over gloo";
+  return place.hosts.size() == place.wire.size() ? hosts : "shared memory x " + hosts;
+}
+
+class SpanCommunicator final : public host::RequestCommunicator {
+ public:
+  explicit SpanCommunicator(SpanParts parts)
+      : transport_(transport_of(parts.place)), core_(SpanCore::create(std::move(parts))) {}
+  ~SpanCommunicator() override { core_->release(); }
+
+  int rank() const override { return core_->rank(); }
+  int size() const override { return core_->size(); }
+  const std::string& name() const override { return core_->name(); }
+  const char* transport() const override { return transport_.c_str(); }
+
+  std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
+
+  void abort(const std::string& reason) override { core_->abort(reason); }
+  std::exception_ptr failure() override { return core_->failure(); }
+  void shutdown() override { core_->shutdown(); }
+
+ private:
+  WorkPtr issue(Request r, const CallOptions& options) override {
+    core_->check_usable(name_of(r.kind));
+    check_group(r, options);
+    if (r.root == kAnyPeer) {
+      throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
+                  std::to_string(core_->parts().place.hosts.size()) + "; name the peer");
+    }
+    core_->engine().drain_graveyard();
+    const Milliseconds timeout = options.timeout == kNoTimeout ? core_->parts().timeout : options.timeout;
+    auto work = std::make_shared<SpanWork>(core_, std::move(r), options, timeout);
+    if (host::inside_group()) {
+      recorded().emplace_back(core_, work);
+      host::at_group_end(&launch_recorded);
+      return work;
+    }
+    core_->submit({work});
+    if (!options.blocking) return work;
+    try {
+      work->wait();
+    } catch (...) {
+      // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
+      if (!work->is_completed()) core_->abort(core_->describe(*work) + " was interrupted");
+      work->settle();
+      throw;
+    }
+    return work;
+  }
+
+  const std::string transport_;
+  std::shared_ptr<SpanCore> core_;
+  std::uint64_t splits_ = 0;
+};
+
+std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const std::string& name) {
+  if (host::inside_group()) throw Error("split: got a call inside a group, expected one outside");
+  struct Choice {
+    std::int32_t color, key;
+  };
+  const Choice mine{color, key};
+  const std::string choices = gather_bytes(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int p = 0; p < size(); ++p) {
+    Choice c;
+    std::memcpy(&c, choices.data() + static_cast<std::size_t>(p) * sizeof(c), sizeof(c));
+    if (c.color == color) members.emplace_back(c.key, p);
+  }
+  std::sort(members.begin(), members.end());
+  const SpanParts& parent = core_->parts();
+  const std::uint64_t number = number_of(parent.number, ++splits_, color);
+  std::vector<int> wire;
+  std::vector<std::string> hosts;
+  int rank = 0;
+  for (const auto& [k, p] : members) {
+    const auto i = static_cast<std::size_t>(p);
+    if (p == parent.rank) rank = static_cast<int>(wire.size());
+    wire.push_back(parent.place.wire[i]);
+    hosts.push_back(std::to_string(parent.place.host[i]));
+  }
+  Place place(wire, hosts);
+  for (std::string& host : place.names) host = parent.place.names[std::stoul(host)];
+  const bool one_host = color < 0 || place.hosts.size() == 1;
+  std::shared_ptr<Communicator> inner;
+  if (parent.inner) {
+    const auto here = static_cast<std::size_t>(parent.place.host[static_cast<std::size_t>(parent.rank)]);
+    try {
+      inner = parent.inner->split(color, key, one_host ? name : name + "@" + parent.place.names[here]);
+    } catch (...) {  // perhaps since another rank has failed meanwhile, in what follows the split there
+      core_->fail_split(std::current_exception());
+    }
+  }
+  if (color < 0) return nullptr;
+  if (one_host && inner) return inner;
+  if (inner && inner->size() == 1) {
+    inner->shutdown();
+    inner.reset();
+  }
+  return std::make_shared<SpanCommunicator>(
+      SpanParts{parent.mesh, std::move(inner), parent.limit, std::move(place), rank, number, name, parent.timeout});
+}
+
+}  // namespace
+
+std::string host_identity() { return host::host_identity(); }
+std::string host_name() { return host::host_name(); }
+
+std::shared_ptr<Communicator> create_span_communicator(Store& store, const std::string& key, std::unique_ptr<Wire> wire,
+                                                       const std::vector<std::string>& hosts,
+                                                       const std::vector<std::string>& names,
+                                                       const HostOptions& options) {
+  const int rank = wire->rank(), size = wire->size();
+  AXO_CHECK(hosts.size() == static_cast<std::size_t>(size) && names.size() == hosts.size(), "hosts", hosts.size(),
+            std::to_string(size) + " entries, one a rank");
+  std::vector<int> all;
+  for (int p = 0; p < size; ++p) all.push_back(p);
+  Place place(all, hosts);
+  for (std::size_t h = 0; h < place.hosts.size(); ++h)
+    place.names[h] = names[static_cast<std::size_t>(place.hosts[h][0])];
+  const auto host = static_cast<std::size_t>(place.host[static_cast<std::size_t>(rank)]);
+  const int locals = static_cast<int>(place.hosts[host].size());
+  HostOptions inside = options;
+  inside.name = options.name + "@" + place.names[host];
+  // The page of the host's first rank keeps the time of its link, so even a rank that is alone there makes a core.
+  const auto core = host::create_core(store, key + "/host" + std::to_string(host),
+                                      place.local[static_cast<std::size_t>(rank)], locals, inside);
+  auto limit = span::LinkLimit::from_environment(core->processes()[0]);
+  std::shared_ptr<Communicator> inner;
+  if (locals > 1)
+    inner = host::wrap_core(core);
+  else
+    core->release();
+  return std::make_shared<SpanCommunicator>(
+      SpanParts{std::make_shared<span::Mesh>(std::move(wire)), std::move(inner), std::move(limit), std::move(place),
+                rank, number_of(0, std::hash<std::string>{}(key), 0), options.name, options.timeout});
+}
+
+}  // namespace axo

@@ -1,0 +1,27 @@
+// The communicator of CPU ranks on several hosts: shared memory inside each host, a wire between them.
+//
+// The contract is that of base/communicator.h. Ranks are on one host when their hostname, boot id, network namespace and
+// user are equal; AXO_HOST and AXO_RANKS_PER_HOST tell ranks that they are on different ones.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "host/communicator.h"
+#include "hosts/wire.h"
+
+namespace axo {
+
+// What tells this process's host from others, on one line; and the name to call it by.
+std::string host_identity();
+std::string host_name();
+
+// Collective over the ranks of `wire`. `hosts`: the identity of each rank's host, `names`: its name. `key` as for
+// create_host_communicator.
+std::shared_ptr<Communicator> create_span_communicator(Store& store, const std::string& key, std::unique_ptr<Wire> wire,
+                                                       const std::vector<std::string>& hosts,
+                                                       const std::vector<std::string>& names,
+                                                       const HostOptions& options);
+
+}  // namespace axo

@@ -1,0 +1,112 @@
+// Ranks on several hosts for tests: threads over a wire in memory, so that the sanitizers see all of them.
+#pragma once
+
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <tuple>
+
+#include "hosts/communicator.h"
+#include "tests/ranks.h"
+
+namespace span_ranks {
+
+using namespace axo;
+using ranks::Comm;
+
+// What lies between ranks, by (from, to, channel).
+class Net {
+ public:
+  void put(int from, int to, int channel, const void* data, std::size_t bytes) {
+    if (channel == 1 && dies_before_payload == from) return cut(from);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (gone_[from] || gone_[to]) return;
+      const char* p = static_cast<const char*>(data);
+      queues_[{from, to, channel}].emplace_back(p, p + bytes);
+    }
+    changed_.notify_all();
+  }
+  void take(int from, int to, int channel, void* data, std::size_t bytes) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    auto& queue = queues_[{from, to, channel}];
+    changed_.wait(lock, [&] { return !queue.empty() || gone_[from] || gone_[to]; });
+    if (queue.empty()) throw Error("gone");
+    CHECK_EQ(queue.front().size(), bytes);
+    std::memcpy(data, queue.front().data(), bytes);
+    queue.pop_front();
+  }
+
+  std::atomic<int> dies_before_payload{-1};  // a rank that is cut off between a head and its payload
+  std::atomic<bool> noisy{false};
+  std::function<void(int, char*, std::size_t)> noise;  // changes what a rank has received, once `noisy`
+
+  void cut(int rank) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      gone_[rank] = true;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> queues_;
+  std::map<int, bool> gone_;
+};
+
+class MemoryWire final : public Wire {
+ public:
+  MemoryWire(std::shared_ptr<Net> net, int rank, int size) : net_(std::move(net)), rank_(rank), size_(size) {}
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  std::unique_ptr<Sending> send(int to, int channel, const void* data, std::size_t bytes) override {
+    struct Sent final : Sending {
+      void wait(std::chrono::steady_clock::time_point) override {}
+    };
+    net_->put(rank_, to, channel, data, bytes);
+    return std::make_unique<Sent>();
+  }
+  void receive(int from, int channel, void* data, std::size_t bytes) override {
+    net_->take(from, rank_, channel, data, bytes);
+    if (net_->noisy && channel == 0) net_->noise(rank_, static_cast<char*>(data), bytes);
+  }
+  void close() override { net_->cut(rank_); }
+
+ private:
+  const std::shared_ptr<Net> net_;
+  const int rank_, size_;
+};
+
+// Runs fn on ranks of hosts of these sizes.
+inline void on_hosts(const std::vector<int>& sizes, const std::function<void(Comm, Net&)>& fn,
+                     Milliseconds timeout = Milliseconds(60000),
+                     std::function<void(int, char*, std::size_t)> noise = {}) {
+  ranks::TableStore store;
+  auto net = std::make_shared<Net>();
+  net->noise = std::move(noise);
+  std::vector<std::string> hosts;
+  for (std::size_t h = 0; h < sizes.size(); ++h)
+    hosts.insert(hosts.end(), static_cast<std::size_t>(sizes[h]), "host" + std::to_string(h));
+  const int n = static_cast<int>(hosts.size());
+  ranks::threads(n, [&](int r) {
+    HostOptions options;
+    options.timeout = timeout;
+    Comm comm = create_span_communicator(store, "span", std::make_unique<MemoryWire>(net, r, n), hosts, hosts, options);
+    fn(comm, *net);
+    comm->shutdown();
+  });
+}
+
+// The same on n ranks, `each` on a host.
+inline void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn,
+                     Milliseconds timeout = Milliseconds(60000),
+                     std::function<void(int, char*, std::size_t)> noise = {}) {
+  std::vector<int> sizes;
+  for (int r = 0; r < n; r += each) sizes.push_back(std::min(each, n - r));
+  on_hosts(sizes, fn, timeout, std::move(noise));
+}
+
+}  // namespace span_ranks

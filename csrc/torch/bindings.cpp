@@ -1,0 +1,201 @@
+// pybind11: conversion only, no logic. Python passes addresses, counts and codes; python/axo/collectives.py checks
+// them.
+//
+// The GIL is released around every call that enters the core, since any of them may wait: for a peer, for a lock, or
+// for the progress thread. Errors. axo::Error and its kinds become axo.errors.*, for torch's own pybind functions too
+// (one set of internals).
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <condition_variable>
+
+#include "torch/bindings_calls.h"
+#include "base/flight_recorder.h"
+#include "device/nccl_api.h"
+#include "memory/reduce.h"
+#include "memory/shared_buffers.h"
+
+namespace py = pybind11;
+
+namespace axo {
+
+void bind_c10d(py::module_& m);     // torch/c10d_bindings.cpp
+void bind_device(py::module_& m);   // torch/bindings_device.cpp
+void bind_tensors(py::module_& m);  // torch/bindings_tensors.cpp
+
+namespace {
+
+// A text may hold what a peer has told: bytes that are no UTF-8 must not hide the error.
+py::object text_of(const std::exception& error) {
+  const std::string text = error.what();
+  PyObject* decoded = PyUnicode_DecodeUTF8(text.data(), static_cast<py::ssize_t>(text.size()), "replace");
+  if (decoded == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(decoded);
+}
+
+void set_python_error(const char* kind, const py::tuple& args) {
+  py::object type = py::module_::import("axo.errors").attr(kind);
+  PyErr_SetObject(type.ptr(), type(*args).ptr());
+}
+
+void translate(std::exception_ptr error) {
+  if (!error) return;
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& e) {
+    set_python_error("PeerLost", py::make_tuple(text_of(e), e.peer()));
+  } catch (const Timeout& e) {
+    set_python_error("Timeout", py::make_tuple(text_of(e)));
+  } catch (const Mismatch& e) {
+    set_python_error("Mismatch", py::make_tuple(text_of(e)));
+  } catch (const Aborted& e) {
+    set_python_error("Aborted", py::make_tuple(text_of(e)));
+  } catch (const Error& e) {
+    set_python_error("Error", py::make_tuple(text_of(e)));
+  }
+}
+
+py::object exception_of(const Work& work) {
+  std::exception_ptr error;
+  {
+    py::gil_scoped_release release;
+    error = work.exception();
+  }
+  if (!error) return py::none();
+  try {
+    translate(error);
+  } catch (const std::exception& e) {  // not one of ours
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  return py::reinterpret_steal<py::object>(value);
+}
+
+// Operations that are complete, by the number that Python gave them. A thread of Python's takes them from here, so that
+// the core's threads never need the GIL.
+class Completed {
+ public:
+  // Never destroyed: a thread may wait here when the process ends. A forked child has its own, since the one that it
+  // inherits counts a thread of the parent among those that wait.
+  static Completed& get() {
+    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { current_.store(new Completed); });
+    (void)registered;
+    Completed* self = current_.load();
+    if (self != nullptr) return *self;
+    auto* const made = new Completed;
+    if (current_.compare_exchange_strong(self, made)) return *made;
+    delete made;
+    return *self;
+  }
+  void add(std::uint64_t number) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      numbers_.push_back(number);
+    }
+    changed_.notify_one();
+  }
+  std::vector<std::uint64_t> take() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return !numbers_.empty(); });
+    return std::exchange(numbers_, {});
+  }
+
+ private:
+  static inline std::atomic<Completed*> current_{nullptr};
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::vector<std::uint64_t> numbers_;
+};
+
+void bind_work(py::module_& m) {
+  using Release = py::call_guard<py::gil_scoped_release>;
+  py::class_<Work, WorkPtr>(m, "Work")
+      .def("wait", &Work::wait, Release())
+      .def(
+          "wait_on", [](Work& w, Address stream) { w.wait_on(pointer(stream)); }, Release())
+      .def(
+          "synchronize", [](Work& w, std::int64_t ms) { w.synchronize(Milliseconds(ms)); }, Release())
+      .def("is_completed", &Work::is_completed, Release())
+      .def("exception", &exception_of)
+      .def("seconds", &Work::seconds, Release())
+      .def("source", &Work::source, Release())
+      .def(
+          "announce",
+          [](Work& w, std::uint64_t number) { w.on_completion([number] { Completed::get().add(number); }); },
+          Release());
+  m.def("take_completed", [] { return Completed::get().take(); }, Release());
+  m.def("add_completed", [](std::uint64_t number) { Completed::get().add(number); }, Release());
+}
+
+void bind_communicator(py::module_& m) {
+  py::class_<Communicator, std::shared_ptr<Communicator>> bound(m, "Communicator");
+  bound.def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("name", &Communicator::name)
+      .def_property_readonly("transport", &Communicator::transport)
+      .def("split", &Communicator::split, py::call_guard<py::gil_scoped_release>())
+      .def("abort", &Communicator::abort, py::call_guard<py::gil_scoped_release>())
+      .def("shutdown", &Communicator::shutdown, py::call_guard<py::gil_scoped_release>());
+  bind_collectives<Communicator>(bound);
+}
+
+// Memory of allocate_shared, as an object with the buffer protocol: whoever views it keeps it.
+struct SharedMemory {
+  std::shared_ptr<void> data;
+  std::size_t bytes;
+};
+
+void bind_shared_memory(py::module_& m) {
+  py::class_<SharedMemory>(m, "SharedMemory", py::buffer_protocol())
+      .def(py::init([](std::size_t bytes) { return SharedMemory{allocate_shared(bytes), bytes}; }))
+      .def_buffer([](SharedMemory& memory) {
+        return py::buffer_info(static_cast<std::uint8_t*>(memory.data.get()), static_cast<py::ssize_t>(memory.bytes));
+      });
+}
+
+}  // namespace
+}  // namespace axo
+
+namespace axo {
+namespace {
+
+// Lets Python's signal handlers run while its main thread waits in the core; what they raise ends the wait.
+void run_signal_handlers() {
+  if (::syscall(SYS_gettid) != ::getpid() || !Py_IsInitialized()) return;  // only the main thread handles signals
+  py::gil_scoped_acquire acquire;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+}  // namespace
+}  // namespace axo
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "The compiled part of Axo; use axo.comm.communicator and axo.comm.connect.";
+  m.attr("torch_version") = AXO_TORCH_VERSION;
+  py::register_exception_translator(&axo::translate);
+  axo::set_interrupt_check(&axo::run_signal_handlers);
+  axo::bind_work(m);
+  axo::bind_communicator(m);
+  axo::bind_shared_memory(m);
+  m.def("group_start", &axo::group_start, py::call_guard<py::gil_scoped_release>());
+  m.def("group_end", &axo::group_end, py::call_guard<py::gil_scoped_release>());
+  m.def("item_size", [](int dtype) { return axo::item_size(axo::dtype_of(dtype)); });
+  m.def("can_reduce", [](int dtype, int op) { return axo::can_reduce(axo::dtype_of(dtype), axo::op_of(op)); });
+  m.def("set_flight_directory", &axo::set_flight_directory, py::call_guard<py::gil_scoped_release>());
+  m.def("write_flight_file", &axo::write_flight_file, py::call_guard<py::gil_scoped_release>());
+  // "nccl 2.32.3, /path/libnccl.so.2"; throws where there is none.
+  m.def("collective_library", [](bool amd) {
+    const auto api = axo::NcclApi::open(amd ? axo::GpuVendor::hip : axo::GpuVendor::cuda);
+    return std::string(api->transport()) + " " + api->version_text() + ", " + api->path();
+  });
+  m.def("reduce_instruction_set", &axo::reduce_instruction_set);
+  m.def("flight_lines", &axo::flight_lines, py::call_guard<py::gil_scoped_release>());
+  axo::bind_c10d(m);
+  axo::bind_device(m);
+  axo::bind_tensors(m);
+}

@@ -1,0 +1,183 @@
+// The torch.distributed backend `axo`: c10d::Backend over Communicators, for CPU tensors and for those of one GPU.
+//
+// Devices. The communicator of the host is made with the backend, that of a GPU with eager_connect_single_device
+// (init_process_group(device_id=...)) or with the first collective on it; a send or recv before makes one for the pair.
+// On a GPU a call is ordered after the current stream; wait() lets the current stream go on after the operation, and
+// the host waits only when wait() has a timeout. A future is complete at once, in the order of streams, as NCCL's are.
+//
+// All collectives in their tensor, list, `_base` and coalesced forms; parts of unequal size where torch's API can state
+// them (all_gather, gather, scatter, reduce_scatter, all_to_all). Any tensor may be non-contiguous: it then travels
+// through a copy, and the result is exact. dtypes that cannot be reduced (fp8, complex, unsigned 16 to 64) still move,
+// as bytes; complex sums and averages go as their real and imaginary parts. A receive from any source is for CPU
+// tensors of ranks on one host.
+//
+// Completion. The list forms need copies after the operation; whoever first sees it complete makes them (wait,
+// isCompleted, or, when a future was asked for, the thread that completes futures). Futures are completed on one thread
+// of their own, since their callbacks may issue collectives, which the core's progress thread must not.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <utility>
+#include <vector>
+
+#include "base/communicator.h"
+#include "device/communicator.h"
+#include "base/store.h"
+
+namespace axo {
+
+// axo::Store over a c10d::Store (TCPStore, FileStore, PrefixStore, or one written in Python).
+class C10dStore final : public Store {
+ public:
+  explicit C10dStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  void set(const std::string& key, const std::string& value) override;
+  bool has(const std::string& key) override;
+  std::string get(const std::string& key, Milliseconds timeout) override;
+  void remove(const std::string& key) override;
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+using Tensors = std::vector<at::Tensor>;
+
+// An empty list of tensors that a pending operation keeps alive. The core may let go of it on a thread of its own, and
+// a tensor that Python made may want the GIL to die: so what is let go waits for the next call or wait() of a caller.
+std::shared_ptr<Tensors> held_tensors();
+
+// A result that still has to be copied to where the caller wants it.
+struct Copy {
+  at::Tensor to;
+  at::Tensor from;
+};
+
+class C10dWork final : public c10d::Work {
+ public:
+  C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence);
+  // May be called several times: a coalesced launch is one Work of many operations.
+  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies, at::Device device);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  Tensors result() override;
+  void synchronize() override;
+  bool wait(std::chrono::milliseconds timeout) override;
+  int sourceRank() const override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  float getDuration() const override;
+  std::uint64_t getSequencenumber() const override { return sequence_; }
+
+ private:
+  bool parts_completed() const;
+  void finish_copies();
+  void complete_future();
+  void complete_future_in_order();  // of a device's streams
+
+  std::vector<WorkPtr> parts_;
+  Tensors outputs_;
+  std::vector<Copy> copies_;
+  std::mutex copies_mutex_;
+  std::mutex future_mutex_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::uint64_t sequence_;
+  at::Device device_{at::kCPU};
+};
+
+class C10dBackend final : public c10d::Backend {
+ public:
+  // What split_group copies; it has nothing that torch's own has not.
+  struct C10dOptions final : Options {
+    using Options::Options;
+  };
+  using WorkHandle = c10::intrusive_ptr<c10d::Work>;
+
+  C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key, std::shared_ptr<Communicator> communicator,
+              Milliseconds timeout);
+  ~C10dBackend() override;
+
+  const std::string getBackendName() const override { return "axo"; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
+  c10::intrusive_ptr<C10dOptions> own_options() { return options_; }
+  bool supportsSplitting() const override { return true; }
+  bool supportsCoalescing() const override { return true; }
+  void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
+  c10d::ErrorType getError() override;
+  void setSequenceNumberForGroup() override {}
+  std::uint64_t getSequenceNumberForGroup() override { return sequence_.load(); }
+  void abort() override;
+  void shutdown() override;
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<Options>& options) override;
+  void eagerConnectSingleDevice(at::Device device) override { communicator_of(device); }
+  void startCoalescing() override;
+  WorkHandle endCoalescing() override;
+
+  WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkHandle _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkHandle allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                 const c10d::AllgatherOptions& opts) override;
+  WorkHandle allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::AllgatherOptions& opts) override;
+  WorkHandle gather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkHandle scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
+  WorkHandle reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                            const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                  const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                             const c10d::ReduceScatterOptions& opts) override;
+  WorkHandle alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
+  WorkHandle alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkHandle send(Tensors& tensors, int peer, int tag) override;
+  WorkHandle recv(Tensors& tensors, int peer, int tag) override;
+  WorkHandle recvAnysource(Tensors& tensors, int tag) override;
+  WorkHandle barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+ private:
+  struct Launch;  // one call on its way: options, works, copies (torch/c10d_launch.h)
+
+  void gather_into(Launch& launch, const at::Tensor& output, const at::Tensor& input);
+  void gather_list(Launch& launch, const Tensors& outputs, const at::Tensor& input);
+  void scatter_from(Launch& launch, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);
+
+  // That of all ranks for tensors of `device`; made when it is not there, which all ranks then do.
+  Communicator& communicator_of(at::Device device);
+  // The same for a transfer with `peer`, whose rank there it becomes.
+  Communicator& communicator_with(at::Device device, int& peer);
+  std::shared_ptr<DeviceCommunicator> connect(const std::string& key, int rank, int size, at::Device device);
+  // Puts a communicator that has just been made where abort() finds it.
+  std::shared_ptr<DeviceCommunicator> made(std::shared_ptr<DeviceCommunicator>& place,
+                                           std::shared_ptr<DeviceCommunicator> communicator);
+  std::shared_ptr<DeviceCommunicator> device_communicator();
+  std::vector<std::shared_ptr<Communicator>> communicators();  // the host's last
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::string key_;
+  std::shared_ptr<Communicator> communicator_;
+  std::mutex connect_mutex_;  // held while ranks meet: one communicator at a time is made
+  std::mutex device_mutex_;   // of the communicators below; never held for long
+  std::shared_ptr<DeviceCommunicator> device_communicator_;
+  std::map<int, std::shared_ptr<DeviceCommunicator>> pairs_;  // by peer
+  at::Device device_{at::kCPU};                               // under connect_mutex_
+  const std::shared_ptr<std::atomic<bool>> cancelled_ = std::make_shared<std::atomic<bool>>(false);
+  int splits_ = 0;
+  c10::intrusive_ptr<C10dOptions> options_;
+  std::atomic<std::uint64_t> sequence_{0};
+  // Non-null between startCoalescing and endCoalescing.
+  c10::intrusive_ptr<C10dWork> coalesced_;
+};
+
+}  // namespace axo

@@ -1,0 +1,64 @@
+// pybind11 for what carries torch's types: the rendezvous over a c10d::Store, and the c10d backend.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "torch/c10d_backend.h"
+#include "torch/c10d_wire.h"
+#include "host/communicator.h"
+#include "hosts/link_limit.h"
+#include "progress/core_spread.h"
+#include "hosts/communicator.h"
+
+namespace py = pybind11;
+PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
+
+namespace axo {
+
+void bind_c10d(py::module_& m) {
+  // c10d::Store and c10d::Backend are bound by torch; it must be loaded before they are named here.
+  py::module_::import("torch.distributed");
+  m.def(
+      "create_host_communicator",
+      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key, int rank, int size,
+         const std::string& name, std::int64_t timeout_ms) {
+        C10dStore adapter(store);
+        return create_host_communicator(adapter, key, rank, size, HostOptions{name, Milliseconds(timeout_ms)});
+      },
+      py::call_guard<py::gil_scoped_release>());
+
+  // Throws for a variable of the environment that says nothing sensible of this rank's host, its link and its threads.
+  m.def("check_host_settings", [] {
+    host_name();
+    span::LinkSettings::from_environment();
+    host::spreads_threads();
+  });
+  m.def("host_identity", &host_identity);
+  m.def("host_name", &host_name);
+  // `gloo`: a c10d backend of the same ranks, for this communicator alone.
+  m.def(
+      "create_span_communicator",
+      [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+         const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<std::string>& hosts,
+         const std::vector<std::string>& names, const std::string& name, std::int64_t timeout_ms) {
+        C10dStore adapter(store);
+        return create_span_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts, names,
+                                        HostOptions{name, Milliseconds(timeout_ms)});
+      },
+      py::call_guard<py::gil_scoped_release>());
+
+  using Options = C10dBackend::C10dOptions;
+  py::class_<Options, c10d::Backend::Options, c10::intrusive_ptr<Options>>(m, "C10dOptions")
+      .def("__deepcopy__",
+           [](const Options& options, const py::dict&) { return c10::make_intrusive<Options>(options); });
+  py::class_<C10dBackend, c10d::Backend, c10::intrusive_ptr<C10dBackend>>(m, "C10dBackend")
+      .def(py::init([](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
+                       const std::shared_ptr<Communicator>& communicator, std::int64_t timeout_ms) {
+             return c10::make_intrusive<C10dBackend>(store, key, communicator, Milliseconds(timeout_ms));
+           }),
+           py::call_guard<py::gil_scoped_release>())
+      .def("get_error", &C10dBackend::getError, py::call_guard<py::gil_scoped_release>())  // as ProcessGroupNCCL has it
+      .def_property_readonly("options", &C10dBackend::own_options);
+}
+
+}  // namespace axo

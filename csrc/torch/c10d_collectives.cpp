@@ -1,0 +1,288 @@
+// C10dBackend's collectives with a part for each rank: all_gather, gather, scatter, reduce_scatter, all_to_all, in
+// their tensor, list and coalesced forms. Unequal parts go as a group of broadcasts, a group of reduces, or
+// all_to_all_v.
+#include "torch/c10d_launch.h"
+
+namespace axo {
+
+namespace {
+
+void same_dtype(const char* what, const at::Tensor& a, const at::Tensor& b) {
+  TORCH_CHECK_VALUE(a.scalar_type() == b.scalar_type(), what, ": dtypes differ: ", a.scalar_type(), " and ",
+                    b.scalar_type());
+  TORCH_CHECK_VALUE(a.device() == b.device(), what, ": tensors on ", a.device(), " and on ", b.device(),
+                    "; those of one call are on one device");
+}
+
+void parts_of(const char* what, const at::Tensor& whole, const at::Tensor& part, int size) {
+  check(what, whole);
+  check(what, part);
+  same_dtype(what, whole, part);
+  TORCH_CHECK_VALUE(whole.numel() == part.numel() * size, what, ": a tensor of ", whole.numel(), " elements is not ",
+                    size, " parts of ", part.numel());
+}
+
+bool same_sizes(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [&](const auto& t) { return t.numel() == tensors[0].numel(); });
+}
+
+// The list of one tensor a rank in `lists[0]`, all of the dtype of `like`.
+const Tensors& only_list(const char* what, const std::vector<Tensors>& lists, const at::Tensor& like, int size) {
+  TORCH_CHECK_VALUE(lists.size() == 1 && int(lists[0].size()) == size, what, ": expected one list of ", size,
+                    " tensors, one a rank");
+  for (const at::Tensor& t : lists[0]) {
+    check(what, t);
+    same_dtype(what, t, like);
+  }
+  return lists[0];
+}
+
+Sizes offsets_of(const Sizes& counts) {
+  Sizes offsets(counts.size(), 0);
+  std::partial_sum(counts.begin(), counts.end() - 1, offsets.begin() + 1);
+  return offsets;
+}
+
+Sizes counts_of(const Tensors& tensors) {
+  Sizes counts;
+  for (const at::Tensor& t : tensors) counts.push_back(moved(t).count);
+  return counts;
+}
+
+// Elements that go to (come from) each rank when `t` is cut by rows of dim 0.
+Sizes cut(const char* what, const at::Tensor& t, const std::vector<int64_t>& splits, int size) {
+  const std::size_t total = moved(t).count;
+  if (splits.empty()) {
+    TORCH_CHECK_VALUE(t.dim() > 0 && t.size(0) % size == 0, what, ": dim 0 of a tensor of shape ", t.sizes(),
+                      " does not divide over ", size, " ranks; give split sizes");
+    return Sizes(size, total / size);
+  }
+  const int64_t rows = std::accumulate(splits.begin(), splits.end(), int64_t{0});
+  const bool negative = std::any_of(splits.begin(), splits.end(), [](int64_t split) { return split < 0; });
+  TORCH_CHECK_VALUE(int(splits.size()) == size && t.dim() > 0 && rows == t.size(0) && !negative, what, ": split sizes ",
+                    splits, " do not cut dim 0 of a tensor of shape ", t.sizes(), " into ", size, " parts");
+  Sizes counts;
+  for (const int64_t split : splits) counts.push_back(rows == 0 ? 0 : total / rows * split);
+  return counts;
+}
+
+Tensors of_all(const std::vector<Tensors>& lists) {
+  Tensors all;
+  for (const Tensors& list : lists) all.insert(all.end(), list.begin(), list.end());
+  return all;
+}
+
+}  // namespace
+
+void C10dBackend::gather_into(Launch& launch, const at::Tensor& output, const at::Tensor& input) {
+  const auto [dtype, count] = moved(input);
+  const void* in = launch.in(input);
+  void* out = launch.out(output).data_ptr();
+  launch.parts.push_back(launch.core().all_gather(in, out, count, dtype, launch.options));
+}
+
+void C10dBackend::gather_list(Launch& launch, const Tensors& outputs, const at::Tensor& input) {
+  const auto [dtype, count] = moved(input);
+  if (same_sizes(outputs)) {
+    TORCH_CHECK_VALUE(outputs[0].numel() == input.numel(), "all_gather: outputs of ", outputs[0].numel(),
+                      " elements for inputs of ", input.numel());
+    const void* in = launch.in(input);
+    launch.parts.push_back(launch.core().all_gather(in, launch.out_flat(outputs), count, dtype, launch.options));
+    return;
+  }
+  TORCH_CHECK_VALUE(outputs[getRank()].numel() == input.numel(), "all_gather: this rank's output has ",
+                    outputs[getRank()].numel(), " elements, its input ", input.numel());
+  for (int root = 0; root < getSize(); ++root) {
+    const at::Tensor buffer = launch.out(outputs[root]);
+    if (root == getRank()) buffer.copy_(input.view_as(buffer));
+    launch.parts.push_back(
+        launch.core().broadcast(buffer.data_ptr(), moved(buffer).count, dtype, root, launch.options));
+  }
+}
+
+void C10dBackend::scatter_from(Launch& launch, const at::Tensor& output, const at::Tensor& input,
+                               const c10d::ReduceOp& reduce_op) {
+  const ReduceOp op = op_of(reduce_op);
+  const auto [dtype, count] = reduced("reduce_scatter", output, op);
+  const auto factor = device_factor(reduce_op, input);
+  const void* in = launch.in(factor ? input : premultiplied(input, reduce_op));
+  void* out = launch.out(output).data_ptr();
+  launch.parts.push_back(launch.reduce_scatter(in, out, count, dtype, op, factor));
+}
+
+C10dBackend::WorkHandle C10dBackend::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                     const c10d::AllgatherOptions& opts) {
+  parts_of("all_gather_into_tensor", output, input, getSize());
+  Launch launch(*this, c10d::OpType::_ALLGATHER_BASE, "axo:_all_gather_base", {input}, opts.timeout, opts.asyncOp);
+  gather_into(launch, output, input);
+  return launch.end({output});
+}
+
+C10dBackend::WorkHandle C10dBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                     const c10d::AllgatherOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "all_gather_into_tensor_coalesced: ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    parts_of("all_gather_into_tensor_coalesced", outputs[i], inputs[i], getSize());
+  }
+  Launch launch(*this, c10d::OpType::COALESCED, "axo:all_gather_into_tensor_coalesced", inputs, opts.timeout,
+                opts.asyncOp, Launch::grouped_launch);
+  for (std::size_t i = 0; i < inputs.size(); ++i) gather_into(launch, outputs[i], inputs[i]);
+  return launch.end(outputs);
+}
+
+C10dBackend::WorkHandle C10dBackend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                               const c10d::AllgatherOptions& opts) {
+  const at::Tensor& input = only("all_gather", inputs);
+  const Tensors& parts = only_list("all_gather", outputs, input, getSize());
+  Launch launch(*this, c10d::OpType::ALLGATHER, "axo:all_gather", inputs, opts.timeout, opts.asyncOp,
+                same_sizes(parts) ? Launch::single_launch : Launch::grouped_launch);
+  gather_list(launch, parts, input);
+  return launch.end(parts);
+}
+
+C10dBackend::WorkHandle C10dBackend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
+                                                         const c10d::AllgatherOptions& opts) {
+  // outputs[rank][i] is input i of that rank.
+  TORCH_CHECK_VALUE(int(outputs.size()) == getSize(), "all_gather_coalesced: ", outputs.size(),
+                    " output lists, expected one a rank: ", getSize());
+  std::vector<Tensors> parts(inputs.size());
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    check("all_gather_coalesced", inputs[i]);
+    for (const Tensors& list : outputs) {
+      TORCH_CHECK_VALUE(list.size() == inputs.size(), "all_gather_coalesced: an output list of ", list.size(),
+                        " tensors for ", inputs.size(), " inputs");
+      check("all_gather_coalesced", list[i]);
+      same_dtype("all_gather_coalesced", list[i], inputs[i]);
+      parts[i].push_back(list[i]);
+    }
+  }
+  Launch launch(*this, c10d::OpType::ALLGATHER_COALESCED, "axo:all_gather_coalesced", inputs, opts.timeout,
+                opts.asyncOp, Launch::grouped_launch);
+  for (std::size_t i = 0; i < inputs.size(); ++i) gather_list(launch, parts[i], inputs[i]);
+  return launch.end(of_all(outputs));
+}
+
+C10dBackend::WorkHandle C10dBackend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
+                                            const c10d::GatherOptions& opts) {
+  const at::Tensor& input = only("gather", inputs);
+  const int root = int(opts.rootRank);
+  TORCH_CHECK_VALUE(root >= 0 && root < getSize(), "gather: root ", root, " is not one of ", getSize(), " ranks");
+  const bool here = root == getRank();
+  TORCH_CHECK_VALUE(here || outputs.empty(), "gather: outputs are given at the root only, and this is not the root");
+  Tensors parts = here ? only_list("gather", outputs, input, getSize()) : Tensors{};
+  Launch launch(*this, c10d::OpType::GATHER, "axo:gather", inputs, opts.timeout, opts.asyncOp);
+  const auto [dtype, count] = moved(input);
+  Sizes sent(getSize(), 0);
+  sent[root] = count;
+  const Sizes received = here ? counts_of(parts) : Sizes(getSize(), 0);
+  const void* in = launch.in(input);
+  void* out = here ? launch.out_flat(parts) : nullptr;
+  launch.parts.push_back(launch.core().all_to_all_v(in, sent, Sizes(getSize(), 0), out, received, offsets_of(received),
+                                                    dtype, launch.options));
+  return launch.end(std::move(parts));
+}
+
+C10dBackend::WorkHandle C10dBackend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                             const c10d::ScatterOptions& opts) {
+  const at::Tensor& output = only("scatter", outputs);
+  const int root = int(opts.rootRank);
+  TORCH_CHECK_VALUE(root >= 0 && root < getSize(), "scatter: root ", root, " is not one of ", getSize(), " ranks");
+  const bool here = root == getRank();
+  TORCH_CHECK_VALUE(here || inputs.empty(), "scatter: inputs are given at the root only, and this is not the root");
+  const Tensors parts = here ? only_list("scatter", inputs, output, getSize()) : Tensors{};
+  Launch launch(*this, c10d::OpType::SCATTER, "axo:scatter", parts, opts.timeout, opts.asyncOp, Launch::single_launch,
+                output.device());
+  const auto [dtype, count] = moved(output);
+  const Sizes sent = here ? counts_of(parts) : Sizes(getSize(), 0);
+  Sizes received(getSize(), 0);
+  received[root] = count;
+  const void* in = here ? launch.in_flat(parts) : nullptr;
+  void* out = launch.out(output).data_ptr();
+  launch.parts.push_back(launch.core().all_to_all_v(in, sent, offsets_of(sent), out, received, Sizes(getSize(), 0),
+                                                    dtype, launch.options));
+  return launch.end({output});
+}
+
+C10dBackend::WorkHandle C10dBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                          const c10d::ReduceScatterOptions& opts) {
+  parts_of("reduce_scatter_tensor", input, output, getSize());
+  Launch launch(*this, c10d::OpType::_REDUCE_SCATTER_BASE, "axo:_reduce_scatter_base", {input}, opts.timeout,
+                opts.asyncOp);
+  scatter_from(launch, output, input, opts.reduceOp);
+  return launch.end({output});
+}
+
+C10dBackend::WorkHandle C10dBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                     const c10d::ReduceScatterOptions& opts) {
+  TORCH_CHECK_VALUE(outputs.size() == inputs.size(), "reduce_scatter_tensor_coalesced: ", outputs.size(),
+                    " outputs for ", inputs.size(), " inputs");
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    parts_of("reduce_scatter_tensor_coalesced", inputs[i], outputs[i], getSize());
+  }
+  Launch launch(*this, c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "axo:reduce_scatter_tensor_coalesced", inputs,
+                opts.timeout, opts.asyncOp, Launch::grouped_launch);
+  for (std::size_t i = 0; i < inputs.size(); ++i) scatter_from(launch, outputs[i], inputs[i], opts.reduceOp);
+  return launch.end(outputs);
+}
+
+C10dBackend::WorkHandle C10dBackend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
+                                                    const c10d::ReduceScatterOptions& opts) {
+  const at::Tensor& output = only("reduce_scatter", outputs);
+  const Tensors& parts = only_list("reduce_scatter", inputs, output, getSize());
+  TORCH_CHECK_VALUE(parts[getRank()].numel() == output.numel(), "reduce_scatter: this rank's input has ",
+                    parts[getRank()].numel(), " elements, its output ", output.numel());
+  const ReduceOp op = op_of(opts.reduceOp);
+  const DType dtype = reduced("reduce_scatter", output, op).dtype;
+  const bool even = same_sizes(parts);
+  Launch launch(*this, c10d::OpType::REDUCE_SCATTER, "axo:reduce_scatter", parts, opts.timeout, opts.asyncOp,
+                even ? Launch::single_launch : Launch::grouped_launch);
+  Tensors scaled;
+  for (const at::Tensor& part : parts) scaled.push_back(premultiplied(part, opts.reduceOp));
+  void* out = launch.out(output).data_ptr();
+  if (even) {
+    const void* in = launch.in_flat(scaled);
+    const std::size_t count = reduced("reduce_scatter", output, op).count;
+    launch.parts.push_back(launch.core().reduce_scatter(in, out, count, dtype, op, launch.options));
+  } else {
+    for (int root = 0; root < getSize(); ++root) {
+      const std::size_t count = reduced("reduce_scatter", parts[root], op).count;
+      void* mine = root == getRank() ? out : nullptr;
+      launch.parts.push_back(
+          launch.core().reduce(launch.in(scaled[root]), mine, count, dtype, op, root, launch.options));
+    }
+  }
+  return launch.end({output});
+}
+
+C10dBackend::WorkHandle C10dBackend::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                   std::vector<int64_t>& output_splits,
+                                                   std::vector<int64_t>& input_splits,
+                                                   const c10d::AllToAllOptions& opts) {
+  check("all_to_all_single", output);
+  check("all_to_all_single", input);
+  same_dtype("all_to_all_single", output, input);
+  const Sizes sent = cut("all_to_all_single", input, input_splits, getSize());
+  const Sizes received = cut("all_to_all_single", output, output_splits, getSize());
+  Launch launch(*this, c10d::OpType::ALLTOALL_BASE, "axo:all_to_all", {input}, opts.timeout, opts.asyncOp);
+  const void* in = launch.in(input);
+  void* out = launch.out(output).data_ptr();
+  launch.parts.push_back(launch.core().all_to_all_v(in, sent, offsets_of(sent), out, received, offsets_of(received),
+                                                    moved(input).dtype, launch.options));
+  return launch.end({output});
+}
+
+C10dBackend::WorkHandle C10dBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
+  TORCH_CHECK_VALUE(!inputs.empty(), "all_to_all: no inputs");
+  only_list("all_to_all", {inputs}, inputs[0], getSize());
+  only_list("all_to_all", {outputs}, inputs[0], getSize());
+  Launch launch(*this, c10d::OpType::ALLTOALL, "axo:all_to_all", inputs, opts.timeout, opts.asyncOp);
+  const Sizes sent = counts_of(inputs), received = counts_of(outputs);
+  const void* in = launch.in_flat(inputs);
+  void* out = launch.out_flat(outputs);
+  launch.parts.push_back(launch.core().all_to_all_v(in, sent, offsets_of(sent), out, received, offsets_of(received),
+                                                    moved(inputs[0]).dtype, launch.options));
+  return launch.end(outputs);
+}
+
+}  // namespace axo

@@ -1,0 +1,269 @@
+// What every call of the c10d backend is made of: checks, what the core is told of a tensor, and Launch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "torch/c10d_backend.h"
+#include "base/error.h"
+
+namespace axo {
+
+using Sizes = std::vector<std::size_t>;
+
+// What the core is told of a tensor's elements.
+struct Elements {
+  DType dtype;
+  std::size_t count;
+};
+
+inline std::optional<DType> dtype_of(at::ScalarType type) {
+  switch (type) {
+    case at::kDouble:
+      return DType::float64;
+    case at::kFloat:
+      return DType::float32;
+    case at::kBFloat16:
+      return DType::bfloat16;
+    case at::kHalf:
+      return DType::float16;
+    case at::kLong:
+      return DType::int64;
+    case at::kInt:
+      return DType::int32;
+    case at::kShort:
+      return DType::int16;
+    case at::kChar:
+      return DType::int8;
+    case at::kByte:
+      return DType::uint8;
+    case at::kBool:
+      return DType::boolean;
+    case at::kFloat8_e4m3fn:
+      return DType::float8_e4m3fn;
+    case at::kFloat8_e5m2:
+      return DType::float8_e5m2;
+    case at::kFloat8_e4m3fnuz:
+      return DType::float8_e4m3fnuz;
+    case at::kFloat8_e5m2fnuz:
+      return DType::float8_e5m2fnuz;
+    case at::kComplexFloat:
+      return DType::complex64;
+    case at::kComplexDouble:
+      return DType::complex128;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline Elements moved(const at::Tensor& t) {
+  const auto dtype = dtype_of(t.scalar_type());
+  if (dtype) return {*dtype, static_cast<std::size_t>(t.numel())};
+  return {DType::uint8, static_cast<std::size_t>(t.nbytes())};
+}
+
+inline Elements reduced(const char* what, const at::Tensor& t, ReduceOp op) {
+  const auto dtype = dtype_of(t.scalar_type());
+  const auto count = static_cast<std::size_t>(t.numel());
+  if (op == ReduceOp::sum || op == ReduceOp::avg) {
+    if (dtype == DType::complex64) return {DType::float32, 2 * count};
+    if (dtype == DType::complex128) return {DType::float64, 2 * count};
+  }
+  TORCH_CHECK(dtype && can_reduce(*dtype, op), what, ": ", name_of(op), " is not defined on ", t.scalar_type());
+  return {*dtype, count};
+}
+
+inline ReduceOp op_of(const c10d::ReduceOp& op) {
+  static_assert(
+      int(c10d::ReduceOp::SUM) == int(ReduceOp::sum) && int(c10d::ReduceOp::AVG) == int(ReduceOp::avg) &&
+      int(c10d::ReduceOp::PRODUCT) == int(ReduceOp::product) && int(c10d::ReduceOp::MIN) == int(ReduceOp::min) &&
+      int(c10d::ReduceOp::MAX) == int(ReduceOp::max) && int(c10d::ReduceOp::BAND) == int(ReduceOp::bit_and) &&
+      int(c10d::ReduceOp::BOR) == int(ReduceOp::bit_or) && int(c10d::ReduceOp::BXOR) == int(ReduceOp::bit_xor));
+  if (op.op_ == c10d::ReduceOp::PREMUL_SUM) return ReduceOp::sum;  // the factor is applied to the input
+  TORCH_CHECK_VALUE(op.op_ < c10d::ReduceOp::PREMUL_SUM, "axo: unknown reduce operation ", int(op.op_));
+  return static_cast<ReduceOp>(op.op_);
+}
+
+inline at::Tensor premultiplied(const at::Tensor& t, const c10d::ReduceOp& op) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM) return t;
+  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  TORCH_CHECK_VALUE(factor, "axo: PREMUL_SUM without its factor");
+  return factor->tensor_factor.defined() ? t.mul(factor->tensor_factor) : t.mul(factor->double_factor);
+}
+
+// The one kind of accelerator that this process has; its tensors go over NCCL or RCCL.
+inline bool is_accelerator(at::Device device) {
+  return device.is_cuda() || device.type() == at::DeviceType::PrivateUse1;
+}
+
+// The handle of the caller's current stream.
+inline void* current_stream(at::Device device) {
+  if (device.is_cpu()) return nullptr;
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle();
+}
+
+inline void check(const char* what, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(t.device().is_cpu() || is_accelerator(t.device()), what, ": a tensor is on ", t.device(),
+                    "; backend axo moves CPU tensors and those of GPUs");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, what, ": a tensor is ", t.layout(), "; backend axo moves dense ones");
+}
+
+// The factor of a sum that the device multiplies with itself.
+inline std::optional<double> device_factor(const c10d::ReduceOp& op, const at::Tensor& t) {
+  if (op.op_ != c10d::ReduceOp::PREMUL_SUM || t.device().is_cpu() || !t.is_floating_point()) return std::nullopt;
+  const auto* factor = dynamic_cast<const c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
+  if (!factor || factor->tensor_factor.defined()) return std::nullopt;
+  return factor->double_factor;
+}
+
+inline const at::Tensor& only(const char* what, const Tensors& tensors) {
+  TORCH_CHECK_VALUE(tensors.size() == 1, what, ": got ", tensors.size(), " tensors, expected one a process");
+  check(what, tensors[0]);
+  return tensors[0];
+}
+
+inline bool plain(const at::Tensor& t) { return t.is_contiguous() && !t.is_conj() && !t.is_neg(); }
+
+// Whether the tensors lie one after the other in memory, as the chunks of one tensor do.
+inline bool consecutive(const Tensors& tensors) {
+  const char* end = nullptr;
+  for (const at::Tensor& t : tensors) {
+    if (!plain(t) || t.scalar_type() != tensors[0].scalar_type()) return false;
+    const char* begin = static_cast<const char*>(t.const_data_ptr());
+    if (end != nullptr && begin != end) return false;
+    end = begin + t.nbytes();
+  }
+  return true;
+}
+
+// One call: buffers in and out as the core wants them (contiguous), and the works it becomes.
+struct C10dBackend::Launch {
+  enum Kind { single_launch, grouped_launch };
+
+  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
+         bool async, Kind kind = single_launch)
+      : Launch(backend, type, title, inputs, timeout, async, kind,
+               inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {}
+
+  // peer: its rank, for a transfer; becomes its rank in core().
+  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
+         bool async, Kind kind, at::Device device, int* peer = nullptr)
+      : backend(backend),
+        device(device),
+        communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
+        grouped(kind == grouped_launch),
+        held(held_tensors()) {
+    for (const at::Tensor& t : inputs) {
+      TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
+                        "; those of one call are on one device");
+    }
+    if (!c10d::isP2POp(type)) ++backend.sequence_;
+    work = backend.coalesced_
+               ? backend.coalesced_
+               : c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
+    wait_here = !async && !backend.coalesced_;
+    options.blocking = wait_here && !grouped;
+    options.timeout = timeout < Milliseconds::zero() ? backend.options_->timeout : timeout;
+    options.keep_alive = held;
+    options.stream = current_stream(device);
+    if (grouped) group_start();
+  }
+  ~Launch() {
+    if (!grouped) return;
+    try {
+      group_end();
+    } catch (...) {  // the exception that ends this launch is the one to show
+    }
+  }
+  Communicator& core() { return communicator; }
+
+  // Reductions whose factor the device takes along; `in` holds the factor already when it does not.
+  WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                     std::optional<double> factor) {
+    if (!factor) return core().all_reduce(in, out, count, dtype, op, options);
+    return static_cast<DeviceCommunicator&>(core()).all_reduce_scaled(in, out, count, dtype, *factor, options);
+  }
+  WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                         std::optional<double> factor) {
+    if (!factor) return core().reduce_scatter(in, out, count, dtype, op, options);
+    return static_cast<DeviceCommunicator&>(core()).reduce_scatter_scaled(in, out, count, dtype, *factor, options);
+  }
+
+  const void* in(const at::Tensor& t) {
+    held->push_back(plain(t) ? t : t.resolve_conj().resolve_neg().contiguous());
+    return held->back().const_data_ptr();
+  }
+  // Where the core writes what shall end up in `t`; holds the values of `t` when `filled`.
+  at::Tensor out(const at::Tensor& t, bool filled = false) {
+    held->push_back(plain(t) ? t : at::empty(t.sizes(), t.options()));
+    const at::Tensor& buffer = held->back();
+    if (!buffer.is_same(t)) {
+      if (filled) buffer.copy_(t);
+      copies.push_back({t, buffer});
+    }
+    return buffer;
+  }
+  // The same for tensors that the core takes as one: themselves when they lie so, else a staging buffer.
+  const void* in_flat(const Tensors& tensors) {
+    if (consecutive(tensors)) {
+      held->insert(held->end(), tensors.begin(), tensors.end());
+      return first_address(tensors);
+    }
+    Tensors rows;
+    for (const at::Tensor& t : tensors) rows.push_back(t.reshape({-1}));
+    held->push_back(at::cat(rows));
+    return held->back().const_data_ptr();
+  }
+  void* out_flat(const Tensors& tensors) {
+    if (consecutive(tensors)) {
+      held->insert(held->end(), tensors.begin(), tensors.end());
+      return first_address(tensors);
+    }
+    int64_t total = 0;
+    for (const at::Tensor& t : tensors) total += t.numel();
+    held->push_back(at::empty({total}, tensors[0].options()));
+    const at::Tensor flat = held->back();
+    int64_t start = 0;
+    for (const at::Tensor& t : tensors) {
+      copies.push_back({t, flat.narrow(0, start, t.numel()).view(t.sizes())});
+      start += t.numel();
+    }
+    return flat.data_ptr();
+  }
+  WorkHandle end(Tensors outputs) {
+    if (grouped) {
+      grouped = false;
+      group_end();
+    }
+    work->start(std::move(parts), std::move(outputs), std::move(copies), device);
+    if (wait_here) work->wait(::kNoTimeout);
+    return work;
+  }
+
+  static void* first_address(const Tensors& tensors) {
+    for (const at::Tensor& t : tensors) {
+      if (t.numel() > 0) return t.data_ptr();
+    }
+    return nullptr;
+  }
+
+  C10dBackend& backend;
+  at::Device device;
+  Communicator& communicator;
+  bool grouped;
+  bool wait_here;
+  CallOptions options;
+  std::shared_ptr<Tensors> held;
+  std::vector<WorkPtr> parts;
+  std::vector<Copy> copies;
+  c10::intrusive_ptr<C10dWork> work;
+};
+
+}  // namespace axo

@@ -1,0 +1,32 @@
+// Wire over a c10d backend that sends and receives: torch's Gloo.
+//
+// Only tagged sends and receives are used: they need no caller to make progress, and may be issued from any thread.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "hosts/wire.h"
+
+namespace axo {
+
+class C10dWire final : public Wire {
+ public:
+  explicit C10dWire(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+
+  int rank() const override { return backend_->getRank(); }
+  int size() const override { return backend_->getSize(); }
+  std::unique_ptr<Sending> send(int to, int channel, const void* data, std::size_t bytes) override;
+  void receive(int from, int channel, void* data, std::size_t bytes) override;
+  void close() override;
+
+ private:
+  const c10::intrusive_ptr<c10d::Backend> backend_;
+  std::mutex mutex_;
+  std::map<int, c10::intrusive_ptr<c10d::Work>> receiving_;  // by peer
+  bool closed_ = false;
+};
+
+}  // namespace axo

@@ -1,0 +1,5 @@
+"""``python -m axo.cli`` is the command ``axo``."""
+
+from axo.cli.main import main
+
+main()

@@ -1,0 +1,172 @@
+"""The command `axo tune`: measure a model's products once, show what was chosen, and write the tuner's cache.
+
+`axo.cli` mounts ``app``. A user's mistake ends in one line on stderr and exit code 2. What is measured, and how, is in
+axo_kernels; the layers read the cache at their first call (``AXO_TUNE=cached``, the default).
+
+Not here: fused operations, which need the ranks of their axis: ``AXO_TUNE=first-step`` measures those inside a run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from axo.grid import Grid
+
+if TYPE_CHECKING:
+    import torch
+
+    from axo_kernels.tune.model import Row
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@app.command()
+def tune(
+    model: Annotated[str, typer.Option(help="gpt-5b, gpt-10b, ... gpt-640b: the papers' models.")],
+    grid: Annotated[str, typer.Option(metavar="XxYxZxDATA", help="What cuts the model's layers.")] = "1x1x1x1",
+    rows: Annotated[int, typer.Option(help="Tokens of one data-parallel group; z cuts them.")] = 2048,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N; default: a GPU where there is one.")] = "",
+    shrink: Annotated[int, typer.Option(help="Divide the hidden size, for machines without a GPU.")] = 1,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write the rows here too; - for stdout.")] = None,
+) -> None:
+    """Measure a model's products, print a table, and write the tuner's cache."""
+    try:
+        measured = _measure(model, Grid.parse(grid), rows, dtype, device, shrink, str(json_out or ""))
+    except ValueError as error:
+        typer.echo(f"axo tune: error: {error}", err=True)
+        raise typer.Exit(2) from None
+    if json_out is None or str(json_out) == "-":
+        return
+    json_out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
+    typer.echo(f"rows written to {json_out}")
+
+
+def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink: int, json_out: str) -> dict[str, Any]:
+    import torch
+
+    from axo_kernels import Tuner
+    from axo_kernels import device as devices
+    from axo_kernels.tune.cache import Cache
+    from axo_kernels.tune.model import as_table, tune_model
+    from axo_kernels.tune.model_shapes import layers
+
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    for name, value in (("rows", rows), ("shrink", shrink)):
+        if value < 1:
+            raise ValueError(f"--{name} {value} is not at least 1")
+    if json_out not in ("", "-") and not Path(json_out).absolute().parent.is_dir():
+        raise ValueError(f"folder {str(Path(json_out).parent)!r} does not exist; make it, or choose another --json")
+    place = _device(device)
+    kind = getattr(torch, dtype)
+    cuts = f"{grid.x}x{grid.y}x{grid.z}"
+    _check_memory(layers(model, (grid.x, grid.y, grid.z), rows, shrink), kind, place)
+    cache = Cache(devices.device_name(place), devices.versions())
+    started = time.perf_counter()
+    with _Progress(layers(model, (grid.x, grid.y, grid.z), rows, shrink), json_out == "-") as progress:
+        tuner = Tuner("first-step", cache=cache, progress=progress.candidate)
+        found: list[Row] = []
+        for row in tune_model(model, cuts, rows=rows, dtype=kind, device=place, shrink=shrink, tuner=tuner):
+            found.append(row)
+            progress.row()
+    seconds = time.perf_counter() - started
+    result = {
+        "model": model, "grid": str(grid), "rows": rows, "dtype": dtype, "shrink": shrink,
+        "device": devices.device_name(place), "versions": devices.versions(), "seconds": round(seconds, 2),
+        "measured": tuner.measured, "cache": str(cache.path), "products": [asdict(row) for row in found],
+    }  # fmt: skip
+    if json_out == "-":
+        typer.echo(json.dumps(result, indent=1))
+        return result
+    typer.echo(as_table(found))
+    kept = "choices are in" if cache.path.exists() else "could not be kept in"
+    typer.echo(f"{tuner.measured} products measured in {seconds:.1f} s on {result['device']}; {kept} {cache.path}")
+    return result
+
+
+def _device(name: str) -> torch.device:
+    """The device that was asked for, with its index.
+
+    Raises:
+        ValueError: There is no such device here.
+    """
+    import torch
+
+    try:
+        place = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device {name!r} is not known; use cpu, cuda or cuda:N") from None
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if (place.index or 0) >= count:
+            raise ValueError(f"device {name!r} is not there: {count} GPUs are visible; use --device cpu")
+        return torch.device("cuda", place.index if place.index is not None else torch.cuda.current_device())
+    if place.type != "cpu":
+        raise ValueError(f"device {name!r} has no products to tune; use cpu, cuda or cuda:N")
+    return place
+
+
+def _check_memory(cut: list[Any], dtype: torch.dtype, place: torch.device) -> None:
+    """Refuse a product whose operands, results and fp32 draws do not fit beside each other.
+
+    Raises:
+        ValueError: One does not.
+    """
+    import os
+
+    import torch
+
+    if place.type == "cuda":
+        there = torch.cuda.mem_get_info(place)[0]
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    for layer in cut:
+        needed = max(3 * each.bytes + 4 * each.n * each.k for each in layer.products(dtype).values())
+        if needed > there:
+            raise ValueError(
+                f"layer '{layer.name}' needs {needed / 1e9:.1f} GB and {there / 1e9:.1f} GB are free on {place}; use a"
+                f" larger --grid, fewer --rows, or --shrink"
+            )
+
+
+class _Progress:
+    """One bar over the rows of the table, on a terminal only; stderr, so that stdout can be piped."""
+
+    def __init__(self, cut: list[Any], quiet: bool) -> None:
+        self._rows = 4 * len(cut)  # three products and the storage of the weight
+        self._bar: Any = None
+        self._task: Any = None
+        self._shown = sys.stderr.isatty() and not quiet
+
+    def __enter__(self) -> _Progress:
+        if self._shown:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._rows)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def candidate(self, done: int, total: int, name: str) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, description=f"{name} ({done} of {total})")
+
+    def row(self) -> None:
+        if self._bar is not None:
+            self._bar.advance(self._task)

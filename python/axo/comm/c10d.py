@@ -1,0 +1,73 @@
+"""Tells torch.distributed of the backend ``axo``, without importing torch.
+
+``init_process_group("axo")`` must work after ``import axo``, whichever of the two was imported first, and ``import
+axo`` must stay light where only planning is wanted. So: if torch.distributed is loaded, register now. If not, put one
+finder at the head of ``sys.meta_path`` that waits for the module ``torch.distributed.distributed_c10d``; it lets the
+ordinary finders locate it, lets it execute, registers, and has removed itself by then. (torch's own entry point for
+plug-ins, ``torch.backends``, would run in every program that imports torch, with or without Axo.)
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+_TARGET = "torch.distributed.distributed_c10d"
+
+
+def register_when_torch_loads() -> None:
+    """Register the backend now if torch.distributed is loaded, else as soon as it is."""
+    loaded = sys.modules.get(_TARGET)
+    if loaded is not None and hasattr(loaded, "Backend"):
+        _register(loaded)
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def _register(distributed_c10d: ModuleType) -> None:
+    # A list of devices: a plain string is iterated letter by letter by torch. Gloo and NCCL stay torch's defaults for
+    # them. The GPU's communicator is made when a group first needs it.
+    distributed_c10d.Backend.register_backend("axo", _create_backend, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create_backend(options: Any, backend_options: Any) -> Any:
+    """What torch calls for each new process group: torch's _DistributedBackendOptions in, a c10d Backend out."""
+    from axo.comm.connect import create_c10d_backend
+
+    return create_c10d_backend(options)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _RegisterAfter(spec.loader)
+        return spec
+
+
+class _RegisterAfter(importlib.abc.Loader):
+    """The module's own loader, and the registration after it."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # Give the module its own loader back first: inspect and linecache ask it for the source.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _register(module)

@@ -1,0 +1,296 @@
+"""Communicator: the collectives of one axis (or of the world) on tensors, and the Work that a pending one gives.
+
+    total = comms.x.all_reduce(t)                             # blocking, in place
+    work = comms.z.all_gather(shard, async_op=True)           # pending; do not touch shard before wait
+    weight = work.wait()
+
+Every rank of a communicator issues the same operations in the same order (contract: csrc/base/communicator.h).
+Roots and peers are ranks inside the communicator. Tensors may be NumPy arrays or anything with DLPack, and of any
+strides that torch has (it has no negative ones). A communicator of one rank issues nothing. What it does not do: record
+gradients; the layers of axo.nn and axo.matmul do.
+
+A tensor that an operation writes counts as modified in place: autograd refuses a backward that would have read the old
+values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from axo.comm.counting import active as counting
+from axo.comm.extension import _C
+from axo.comm.issuing import REDUCTIONS, Issuing, group
+from axo.comm.memory import (
+    DTYPES,
+    OPS,
+    address,
+    check_counts,
+    check_elements,
+    check_integer,
+    core_buffers,
+    like,
+    plain_input,
+    rows_to_elements,
+    scaled,
+)
+from axo.comm.work import Work
+
+__all__ = ["_C", "Communicator", "group"]
+
+
+class Communicator(Issuing):
+    """The collectives among the ranks of one axis. Made by ``axo.connect`` and ``split``."""
+
+    def all_reduce(
+        self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
+    ) -> Any:
+        """Reduce over ranks, elementwise, in place unless ``out`` is given; every rank gets the same bits.
+
+        ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
+        """
+        if out is None and scale is None and self._core is not None and isinstance(op, str):
+            plain = self._plain(tensor)
+            if plain is not None and (reduction := REDUCTIONS.get((plain[2], op))) is not None:
+                self._count("all_reduce", tensor)
+                args: tuple = (plain[0], *plain[:3], reduction)
+                return self._issue(self._core.all_reduce, args, tensor, (), tensor, tensor, async_op)
+        source = self._tensor(tensor, "all_reduce")
+        code = self._op("all_reduce", op, source, scale)
+        target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
+        check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
+        if self._core is None:
+            return self._alone(scaled(source, scale), target, result, async_op)
+        self._count("all_reduce", source)
+        send, receive, copies = core_buffers("all_reduce", source, target)
+        if scale is not None:
+            return self._issue_scaled("all_reduce", send, receive, scale, copies, target, result, async_op)
+        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
+        return self._issue(self._core.all_reduce, args, (send, receive), copies, target, result, async_op)
+
+    def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
+        """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
+        if self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
+            part, whole = both
+            if whole[1] == self.size * part[1]:
+                self._count("all_gather", tensor)
+                args: tuple = (part[0], whole[0], part[1], part[2])
+                return self._issue(self._core.all_gather, args, (tensor, out), (), out, out, async_op)
+        source = self._tensor(tensor, "all_gather")
+        target, result = self._whole("all_gather", source, tensor, out)
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("all_gather", source)
+        send, receive, copies = core_buffers("all_gather", source, target, self.rank * source.nbytes)
+        args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype])
+        return self._issue(self._core.all_gather, args, (send, receive), copies, target, result, async_op)
+
+    def reduce_scatter(
+        self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
+    ) -> Any:
+        """Reduce ``(size * n0, ...)`` over ranks; this rank gets part ``rank`` of dim 0: ``(n0, ...)``.
+
+        ``scale`` is that of :meth:`all_reduce`.
+        """
+        if scale is None and self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
+            whole, part = both
+            reduction = REDUCTIONS.get((part[2], op)) if isinstance(op, str) else None
+            if whole[1] == self.size * part[1] and tensor.shape[0] % self.size == 0 and reduction is not None:
+                self._count("reduce_scatter", tensor)
+                args: tuple = (whole[0], *part[:3], reduction)
+                return self._issue(self._core.reduce_scatter, args, (tensor, out), (), out, out, async_op)
+        source = self._tensor(tensor, "reduce_scatter")
+        code = self._op("reduce_scatter", op, source, scale)
+        target, result = self._part("reduce_scatter", source, tensor, out)
+        if self._core is None:
+            return self._alone(scaled(source, scale), target, result, async_op)
+        self._count("reduce_scatter", source)
+        send, receive, copies = core_buffers("reduce_scatter", source, target, self.rank * target.nbytes)
+        if scale is not None:
+            return self._issue_scaled("reduce_scatter", send, receive, scale, copies, target, result, async_op)
+        args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
+        return self._issue(self._core.reduce_scatter, args, (send, receive), copies, target, result, async_op)
+
+    def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
+        """Copy the root's values to every rank, in place."""
+        self._check_rank("broadcast", "root", root)
+        if self._core is not None and (plain := self._plain(tensor)) is not None:
+            self._count("broadcast", tensor)
+            return self._issue(self._core.broadcast, (*plain[:3], root), tensor, (), tensor, tensor, async_op)
+        target = self._tensor(tensor, "broadcast")
+        if self._core is None:
+            return self._alone(target, target, tensor, async_op)
+        self._count("broadcast", target)
+        buffer, _, copies = core_buffers("broadcast", target, target)
+        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], root)
+        return self._issue(self._core.broadcast, args, buffer, copies, target, tensor, async_op)
+
+    def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
+        """Reduce over ranks; the result is at the root, in place unless ``out`` is given. None elsewhere."""
+        self._check_rank("reduce", "root", root)
+        source = self._tensor(tensor, "reduce")
+        code = self._op("reduce", op, source)
+        here = self.rank == root
+        target, result = (source, tensor) if out is None else (self._tensor(out, "reduce"), out)
+        check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
+        if self._core is None:
+            return self._alone(source, target, result, async_op)
+        self._count("reduce", source)
+        if here:
+            send, receive, copies = core_buffers("reduce", source, target)
+        else:
+            send, receive, copies, result = plain_input(source), None, (), None
+        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], code, root)
+        keep = (send, receive)
+        return self._issue(self._core.reduce, args, keep, copies, target if here else None, result, async_op)
+
+    def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        """Concatenate the ranks' tensors ``(n0, ...)`` at the root: ``(size * n0, ...)``. None elsewhere."""
+        self._check_rank("gather", "root", root)
+        source = self._tensor(tensor, "gather")
+        if self.rank != root:
+            target, result, receive, copies = None, None, None, ()
+            send = plain_input(source)
+        else:
+            target, result = self._whole("gather", source, tensor, out)
+            if self._core is None:
+                return self._alone(source, target, result, async_op)
+            send, receive, copies = core_buffers("gather", source, target, self.rank * source.nbytes)
+        self._count("gather", source)
+        args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], root)
+        return self._issue(self._core.gather, args, (send, receive), copies, target, result, async_op)
+
+    def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        """Cut the root's ``(size * n0, ...)`` along dim 0; each rank gets its part ``(n0, ...)``.
+
+        Only the root passes a tensor; the others pass None and ``out``.
+        """
+        self._check_rank("scatter", "root", root)
+        if self.rank == root:
+            if tensor is None:
+                raise ValueError("scatter: the root must pass a tensor")
+            source = self._tensor(tensor, "scatter")
+            target, result = self._part("scatter", source, tensor, out)
+            if self._core is None:
+                return self._alone(source, target, result, async_op)
+            send, receive, copies = core_buffers("scatter", source, target, self.rank * target.nbytes)
+        else:
+            if out is None:
+                raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
+            target, result = self._tensor(out, "scatter"), out
+            send, (_, receive, copies) = None, core_buffers("scatter", target, target)
+        self._count("scatter", target)
+        args = (address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
+        return self._issue(self._core.scatter, args, (send, receive), copies, target, result, async_op)
+
+    def all_to_all(
+        self,
+        tensor: Any,
+        out: Any = None,
+        async_op: bool = False,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+    ) -> Any:
+        """Send part p of dim 0 to rank p, and receive from rank p its part for this rank, in rank order.
+
+        Parts are equal unless the counts say otherwise: rows of dim 0 for each rank; what p sends here must equal what
+        is received from p.
+        """
+        source = self._tensor(tensor, "all_to_all")
+        sent, send_offsets = rows_to_elements("all_to_all", "send_counts", send_counts, source, self.size)
+        if out is not None:
+            target, result = self._tensor(out, "all_to_all"), out
+            check_elements("all_to_all", "out", target, target.numel(), source.dtype, "")
+        else:
+            if recv_counts is None and send_counts is not None:
+                raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
+            if recv_counts is not None:
+                check_counts("all_to_all", "recv_counts", recv_counts, self.size)
+            rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
+            target = self._empty((rows, *source.shape[1:]), source.dtype)
+            result = like(target, tensor)
+        received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
+        if self._core is None:
+            check_elements("all_to_all", "out", target, source.numel(), source.dtype, "as the input")
+            return self._alone(source, target, result, async_op)
+        self._count("all_to_all", source)
+        send, receive, copies = core_buffers("all_to_all", source, target)
+        code = DTYPES[source.dtype]
+        if send_counts is None and recv_counts is None and sent[0] == received[0]:
+            args: tuple = (send.data_ptr(), receive.data_ptr(), sent[0], code)
+            return self._issue(self._core.all_to_all, args, (send, receive), copies, target, result, async_op)
+        args = (send.data_ptr(), sent, send_offsets, receive.data_ptr(), received, recv_offsets, code)
+        return self._issue(self._core.all_to_all_v, args, (send, receive), copies, target, result, async_op)
+
+    def send(self, tensor: Any, peer: int, tag: int = 0, async_op: bool = False) -> Any:
+        """Send to ``peer``; meets its ``recv`` of the same tag, in issue order."""
+        self._check_peer("send", peer)
+        check_integer("send", "tag", tag)
+        source = self._tensor(tensor, "send")
+        self._count("send", source)
+        buffer = plain_input(source)
+        args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
+        return self._issue(self._core.send, args, buffer, (), None, tensor, async_op)
+
+    def recv(self, tensor: Any, peer: int | None, tag: int = 0, async_op: bool = False) -> Any:
+        """Receive from ``peer`` into ``tensor``; None: from whichever rank sends first, as ``Work.source()`` then says.
+
+        From any rank only on the CPUs of one host: NCCL and RCCL match messages by rank.
+        """
+        if peer is not None:
+            self._check_peer("recv", peer)
+        elif self.size == 1:
+            raise ValueError(f"recv: {self.name!r} has one rank: there is nobody to receive from")
+        check_integer("recv", "tag", tag)
+        target = self._tensor(tensor, "recv")
+        self._count("recv", target)
+        buffer, _, copies = core_buffers("recv", target, target)
+        args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], -1 if peer is None else peer, tag)
+        return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
+
+    def barrier(self, async_op: bool = False) -> Any:
+        """Return when every rank has come here."""
+        if self._core is None:
+            return Work(self, None, None, ()) if async_op else None
+        if counting.blocks:
+            counting.record("barrier", self.axis, 0, 0)
+        return self._issue(self._barrier, (), None, (), None, None, async_op)
+
+    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
+        """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
+
+        A negative color takes no part and gets None. ``axis`` is the name under which its operations are counted.
+        """
+        check_integer("split", "color", color)
+        check_integer("split", "key", key)
+        name = name or f"{self.name}/split{color}"
+        alone = self._core is None and color >= 0
+        core = None if self._core is None else self._core.split(color, key, name)
+        if core is None and not alone:
+            return None
+        if core is not None and core.size == 1:
+            core.shutdown()
+            core = None
+        return type(self)(core, name=name, axis=axis or self.axis, device=self.device)
+
+    def _barrier(self, blocking: bool, timeout_ms: int, _keep: Any) -> Any:
+        return self._core.barrier(blocking, timeout_ms)
+
+    def _issue_scaled(
+        self,
+        what: str,
+        send: torch.Tensor,
+        receive: torch.Tensor,
+        scale: float,
+        copies: tuple,
+        target: torch.Tensor,
+        result: Any,
+        async_op: bool,
+    ) -> Any:
+        """The host multiplies first; a device does it in the operation."""
+        send = scaled(send, scale)
+        args = (send.data_ptr(), receive.data_ptr(), receive.numel(), DTYPES[send.dtype], OPS["sum"])
+        return self._issue(getattr(self._core, what), args, (send, receive), copies, target, result, async_op)

@@ -1,0 +1,397 @@
+"""connect: from a grid to one communicator for each axis; and the c10d backend's constructor.
+
+    comms = axo.connect("2x2x2x1")                  # under torchrun, or after torch.distributed.init_process_group
+    comms = axo.connect("2x2x2x1", device="cuda")   # the same over NCCL or RCCL, on the GPU that LOCAL_RANK names
+    comms.x, comms.y, comms.z, comms.data, comms.world
+
+The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans the
+world; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from axo.comm.communicator import Communicator
+from axo.comm.device import DeviceCommunicator, DeviceOptions
+from axo.comm.extension import _C
+from axo.comm.hosts import check_settings, create_core
+from axo.comm.memory import DTYPES, check_integer
+from axo.comm.process_alive import gone, present
+from axo.comm.store_namespaces import store_of_this_start
+from axo.comm.transports import alone, meet, resolve_device
+from axo.errors import PeerLost, Timeout
+from axo.grid import AXES, Coords, Grid
+
+_DEFAULT_TIMEOUT_S = 600.0
+_MEETING_TIMEOUT_S = 60.0
+_LONGEST_S = 1e9
+_LOOK_S = 0.25  # how often a rank that waits for others looks whether those who have come still live
+
+
+class Communicators:
+    """The communicators of one grid. Layers hold this object; there is no global one.
+
+    Attributes:
+        grid: The grid. rank, coords: Where this process stands in it. device: What the communicators move.
+        x, y, z, data, world: A :class:`Communicator` each; one of a single rank issues nothing.
+        timeout: Of each operation, in seconds.
+    """
+
+    def __init__(self, grid: Grid, rank: int, world: Communicator, owns_process_group: bool, timeout: float) -> None:
+        self.grid = grid
+        self.timeout = timeout
+        self.rank = rank
+        self.coords: Coords = grid.coords(rank)
+        self.device = world.device
+        self.world = world
+        self.x = self._line("x")
+        self.y = self._line("y")
+        self.z = self._line("z")
+        self.data = self._line("data")
+        lines = (self.x, self.y, self.z, self.data, world)
+        for line in lines:
+            line._siblings = tuple(other for other in lines if other is not line)
+        self.attached: dict[str, Any] = {}  # what upper parts keep as long as these live; each has a ``poll()``
+        self._device_mesh: Any = None
+        self._checkpoint_mesh: Any = None
+        self._neighbours: dict[tuple[str, int], Communicator] = {}
+        self._checkpoint_group: Any = None
+        self._before_close: list[Callable[[], object]] = []
+        self._owns_process_group = owns_process_group
+
+    def __repr__(self) -> str:
+        return f"Communicators(grid {self.grid}, rank {self.rank} at {tuple(self.coords)}, {self.world.transport})"
+
+    def __enter__(self) -> Communicators:
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind is None:
+            self.close()
+
+    def _line(self, axis: str) -> Communicator:
+        if self.grid.size(axis) == 1:
+            return alone(axis, self.device)
+        first = self.grid.ranks(axis, self.rank)[0]
+        return self.world.split(first, getattr(self.coords, axis), name=axis, axis=axis)
+
+    def axis(self, name: str) -> Communicator:
+        """The communicator of axis ``name``.
+
+        Raises:
+            ValueError: Not one of x, y, z, data.
+        """
+        if name not in AXES:
+            raise ValueError(f"{name!r} is not an axis; use one of {', '.join(AXES)}")
+        return getattr(self, name)
+
+    def neighbours(self, axis: str, count: int) -> Communicator:
+        """The communicator of this rank's run of ``count`` neighbours along ``axis``: ranks 0 to count-1, and so on.
+
+        Made on first use, which is collective over the axis; counted under the axis's name.
+
+        Raises:
+            ValueError: ``count`` does not divide the axis.
+        """
+        size = self.grid.size(axis)
+        if count < 1 or size % count:
+            raise ValueError(f"neighbours: {count} ranks do not divide {axis}={size}")
+        if count == size:
+            return self.axis(axis)
+        if (axis, count) not in self._neighbours:
+            mine = getattr(self.coords, axis)
+            line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
+            line._siblings = (self.x, self.y, self.z, self.data, self.world)
+            self._neighbours[axis, count] = line
+        return self._neighbours[axis, count]
+
+    def poll(self) -> None:
+        """Raise what a kernel of a fused product has reported (``axo_kernels.SignalTimeout``). Waits for nothing."""
+        for part in self.attached.values():
+            part.poll()
+
+    @property
+    def blocked_seconds(self) -> dict[str, float]:
+        """Seconds that this rank has been blocked in communication since the start, by axis (and "world")."""
+        return {name: getattr(self, name).blocked_seconds for name in (*AXES, "world")}
+
+    @property
+    def device_mesh(self) -> Any:
+        """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then."""
+        if self._device_mesh is None:
+            if not dist.is_initialized():  # one rank without torchrun
+                dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
+            shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
+            self._device_mesh = dist.init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(reversed(AXES)))
+        return self._device_mesh
+
+    @property
+    def checkpoint_mesh(self) -> Any:
+        """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"), made on first use. Collective then.
+
+        DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
+        over x and y, rows of a block over z.
+        """
+        if self._checkpoint_mesh is None:
+            ranks = self.device_mesh.mesh.permute(0, 2, 3, 1)
+            self._checkpoint_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "y", "x", "z"))
+        return self._checkpoint_mesh
+
+    def before_close(self, callback: Callable[[], object]) -> None:
+        """Have ``close`` call this first: for what still communicates on another thread."""
+        self._before_close.append(callback)
+
+    @property
+    def checkpoint_group(self) -> Any:
+        """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use."""
+        if self._checkpoint_group is None:
+            serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+            self._checkpoint_group = dist.new_group(backend=None if serves_cpu else "gloo")
+        return self._checkpoint_group
+
+    def close(self) -> None:
+        """Wait for this rank's pending operations and take leave of the peers. May be called again.
+
+        Without it a communicator takes leave when it is no longer referenced, or when the program ends.
+        """
+        while self._before_close:
+            self._before_close.pop()()
+        for communicator in (*self._neighbours.values(), self.x, self.y, self.z, self.data, self.world):
+            communicator.close()
+        if self._owns_process_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_process_group = False
+
+
+def connect(
+    grid: Grid | str,
+    device: str | torch.device = "cpu",
+    *,
+    timeout: float | timedelta = _DEFAULT_TIMEOUT_S,
+    meeting_timeout: float | timedelta = _MEETING_TIMEOUT_S,
+    device_options: DeviceOptions | None = None,
+) -> Communicators:
+    """Make the communicators of ``grid``. Collective over all ranks of the world.
+
+    If torch.distributed is initialised, its store brings the ranks together. If not, under torchrun,
+    ``init_process_group("axo")`` is called here (and undone by ``close``). A grid of one rank needs neither.
+
+    Args:
+        grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``.
+        device: What to move: ``"cpu"``, or ``"cuda"`` for NVIDIA's and AMD's GPUs. Without an index it is the GPU that
+            LOCAL_RANK names; it becomes torch's current device.
+        timeout: Of each operation, in seconds.
+        meeting_timeout: How long a rank waits here for the others to come, in seconds; at most ``timeout``.
+        device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
+
+    Raises:
+        ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
+            an AXO_FLIGHT_DIR that is no folder.
+        axo.Error: Another variable of the environment means nothing.
+        axo.Timeout: A rank did not come; names it.
+    """
+    grid = Grid.parse(grid) if isinstance(grid, str) else grid
+    place = resolve_device(device)
+    if device_options is not None and place.type == "cpu":
+        raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
+    seconds = _in_seconds("timeout", timeout)
+    meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
+    owns_process_group = not dist.is_initialized()
+    if owns_process_group and ("RANK" not in os.environ or "WORLD_SIZE" not in os.environ):
+        return _connect_alone(grid, place)
+    check_settings()
+    if owns_process_group:
+        _init_process_group(seconds, meeting, place)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size > 1:
+        store = dist.distributed_c10d._get_default_store()
+        if not owns_process_group:
+            store = store_of_this_start(store, rank, world_size, meeting)
+            _gather_ranks(store, rank, world_size, meeting)
+        store = dist.PrefixStore("axo", store)
+        # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
+        key = f"connect{store.add(f'connects/{rank}', 1)}"
+        world = meet(store, key, rank, world_size, place, seconds, device_options or DeviceOptions())
+    else:
+        world = alone("world", place)
+    # Every rank learns every rank's grid first, so that all of them raise the same error.
+    try:
+        _check_grids(grid, world, world_size)
+    except ValueError:
+        world.close()
+        if owns_process_group:
+            dist.destroy_process_group()
+        raise
+    return Communicators(grid, rank, world, owns_process_group, seconds)
+
+
+def _backends(device: torch.device) -> str:
+    """What init_process_group is told: object collectives travel as CPU tensors on any device."""
+    return "axo" if device.type == "cpu" else f"cpu:axo,{device.type}:axo"
+
+
+def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
+    if grid.world_size != 1:
+        raise ValueError(
+            f"connect: grid {grid} has {grid.world_size} ranks and this process is alone; "
+            f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
+        )
+    return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)
+
+
+def _in_seconds(name: str, time: float | timedelta) -> float:
+    seconds = time.total_seconds() if isinstance(time, timedelta) else float(time)
+    if not 1e-3 <= seconds <= _LONGEST_S:
+        raise ValueError(f"connect: {name}={time} is not a number of seconds from 0.001 to {_LONGEST_S:g} (30 years)")
+    return seconds
+
+
+def _init_process_group(seconds: float, meeting: float, device: torch.device) -> None:
+    """``init_process_group`` with the launcher's variables; a rank that never comes is soon known by name."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    try:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=meeting))))
+    except dist.DistStoreError as error:
+        raise Timeout(
+            f"connect (rank {rank} of {world_size}): not all ranks reached the store at"
+            f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {meeting:g} s;"
+            f" a rank died at start-up, or never came ({error})"
+        ) from None
+    store = store_of_this_start(store, rank, world_size, meeting)
+    _gather_ranks(store, rank, world_size, meeting)
+    dist.init_process_group(
+        _backends(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+    )
+
+
+def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> None:
+    """Wait until every rank has come, before anything waits for longer.
+
+    Raises:
+        Timeout: Somebody has not; names the ranks.
+        PeerLost: Somebody came and died meanwhile.
+    """
+    round_ = store.add(f"axo/round/{rank}", 1)
+    keys = [f"axo/here/{round_}/{other}" for other in range(world_size)]
+    given_up = f"axo/given up/{round_}"
+    store.set(keys[rank], present())
+    start = time.monotonic()
+    arrived: dict[int, str] = {}
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(_LOOK_S, meeting)))
+        except dist.DistStoreError:
+            pass
+        for other, key in enumerate(keys):
+            if other not in arrived and store.check([key]):
+                arrived[other] = store.get(key).decode()
+        waited = time.monotonic() - start
+        lost = [other for other, told in arrived.items() if gone(told)]
+        late = waited >= meeting or (bool(lost) and store.check([given_up]))  # who has given up is no death
+        if lost and not late:
+            raise PeerLost(
+                f"connect (rank {rank} of {world_size}): rank {lost[0]} (process {arrived[lost[0]].split()[0]}) died"
+                f" before all had come; waited {waited:.3f} s",
+                lost[0],
+            )
+        if len(arrived) == world_size:
+            return
+        if late:
+            store.set(given_up, b"1")
+            missing = [other for other in range(world_size) if other not in arrived]
+            raise Timeout(
+                f"connect (rank {rank} of {world_size}): ranks {missing} have not come within {meeting:g} s; they died"
+                " at start-up, or call something else first (meeting_timeout=... waits longer)"
+            )
+
+
+def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
+    mine = torch.tensor([[grid.x, grid.y, grid.z, grid.data]], device=world.device)
+    grids = [Grid(*sizes) for sizes in world.all_gather(mine).tolist()]
+    for rank, other in enumerate(grids):
+        if other != grids[0]:
+            raise ValueError(f"connect: rank 0 asks for grid {grids[0]} and rank {rank} for {other}; pass one grid")
+    if grids[0].world_size != world_size:
+        fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
+        raise ValueError(
+            f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
+            f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
+        )
+
+
+def empty_shared(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    comms: Communicators | DeviceCommunicator | None = None,
+) -> torch.Tensor:
+    """An uninitialised tensor in memory that the ranks' collectives use where it lies, without staging.
+
+    On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
+    allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
+    with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
+    one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
+    must not touch it.
+
+    Raises:
+        ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
+            not move. axo.Error: No room, or the library is too old for it.
+    """
+    for size in shape:
+        check_integer("empty_shared", "shape", size, bits=64)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
+    if dtype not in DTYPES:
+        raise ValueError(f"empty_shared: dtype {dtype} is not supported; view it as one that is, such as torch.uint8")
+    count = math.prod(shape)
+    if count * dtype.itemsize >= 2**63:
+        raise ValueError(f"empty_shared: shape {tuple(shape)} is more memory than can be addressed")
+    place = torch.device(device)
+    if place.type != "cpu":
+        return _empty_on_device(tuple(shape), dtype, place, comms)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = _C.SharedMemory(count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def _empty_on_device(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, comms: Communicators | DeviceCommunicator | None
+) -> torch.Tensor:
+    if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
+        raise ValueError(
+            f"empty_shared: device={str(device)!r} wants comms, the communicators of that device that will use it"
+        )
+    lines = [comms] if isinstance(comms, Communicator) else [getattr(comms, name) for name in (*AXES, "world")]
+    lines = [line for line in lines if line.size > 1]
+    count = math.prod(shape)
+    if not lines or count == 0:
+        return torch.empty(shape, dtype=dtype, device=comms.device)
+    memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
+    return torch.from_dlpack(memory).view(dtype).view(shape)
+
+
+def shared_block(size: int) -> Any:
+    """``size`` bytes of such memory as a buffer; it is free when nobody refers to it."""
+    return _C.SharedMemory(size)
+
+
+def create_c10d_backend(options: Any) -> Any:
+    """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
+    timeout_ms = int(options.timeout.total_seconds() * 1000)
+    name = str(options.group_id) or "default"
+    key = f"axo/{name}"
+    rank, size = options.group_rank, options.group_size
+    store = store_of_this_start(options.store, rank, size, options.timeout.total_seconds())
+    core = create_core(store, key, rank, size, name, timeout_ms, options.global_ranks_in_group)
+    return _C.C10dBackend(store, key, core, timeout_ms)

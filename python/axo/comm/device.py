@@ -1,0 +1,226 @@
+"""The communicator of GPUs: the collectives of ``axo.Communicator`` in the order of streams, and what GPUs add.
+
+    work = comms.y.all_reduce(t, async_op=True)      # on the communicator's stream, after what the current one holds
+    work.wait()                                      # the current stream goes on after it; the host does not wait
+    work.synchronize(timeout=1.0)                    # the host waits
+
+A blocking call is launched on the current stream and returns at once: what is enqueued next sees its result. The
+current stream is torch's; an array of another library is ordered against its own stream when it is passed (DLPack), and
+its owner orders what follows. Calls on a stream that captures a CUDA graph become part of the graph.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from axo.comm.communicator import Communicator
+from axo.comm.extension import _C
+from axo.comm.issuing import _DEFAULT_TIMEOUT
+from axo.comm.memory import DTYPES
+from axo.comm.work import Work, milliseconds, open_group
+from axo.errors import Error, Mismatch
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """How the communicators of a GPU are made; the same on all ranks.
+
+    Attributes:
+        min_ctas, max_ctas: Thread blocks that one operation may use; 0: the library's choice. The sum of ``max_ctas``
+            over a rank's communicators is what computation must leave free for all to run at once.
+        cga_cluster_size: Thread blocks in a cluster; -1: the library's choice.
+        zero_cta: Copy-engine collectives where the library has them (NCCL 2.28, registered memory): they take no SM.
+        high_priority: Communication is scheduled before computation.
+        timing: ``Work.duration()`` is measured; costs two more events an operation.
+        split_share: The axes share the world's buffers; operations of both must then not overlap.
+        streams: ``"own"`` for each communicator, one ``"shared"`` by all of a rank, or ``"auto"``: own on NVIDIA.
+        check: Compare every operation and its order between ranks before it runs; None: as AXO_CHECK says. Slow.
+    """
+
+    min_ctas: int = 0
+    max_ctas: int = 0
+    cga_cluster_size: int = -1
+    zero_cta: bool = False
+    high_priority: bool = True
+    timing: bool = False
+    split_share: bool = False
+    streams: str = "auto"
+    check: bool | None = None
+
+    def for_core(self, name: str, timeout_ms: int, device: int) -> Any:
+        fields = asdict(self) | {"check": -1 if self.check is None else int(self.check)}
+        return _C.DeviceOptions(name, timeout_ms, device, *fields.values())
+
+
+class DeviceWork(Work):
+    """A pending operation on a device."""
+
+    __slots__ = ()
+
+    _communicator: DeviceCommunicator
+
+    def wait(self) -> Any:
+        """Let the current stream go on after the operation; return its result. The host does not wait.
+
+        Raises:
+            PeerLost, Timeout, Aborted: The operation is known to have failed.
+        """
+        self._check_issued()
+        if self._core is not None:
+            self._core.wait_on(self._communicator.current_stream)
+        self._finish()
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until the operation is complete, at most ``timeout`` seconds.
+
+        Raises:
+            Timeout: Still pending then; the operation itself goes on. ValueError: A negative time, or none.
+        """
+        limit = -1 if timeout is None else milliseconds(timeout)
+        self._check_issued()
+        if self._core is not None:
+            start = time.perf_counter()
+            try:
+                self._core.synchronize(limit)
+            finally:
+                self._communicator._blocked += time.perf_counter() - start
+        if self._copies:
+            self._finish()
+            torch.accelerator.current_stream(self._communicator.device).synchronize()
+
+    def _complete_result(self) -> Any:
+        self.synchronize()
+        return self._result
+
+
+class DeviceCommunicator(Communicator):
+    """The collectives among the ranks of one axis, on GPUs. Made by ``axo.connect(device="cuda")`` and ``split``."""
+
+    _plain = staticmethod(lambda array: None)  # no memory of the host is
+
+    def __init__(self, core: Any, *, name: str, axis: str, device: torch.device | None = None) -> None:
+        super().__init__(core, name=name, axis=axis, device=device)
+        assert self.device.index is not None
+        self._place = (_C.device_type_code(self.device.type), self.device.index)
+        self._after_caller = True
+
+    @property
+    def current_stream(self) -> int:
+        """The handle of torch's current stream on this device."""
+        return _C.current_stream(*self._place)
+
+    @property
+    def stream(self) -> int:
+        """The handle of this communicator's stream, on which non-blocking operations run."""
+        return self._needed("stream").stream
+
+    @property
+    def library_version(self) -> int:
+        """Of NCCL or RCCL: 23203 is 2.32.3."""
+        return self._needed("library_version").library_version
+
+    @property
+    def reserved_ctas(self) -> int:
+        """Thread blocks to leave free for communication: the sum of ``max_ctas`` over this rank's communicators."""
+        return 0 if self._core is None else self._core.reserved_ctas
+
+    def follow(self) -> None:
+        """Let this communicator's stream go on after what the current stream has been given so far."""
+        self._needed("follow").follow(self.current_stream)
+
+    def wait_flag(self, flag: Any, value: int) -> None:
+        """Hold this communicator's stream until a flag has reached ``value``: ``int32(flag - value) >= 0``, cyclic.
+
+        Args:
+            flag: The address of a 4-byte word on the device, or an integer tensor whose first element it is.
+        """
+        self._needed("wait_flag").wait_flag(self._flag_address("wait_flag", flag), value & 0xFFFFFFFF)
+
+    def write_flag(self, flag: Any, value: int) -> None:
+        """Write ``value`` to a flag after everything issued on this communicator's stream so far."""
+        self._needed("write_flag").write_flag(self._flag_address("write_flag", flag), value & 0xFFFFFFFF)
+
+    @contextmanager
+    def signalled(self) -> Iterator[None]:
+        """In this block non-blocking operations follow ``wait_flag`` only, not what is on the current stream.
+
+        For a producer that runs on the current stream and raises flags as it goes: ``follow()``, launch the producer,
+        then for each chunk ``wait_flag`` and the collective, here. Keep the tensors until the works are waited for.
+        """
+        self._after_caller, before = False, self._after_caller
+        try:
+            yield
+        finally:
+            self._after_caller = before
+
+    def register(self, tensor: torch.Tensor, *, symmetric: bool = False) -> Any:
+        """Let collectives use the tensor's memory without staging, for as long as the result of this call is held.
+
+        ``symmetric`` makes it a window that peers reach: collective, for memory of ``axo.empty_shared(device=...)``, of
+        equal size on all ranks. Gives None where the library cannot, or has no use for it here.
+        """
+        source = self._tensor(tensor, "register")
+        if not source.is_contiguous() or source.numel() == 0:
+            raise ValueError("register: the tensor is empty or not contiguous; register the one that it is a view of")
+        return self._needed("register").register_buffer(source.data_ptr(), source.nbytes, symmetric)
+
+    def _needed(self, what: str) -> Any:
+        if self._core is None:
+            raise Error(f"{what}: communicator {self.name!r} has one rank, and so neither a stream nor a library")
+        return self._core
+
+    def _flag_address(self, what: str, flag: Any) -> int:
+        if isinstance(flag, int):
+            return flag
+        tensor = self._tensor(flag, what)
+        if tensor.element_size() != 4 or tensor.dtype.is_floating_point or tensor.numel() == 0:
+            raise ValueError(f"{what}: a flag is a 4-byte integer; got {tensor.numel()} of {tensor.dtype}")
+        return tensor.data_ptr()
+
+    def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
+        if target is not None and not copies and not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        stream = _C.current_stream(*self._place)
+        try:
+            if not async_op and not open_group.depth:
+                if not self._after_caller:
+                    raise ValueError("signalled(): a blocking call follows the current stream; use async_op=True")
+                call(*args, True, _DEFAULT_TIMEOUT, None, stream, True)
+                with torch.no_grad():
+                    for to, buffer in copies:
+                        to.copy_(buffer)
+                return result
+            core = call(*args, False, _DEFAULT_TIMEOUT, keep, stream, self._after_caller)
+        except Mismatch as error:
+            self._spread(error)
+            raise
+        return self._pending(DeviceWork(self, core, result, copies), result, async_op)
+
+    def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
+        super()._alone(source, target, result, False)
+        return DeviceWork(self, None, result, ()) if async_op else result
+
+    def _barrier(self, blocking: bool, timeout_ms: int, _keep: Any, stream: int = 0, after: bool = True) -> Any:
+        return self._core.barrier(blocking, timeout_ms, stream, after)
+
+    def _issue_scaled(
+        self,
+        what: str,
+        send: torch.Tensor,
+        receive: torch.Tensor,
+        scale: float,
+        copies: tuple,
+        target: torch.Tensor,
+        result: Any,
+        async_op: bool,
+    ) -> Any:
+        args = (send.data_ptr(), receive.data_ptr(), receive.numel(), DTYPES[send.dtype], float(scale))
+        call = getattr(self._core, f"{what}_scaled")
+        return self._issue(call, args, (send, receive), copies, target, result, async_op)

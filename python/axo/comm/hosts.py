@@ -1,0 +1,108 @@
+"""What serves CPU ranks, by the hosts that they are on.
+
+one host         shared memory
+several hosts    shared memory inside each host, torch's Gloo between them
+
+Two ranks are on one host when hostname, boot id, network namespace and user are equal. AXO_HOST and AXO_RANKS_PER_HOST
+tell ranks of one machine that they are on different hosts, for tests and benches.
+"""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from axo.comm.extension import _C
+from axo.comm.flight import arm
+from axo.comm.process_alive import gone, present
+from axo.errors import Error, PeerLost, Timeout
+
+_MEETING_TIMEOUT_MS = 60_000
+_FIRST_PAUSE_S, _LOOK_S = 0.001, 0.05  # between looks at who has come, and who has died
+
+
+def check_settings() -> None:
+    """Look at what this rank's environment asks of its communicators, and arm the flight recorder.
+
+    Before any rank waits for another: so a variable that means nothing is the error of each rank that has it, and
+    not a peer that others lose.
+
+    Raises:
+        ValueError: AXO_FLIGHT_DIR is no folder.
+        Error: AXO_HOST, AXO_RANKS_PER_HOST, AXO_LINK_LIMIT, AXO_LINK_LATENCY or AXO_SPREAD means nothing.
+    """
+    arm()
+    _C.check_host_settings()
+
+
+def create_core(
+    store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int, members: Sequence[int] = ()
+) -> Any:
+    """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
+
+    ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
+
+    Raises:
+        Timeout: Ranks have not come; names them. PeerLost: One came and died. Error: The hosts cannot reach each other.
+    """
+    check_settings()
+    if size == 1:
+        return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
+    # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
+    place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
+    round_ = f"{place}/{store.add(f'{place}/{rank}', 1)}"
+    identities, names = _exchange(store, round_, rank, size, name, timeout_ms)
+    if len(set(identities)) == 1:
+        return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
+    meeting = timedelta(milliseconds=min(timeout_ms, _MEETING_TIMEOUT_MS) if timeout_ms > 0 else _MEETING_TIMEOUT_MS)
+    try:
+        gloo = _gloo(dist.PrefixStore(f"{round_}/gloo", store), rank, size, meeting, identities)
+    except RuntimeError as error:
+        raise Error(
+            f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(dict.fromkeys(names))} do not reach"
+            f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
+        ) from None
+    return _C.create_span_communicator(store, round_, gloo, identities, names, name, timeout_ms)
+
+
+def _exchange(store: Any, round_: str, rank: int, size: int, name: str, timeout_ms: int) -> tuple[list[str], list[str]]:
+    """Every rank's host: what tells it from others, and what it is called."""
+    keys = [f"{round_}/{other}" for other in range(size)]
+    store.set(keys[rank], "\n".join((_C.host_name(), _C.host_identity(), present())))
+    start = time.monotonic()
+    cards: dict[int, list[str]] = {}
+    pause = _FIRST_PAUSE_S
+    while len(cards) < size:
+        if not store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_S)
+        for other, key in enumerate(keys):
+            if other not in cards and store.check([key]):
+                cards[other] = store.get(key).decode().split("\n")
+        where, waited = f"communicator {name!r} (rank {rank} of {size})", time.monotonic() - start
+        lost = [other for other, card in cards.items() if gone(card[2])] if len(cards) < size else []
+        if lost:
+            raise PeerLost(f"{where}: rank {lost[0]} died before all had come; waited {waited:.3f} s", lost[0])
+        if len(cards) < size and 0 < timeout_ms <= waited * 1000:
+            missing = [other for other in range(size) if other not in cards]
+            raise Timeout(
+                f"{where}: ranks {missing} have not come within {timeout_ms / 1000:g} s; they died at start-up, or call"
+                " something else first"
+            )
+    return [cards[other][1] for other in range(size)], [cards[other][0] for other in range(size)]
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
+    """A Gloo group of these ranks. Hosts that are one machine in truth use loopback."""
+    group: Any = dist.ProcessGroupGloo
+    machines = {identity.partition(" ")[2] for identity in identities}
+    device = group.create_device(hostname="127.0.0.1") if len(machines) == 1 else group.create_default_device()
+    options = group._Options()
+    options._devices = [device]
+    options._timeout = timeout
+    return group(store, rank, size, options)

@@ -1,0 +1,187 @@
+"""From what a caller passes (a torch tensor, a NumPy array, anything with DLPack) to memory that the core can use.
+
+The core moves contiguous memory of a known dtype, on the host or on the communicator's device. A tensor that is not
+contiguous travels through a contiguous copy and is copied back when its operation has been waited for; the values are
+exact either way. It checks; it does not move.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, SupportsIndex
+
+import numpy as np
+import torch
+
+# In the order of csrc/base/types.h.
+DTYPES = {
+    dtype: code
+    for code, dtype in enumerate(
+        (
+            torch.float64,
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            torch.float8_e4m3fn,
+            torch.float8_e5m2,
+            torch.float8_e4m3fnuz,
+            torch.float8_e5m2fnuz,
+            torch.complex64,
+            torch.complex128,
+        )
+    )
+}
+OPS = {name: code for code, name in enumerate(("sum", "avg", "product", "min", "max", "band", "bor", "bxor"))}
+
+
+_CPU = torch.device("cpu")
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def as_tensor(array: Any, what: str, device: torch.device = _CPU) -> torch.Tensor:
+    """The torch tensor that shares memory with ``array``, checked: on ``device``, dense, of a dtype that Axo moves.
+
+    Raises:
+        TypeError: Not an array. ValueError: An array that this communicator cannot move.
+    """
+    if isinstance(array, torch.Tensor):
+        tensor = array
+        if type(array) not in _PLAIN and array.device == device and array.numel() > 0 and array.data_ptr() == 0:
+            kind = type(array).__name__
+            raise ValueError(f"{what}: {kind} has no memory of its own; pass the tensor inside it (.to_local())")
+    elif isinstance(array, np.ndarray):
+        if not array.flags.writeable:
+            raise ValueError(f"{what}: the NumPy array is read-only; pass a copy")
+        try:
+            tensor = torch.from_numpy(array)
+        except (TypeError, ValueError) as error:  # a negative stride, another byte order, a dtype that torch has not
+            raise type(error)(f"{what}: torch cannot view the NumPy array, pass a plain copy: {error}") from None
+    elif hasattr(array, "__dlpack__"):
+        try:
+            tensor = torch.from_dlpack(array)
+        except (AttributeError, BufferError, RuntimeError) as error:
+            raise TypeError(f"{what}: torch cannot read the DLPack of {type(array).__name__}: {error}") from None
+    else:
+        raise TypeError(f"{what}: {type(array).__name__} is not a tensor; pass a torch tensor, a NumPy or DLPack array")
+    if tensor.device != device:
+        moves, hint = ("host memory", ".cpu()") if device.type == "cpu" else (f"memory of {device}", f".to('{device}')")
+        raise ValueError(f"{what}: the tensor is on {tensor.device}; this communicator moves {moves}, use {hint}")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{what}: dtype {tensor.dtype} is not supported; view it as one that is, such as torch.uint8")
+    if tensor.layout is not torch.strided:
+        raise ValueError(f"{what}: layout {tensor.layout} is not supported; use .to_dense()")
+    return tensor
+
+
+def like(result: torch.Tensor, array: Any) -> Any:
+    """``result`` as the kind of array that the caller passed, if that kind can be made of it."""
+    if isinstance(array, torch.Tensor):
+        return result
+    if isinstance(array, np.ndarray):
+        return result.numpy()
+    namespace = getattr(array, "__array_namespace__", None)  # CuPy and what else follows the array API standard
+    return result if namespace is None else namespace().from_dlpack(result)
+
+
+def scaled(tensor: torch.Tensor, scale: float | None) -> torch.Tensor:
+    return tensor if scale is None else tensor.detach() * scale
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's memory, read from its start, is its values in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def plain_input(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_plain(tensor) else tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """The tensor, or a new contiguous buffer to copy back from."""
+    if is_plain(tensor):
+        return tensor
+    if torch._debug_has_internal_overlap(tensor) == 1:
+        raise ValueError(f"{what}: the result tensor is expanded (several elements share memory); use .contiguous()")
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def check_elements(what: str, name: str, tensor: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
+    if tensor.dtype != dtype:
+        raise ValueError(f"{what}: {name} has dtype {tensor.dtype}, the input {dtype}; they must be equal")
+    if tensor.numel() != count:
+        raise ValueError(f"{what}: {name} has {tensor.numel()} elements, expected {count} ({why})")
+
+
+def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset: int) -> None:
+    """Refuse overlapping memory, but for ``target`` starting ``offset`` bytes after ``source``."""
+    start, other = source.data_ptr(), target.data_ptr()
+    if other == start + offset or source.nbytes == 0 or target.nbytes == 0:
+        return
+    if start < other + target.nbytes and other < start + source.nbytes:
+        raise ValueError(f"{what}: input and out overlap in memory other than in place; use separate tensors")
+
+
+def check_integer(what: str, name: str, value: Any, bits: int = 32) -> None:
+    """Raises TypeError when ``value`` is not a whole number (NumPy's are) of so many bits."""
+    limit = 1 << (bits - 1)
+    if type(value) is int and -limit <= value < limit:  # at once: to look for a protocol takes as long as a broadcast
+        return
+    if not isinstance(value, SupportsIndex) or not -limit <= value.__index__() < limit:
+        raise TypeError(f"{what}: {name}={value!r} is not a whole number of {bits} bits")
+
+
+def check_counts(what: str, name: str, counts: Sequence[int], size: int) -> None:
+    """Raises TypeError or ValueError unless there is a number of rows for each rank."""
+    for rows_of_rank in counts:
+        check_integer(what, name, rows_of_rank, bits=64)
+    if len(counts) != size or min(counts) < 0:
+        raise ValueError(f"{what}: {name}={list(counts)} has no number of at least 0 for each of {size} ranks")
+
+
+def rows_to_elements(
+    what: str, name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
+) -> tuple[list[int], list[int]]:
+    """Counts and offsets, in elements, of the parts that ``counts`` rows of dim 0 each make (None: equal parts)."""
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if counts is None:
+        if rows % size:
+            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
+        counts = [rows // size] * size
+    check_counts(what, name, counts, size)
+    if sum(counts) != rows:
+        raise ValueError(
+            f"{what}: {name}={list(counts)} does not cut {rows} rows into {size} parts; "
+            f"give {size} numbers of at least 0 that add up to {rows}"
+        )
+    per_row = tensor.numel() // rows if rows else 0
+    elements = [count * per_row for count in counts]
+    offsets = [sum(elements[:rank]) for rank in range(size)]
+    return elements, offsets
+
+
+def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: int = 0) -> tuple[Any, Any, tuple]:
+    """What the core reads and writes, and the copies ``(to, from)`` to make afterwards.
+
+    In place is ``target is source``, or memory that begins ``offset`` bytes apart.
+    """
+    receive = plain_output(target, what)
+    if target is source:
+        if receive is not target:
+            receive.copy_(source.detach())
+        send = receive
+    else:
+        send = plain_input(source)
+        if receive is target:
+            whole, part = (target, send) if target.nbytes >= send.nbytes else (send, target)
+            check_overlap(what, whole, part, offset)
+    return send, receive, () if receive is target else ((target, receive),)
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,91 @@
+"""Which transport serves a communicator: the one place that decides it, and the device that a rank uses.
+
+cpu     shared memory of one host; of several hosts, with Gloo between them (axo.comm.hosts)
+                                        axo.comm.communicator.Communicator
+cuda    NCCL or RCCL, over any hosts    axo.comm.device.DeviceCommunicator
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from axo.comm.communicator import Communicator
+from axo.comm.device import DeviceCommunicator, DeviceOptions
+from axo.comm.extension import _C
+from axo.comm.hosts import create_core
+
+
+def check_device(what: str, device: str | torch.device) -> torch.device:
+    """The device that ``device`` names, as it was written.
+
+    Raises:
+        ValueError: This torch, or this machine, does not have it; ``what`` asked for it.
+    """
+    try:
+        place = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"{what}: device={str(device)!r} is not one that torch knows; use cpu, or cuda") from None
+    if place.type == "cpu":
+        return place
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type != place.type:
+        found = "none" if accelerator is None else f"{accelerator.type!r}"
+        raise ValueError(
+            f"{what}: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
+            " torch that is built for the GPU and a machine that has one"
+        )
+    return place
+
+
+def resolve_device(device: str | torch.device) -> torch.device:
+    """The device with its index, made current: the index given, else LOCAL_RANK, else the current device.
+
+    Raises:
+        ValueError: This torch, or this machine, does not have it.
+    """
+    place = check_device("connect", device)
+    if place.type == "cpu":
+        return place
+    count = torch.accelerator.device_count()
+    index = place.index
+    if index is None:
+        index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
+        if count == 1:
+            index = 0  # the launcher shows each rank its own GPU; two ranks on one are found when they meet
+    if index >= count:
+        raise ValueError(f"connect: device {index} of {count}; start at most {count} ranks on this machine")
+    torch.accelerator.set_device_index(index)
+    return torch.device(place.type, index)
+
+
+def alone(name: str, device: torch.device) -> Communicator:
+    """The communicator of a single rank, which issues nothing."""
+    kind = Communicator if device.type == "cpu" else DeviceCommunicator
+    return kind(None, name=name, axis=name, device=device)
+
+
+def meet(
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    device: torch.device,
+    seconds: float,
+    options: DeviceOptions,
+    *,
+    threads: bool = False,
+) -> Communicator:
+    """The communicator of all ranks that meet under ``key`` in the store. Collective.
+
+    ``threads``: this rank is a thread, and others of this process use GPUs too.
+    """
+    milliseconds = int(seconds * 1000)
+    if device.type == "cpu":
+        core = create_core(store, key, rank, size, "world", milliseconds)
+        return Communicator(core, name="world", axis="world")
+    core_options = options.for_core("world", milliseconds, device.index)
+    core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
+    return DeviceCommunicator(core, name="world", axis="world", device=device)

@@ -1,0 +1,177 @@
+"""Work: one pending collective, and the group of operations that a thread has open.
+
+    work = comms.y.all_reduce(t, async_op=True)
+    compute_on(other)
+    t = work.wait()          # right; reading or writing t before this line is wrong
+
+A Work keeps its tensors alive; dropping it does not cancel the operation. The three ways to wait are those of
+csrc/base/work.h.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from numbers import Real
+from typing import Any, Protocol
+
+import torch
+
+from axo.comm.counting import watch
+from axo.comm.futures import when_completed
+from axo.errors import Error, Mismatch
+
+_LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
+
+
+def milliseconds(timeout: float) -> int:
+    """What the core takes for ``timeout`` seconds of ``synchronize``.
+
+    Raises:
+        ValueError: Not a number of at least 0.
+    """
+    if not isinstance(timeout, Real) or not timeout >= 0:
+        raise ValueError(f"synchronize: timeout={timeout!r} is no time; use seconds of at least 0, or None for ever")
+    return int(min(float(timeout), _LONGEST_S) * 1000)
+
+
+class Issuer(Protocol):
+    """The communicator: adds up the time that a rank is blocked, and tells other axes of a mismatch."""
+
+    _blocked: float
+    axis: str
+
+    def _spread(self, error: Mismatch) -> None: ...
+
+
+class Work:
+    """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
+
+    __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
+
+    def __init__(self, communicator: Issuer, core: Any, result: Any, copies: tuple) -> None:
+        self._communicator = communicator
+        self._core = core  # None: nothing is pending
+        self._result = result
+        self._copies = copies  # (to, from): results of tensors that are not contiguous
+        self._recorded = False  # inside a group that is still open
+
+    def wait(self) -> Any:
+        """Block until the operation is complete; return its result, as the blocking call would.
+
+        Raises:
+            PeerLost, Timeout, Mismatch, Aborted: What the operation ended with.
+        """
+        self._check_issued()
+        if self._core is not None:
+            start = time.perf_counter()
+            try:
+                self._core.wait()
+            except Mismatch as error:
+                self._communicator._spread(error)
+                raise
+            finally:
+                self._communicator._blocked += time.perf_counter() - start
+            watch.waited(self._communicator.axis, start, self)
+        self._finish()
+        return self._result
+
+    def synchronize(self, timeout: float | None = None) -> None:
+        """Block the host until the operation is complete, at most ``timeout`` seconds.
+
+        Raises:
+            Timeout: Still pending then; the operation itself goes on. ValueError: A negative time, or none.
+        """
+        if timeout is None:
+            self.wait()
+            return
+        limit = milliseconds(timeout)
+        self._check_issued()
+        if self._core is not None:
+            start = time.perf_counter()
+            try:
+                self._core.synchronize(limit)
+            except Mismatch as error:
+                self._communicator._spread(error)
+                raise
+            finally:
+                self._communicator._blocked += time.perf_counter() - start
+        self._finish()
+
+    def is_completed(self) -> bool:
+        """Whether the operation has ended, with or without an error. Never blocks."""
+        return not self._recorded and (self._core is None or self._core.is_completed())
+
+    def exception(self) -> BaseException | None:
+        """The error that the operation ended with; None while it is pending or when it succeeded."""
+        return None if self._core is None or self._recorded else self._core.exception()
+
+    def result(self) -> Any:
+        """The result, after waiting for it."""
+        return self.wait()
+
+    def duration(self) -> float | None:
+        """Seconds from issue to completion; None while it is pending, after an error, or where nobody measured.
+
+        On a device the time is measured between events of its stream, with ``DeviceOptions(timing=True)`` only.
+        """
+        if self._core is None or self._recorded or self._core.exception() is not None:
+            return None
+        seconds = self._core.seconds()
+        return seconds if seconds >= 0 else None
+
+    def source(self) -> int | None:
+        """The rank whose message a ``recv`` took; None before one has come, and for every other operation."""
+        if self._core is None or self._recorded:
+            return None
+        rank = self._core.source()
+        return rank if rank >= 0 else None
+
+    def future(self) -> torch.futures.Future:
+        """A ``torch.futures.Future`` of the result, or of the error that the operation ends with.
+
+        It is completed on a thread of Axo's, where its callbacks run too. A callback may issue collectives; it must not
+        wait for another of these futures.
+        """
+        self._check_issued()
+        future: torch.futures.Future = torch.futures.Future()
+        if self._core is None:
+            future.set_result(self._result)
+        else:
+            when_completed(self._core, lambda: self._settle(future))
+        return future
+
+    def _settle(self, future: torch.futures.Future) -> None:
+        try:
+            result = self._complete_result()
+        except Exception as error:
+            future.set_exception(error)
+            return
+        future.set_result(result)
+
+    def _complete_result(self) -> Any:
+        """The result of an operation that has ended, complete for whoever reads it."""
+        return self.wait()
+
+    def _check_issued(self) -> None:
+        if self._recorded:
+            raise Error("wait: this operation belongs to an axo.group() that is still open; wait after the block")
+
+    def _finish(self) -> None:
+        copies, self._copies = self._copies, ()
+        for target, buffer in copies:
+            with torch.no_grad():
+                target.copy_(buffer)
+
+
+class _OpenGroup(threading.local):
+    """This thread's open ``axo.group()``: how deep, what was recorded, and what the end of the block waits for."""
+
+    depth = 0
+
+    def __init__(self) -> None:
+        self.recorded: list[Work] = []
+        self.waits: list[Work] = []
+
+
+open_group = _OpenGroup()

@@ -1,0 +1,1 @@
+"""Axo as a strategy of Lightning Fabric."""

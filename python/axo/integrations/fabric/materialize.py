@@ -1,0 +1,70 @@
+"""Give a parallel model that was built on the meta device the values that its serial original would get.
+
+Trainers build an empty model and then say how each layer is to be filled, by ``reset_parameters`` of the layer (LitGPT
+replaces that method on single layers). The layers are gone once the model is parallel, so they are kept, still without
+storage: each in turn gets storage, fills itself, hands this rank its shards, and is emptied again. All of it runs under
+rank 0's generator, in the order of ``Module.modules``: the values are those of one rank that calls every
+``reset_parameters`` in turn, and no rank ever holds more than one whole layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.integrations.fabric.recorded_init import AsBuilt
+from axo.nn.init import make_room, source_generator, tied_parameters
+
+
+def is_parallel(model: nn.Module) -> bool:
+    """Whether ``model`` holds a parallel layer."""
+    return any(hasattr(module, "load_serial") for module in model.modules())
+
+
+def materialize(model: nn.Module, originals: dict[str, nn.Module], comms: Any, as_built: AsBuilt | None = None) -> None:
+    """Fill every module of ``model`` that has tensors on the meta device. Every rank must call it.
+
+    Args:
+        model: What ``axo.parallelize`` made.
+        originals: Its modules before that, by name; those that were replaced are needed.
+        comms: The communicators of the grid.
+        as_built: Knows how the originals' constructors would have filled them, which then counts.
+
+    Raises:
+        ValueError: A module has no ``reset_parameters``.
+    """
+    ties = tied_parameters(model)
+    with source_generator(comms, comms.device), torch.no_grad():
+        for name, module in model.named_modules():
+            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+            if not any(tensor.is_meta for tensor in own):
+                continue
+            dtypes = {key: buffer.dtype for key, buffer in module.named_buffers(recurse=False)}
+            make_room(module, comms.device, ties)
+            if hasattr(module, "load_serial"):
+                serial = originals[name]
+                if as_built is not None and as_built.knows(serial):
+                    as_built.fill(serial, comms.device, comms)
+                else:
+                    serial.to_empty(device=comms.device, recurse=False)
+                    _reset(serial, name)
+                module.load_serial(serial)
+                serial.to("meta")  # a reset_parameters set on the layer may refer to it: dropping it would not free it
+                continue
+            _reset(module, name)
+            for key, dtype in dtypes.items():  # what is computed anew may come in another precision
+                setattr(module, key, getattr(module, key).to(dtype))
+    mask: Any = getattr(model, "mask_cache", None)
+    if mask is not None and mask.is_meta:  # litgpt's, of a KV cache that was set on the meta device; no buffer
+        model.mask_cache = torch.ones(mask.shape, dtype=torch.bool, device=comms.device).tril()  # type: ignore[assignment]
+
+
+def _reset(module: Any, name: str) -> None:
+    if not callable(getattr(module, "reset_parameters", None)):
+        raise ValueError(
+            f"AxoStrategy: {name or 'the model'!r} ({type(module).__qualname__}) was built on the meta device and has"
+            " no reset_parameters to fill it; build it with empty_init=False"
+        )
+    module.reset_parameters()

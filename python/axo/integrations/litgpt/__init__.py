@@ -1,0 +1,1 @@
+"""``axo litgpt``: LitGPT's own commands on a grid."""

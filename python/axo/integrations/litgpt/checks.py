@@ -1,0 +1,101 @@
+"""Wrong input of ``axo litgpt`` that is found before there are ranks: one message, and nothing has begun."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from axo.grid import Grid
+from axo.integrations.fabric.sharded_checkpoint import holds_sharded
+
+# What each logger writes with: one of these packages, and what to install.
+_LOGGERS = {
+    "tensorboard": (("tensorboard", "tensorboardX"), "tensorboardX"),
+    "wandb": (("wandb",), "wandb"),
+    "mlflow": (("mlflow", "mlflow_skinny"), "mlflow"),
+}
+
+
+def check_paths(options: Any, grid: Grid, trains: bool) -> None:
+    """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download.
+
+    Args:
+        options: What litgpt's parser made of a command's arguments.
+        grid: The grid.
+        trains: Whether the command trains.
+
+    Raises:
+        ValueError: Something is not there, or is a sharded checkpoint that the command does not read.
+    """
+    from litgpt.utils import extend_checkpoint_dir
+
+    if "checkpoint_dir" in options and grid.world_size > 1:
+        folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
+        if not folder.is_dir():  # litgpt would download it, on every rank at once
+            raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
+    for name in ("tokenizer_dir", "initial_checkpoint_dir"):
+        given = options.get(name)
+        if given is not None and not extend_checkpoint_dir(Path(str(given))).is_dir():
+            raise ValueError(f"litgpt: --{name} {given} is not a folder")
+    resume = options.get("resume")
+    if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
+        raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
+    if not trains and holds_sharded(Path(str(options.checkpoint_dir))):
+        folder = Path(str(options.checkpoint_dir))
+        raise ValueError(
+            f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"
+        )
+
+
+def check_model(options: Any) -> None:
+    """Refuse a model's name that is not in litgpt's list (litgpt prints the list and ends as if all were well).
+
+    Raises:
+        ValueError: It is not.
+    """
+    from litgpt.config import Config
+
+    name = options.get("model_name")
+    if name in (None, "list") or options.get("model_config") is not None:
+        return
+    try:
+        Config.from_name(name)
+    except ValueError:
+        raise ValueError(
+            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
+        ) from None
+
+
+def check_batch(train: Any, grid: Grid) -> None:
+    """Refuse batch sizes that do not divide over the data ranks.
+
+    Raises:
+        ValueError: They do not.
+    """
+    for name in ("global_batch_size", "micro_batch_size"):
+        if getattr(train, name) < 1:
+            raise ValueError(f"litgpt: --train.{name}={getattr(train, name)} is not a whole number of at least 1")
+    at_once = train.micro_batch_size * grid.z * grid.data
+    if train.global_batch_size % at_once:
+        raise ValueError(
+            f"litgpt: --train.global_batch_size={train.global_batch_size} does not divide over"
+            f" micro_batch_size={train.micro_batch_size} on z*data={grid.z * grid.data} data ranks of grid {grid};"
+            f" use a multiple of {at_once}"
+        )
+
+
+def check_logger(options: Any) -> None:
+    """Refuse a logger whose package is not installed.
+
+    Raises:
+        ValueError: It is not.
+    """
+    name = options.get("logger_name")
+    packages, wanted = _LOGGERS.get(name, ((), ""))
+    if packages and not any(map(importlib.util.find_spec, packages)):
+        default = " (what pretrain takes if nothing is said)" if name == "tensorboard" else ""
+        raise ValueError(
+            f"litgpt: --logger_name {name}{default} wants a package that is not installed: pip install {wanted}, or"
+            " use --logger_name csv"
+        )

@@ -1,0 +1,287 @@
+"""The plan for any model: ``plan="auto"``, and a dict of patterns over it (``axo.plans.auto.patterns``).
+
+Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What lies between them is either
+
+    split    where tracing proves it (``regions``): chains alternate normal and transposed, nothing is moved
+    heads    attention of classes that are known (``hugging_face``): first projections normal, last transposed
+    whole    everywhere else, the papers' easy mode: all features on every rank along x and y, rows over z and data. A
+             layer cuts its part out of what comes in (its gradient is gathered), and gathers what goes out.
+
+All other modules run unchanged on whole activations, their parameters replicated (``axo.nn.replicated``). So any model
+gives the serial result; ``axo.plan_report(model)`` says what each layer has become and what the re-layout costs. Ranks
+along x and y take the same rows, and compute the same loss from whole outputs.
+
+Random numbers that modules draw from torch's default generator agree along x and y (``axo.nn.randomness``). A layer
+whose sizes do not divide either way stays serial, with a warning. Refused: batch normalisation over several data ranks,
+whose statistics would be of each rank's own rows.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from axo.nn import Dropout
+from axo.nn.init import tied_parameters
+from axo.nn.layer import ParallelLayer
+from axo.nn.randomness import SharedRandomness
+from axo.nn.replicated import replicate
+from axo.plans.auto import hugging_face as hf
+from axo.plans.auto.decide import Candidate, Choice, decide
+from axo.plans.auto.patterns import Wish, wishes
+from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
+from axo.plans.replace import Replacer, hooks_of
+from axo.plans.report import LayerPlan, PlanReport
+
+
+def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Module:
+    """Replace the layers of ``model`` in place.
+
+    Args:
+        model: Any serial module, real or on the meta device.
+        replacer: Makes the parallel layers.
+        plan: Patterns over names; empty: no wishes.
+
+    Raises:
+        ValueError: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
+    """
+    comms, grid = replacer.comms, replacer.comms.grid
+    _check(model, grid)
+    candidates, serial = _candidates(model, grid)
+    wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
+    heads, opaque = _attention(model, candidates, wanted, grid.x, serial)
+    free = [c for c in candidates if c.name not in heads and c.name not in serial]
+    regions, read = find_regions(model, _sizes(free), set(opaque))
+    if read:
+        why = "another module reads its weight itself"
+        serial |= {c.name: why for c in free if c.module in read}
+        free = [c for c in free if c.module not in read]
+        regions, _ = find_regions(model, _sizes(free), set(opaque))
+    choices, dropouts = decide(free, regions, wanted, grid)
+    choices |= heads
+    choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
+    ties = _ties(model, candidates, choices)
+    report = PlanReport([_line(c, choices[c.name], grid) for c in candidates])
+    names = {module: name for name, module in model.named_modules()}
+
+    became: dict[nn.Module, nn.Module] = {}
+    for candidate in candidates:
+        _replace(model, candidate, choices[candidate.name], replacer)
+        became[candidate.module] = model.get_submodule(candidate.name)
+    for module in list(model.modules()):  # a layer may be known under several names
+        module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
+    for head, table in ties:
+        model.get_submodule(head).weight = model.get_submodule(table).weight
+    for dropout, axis in dropouts.items():
+        parent, _, child = names[dropout].rpartition(".")
+        old: Any = dropout
+        new = Dropout(old.p, old.inplace, comms=comms, split=(axis, "z", "data")).train(old.training)
+        setattr(model.get_submodule(parent), child, new)
+    for module, found in opaque.items():
+        for attribute, value in found.attributes.items():
+            setattr(module, attribute, value)
+        SharedRandomness(comms, ("x", "z", "data")).attach(module)
+    for module in list(model.modules()):
+        if not isinstance(module, ParallelLayer):
+            replicate(module, comms, replacer.grad_reduce)
+    SharedRandomness(comms, ("z", "data")).attach(model)
+    kept: Any = model
+    kept._axo_plan_report = report
+    _warn(report)
+    return model
+
+
+def _sizes(layers: list[Candidate]) -> dict[nn.Module, Size]:
+    return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
+
+
+def _check(model: nn.Module, grid: Any) -> None:
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(
+                f"parallelize: buffer {name!r} is on the meta device, and plan 'auto' does not know how to fill it;"
+                " build the model with its buffers on a real device"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and grid.z * grid.data > 1:
+            raise ValueError(
+                f"parallelize: {name!r} is a {type(module).__name__}, whose statistics would be of each rank's own rows"
+                f" on z={grid.z}, data={grid.data}; use GroupNorm or LayerNorm, or a grid with z=1 and data=1"
+            )
+
+
+def _candidates(model: nn.Module, grid: Any) -> tuple[list[Candidate], dict[str, str]]:
+    """The layers of ``model``, and those that must stay serial, with the reason."""
+    found: list[Candidate] = []
+    serial: dict[str, str] = {}
+    readers: dict[str, str] = {}
+    for name, module in model.named_modules():
+        inside = next((kind for prefix, kind in readers.items() if name.startswith(prefix)), None)
+        candidate = _candidate(name, module)
+        if candidate is None:
+            plain = isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+            if type(module).__module__.startswith("torch.nn.") and not plain and any(module.children()):
+                readers[f"{name}."] = type(module).__name__
+            continue
+        found.append(candidate)
+        module_: Any = module
+        if not _is_plain(module):
+            serial[name] = "it has parameters, buffers or a forward of its own (weight_norm, pruning, ...)"
+        elif inside:
+            serial[name] = f"inside a torch.nn.{inside}, which reads its layers' weights itself"
+        elif candidate.type == "conv2d" and module_.groups > 1 and grid.x * grid.y > 1:
+            serial[name] = f"groups={module_.groups}: a group's channels must meet on one rank"
+        elif candidate.type == "embedding" and (module_.max_norm or module_.sparse or module_.scale_grad_by_freq):
+            serial[name] = "max_norm, sparse or scale_grad_by_freq"
+    for group in _tied(model, found):
+        if not _is_table_with_heads(group):
+            serial.update({c.name: "shares its weight" for c in group if c is not None})
+    return found, serial
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a layer is what its class makes of it."""
+    own = set(module._parameters)
+    return "weight" in own and own <= {"weight", "bias"} and not module._buffers and "forward" not in module.__dict__
+
+
+def _tied(model: nn.Module, candidates: list[Candidate]) -> list[list[Candidate | None]]:
+    """The owners of each weight that several modules share and a layer among them; None stands for any other module."""
+    by_module = {c.module: c for c in candidates}
+    groups = ([by_module.get(module) for module, _ in owners] for owners in tied_parameters(model).values())
+    return [group for group in groups if any(group)]
+
+
+def _is_table_with_heads(group: list[Candidate | None]) -> bool:
+    types = sorted(c.type if c is not None else "other" for c in group)
+    return types == ["embedding"] + ["linear"] * (len(types) - 1)
+
+
+def _candidate(name: str, module: Any) -> Candidate | None:
+    if type(module) is nn.Linear:
+        return Candidate(name, module, "linear", module.in_features, module.out_features, uneven_out=True)
+    if type(module) is nn.Conv2d:
+        return Candidate(name, module, "conv2d", module.in_channels, module.out_channels)
+    if type(module) is nn.Embedding:
+        return Candidate(name, module, "embedding", None, module.embedding_dim)
+    if hf.is_conv1d(module):
+        return Candidate(name, module, "conv1d", module.nx, module.nf)
+    return None
+
+
+def _attention(
+    model: nn.Module, candidates: list[Candidate], wanted: dict[str, Wish], ranks: int, serial: dict[str, str]
+) -> tuple[dict[str, Choice], dict[nn.Module, hf.Attention]]:
+    """Choices for the projections of attention modules that are split by heads, and these modules."""
+    heads: dict[str, Choice] = {}
+    modules: dict[nn.Module, hf.Attention] = {}
+    for name, module in model.named_modules():
+        found = hf.attention(module, name, ranks)
+        if not isinstance(found, hf.Attention):
+            if found:
+                warnings.warn(f"parallelize: attention is not split by heads: {found}", stacklevel=4)
+            continue
+        asked = {child: wanted.get(f"{name}.{child}") for child in found.layers}
+        if any(
+            wish and (wish.kind != found.layers[child][0] or wish.split_in is not None) for child, wish in asked.items()
+        ) or any(hooks_of(module.get_submodule(child)) for child in found.layers):
+            continue  # the user says otherwise, or looks at whole activations: easy mode for this module
+        modules[module] = found
+        for child, (kind, options) in found.layers.items():
+            first = kind == "normal"
+            heads[f"{name}.{child}"] = Choice(kind, not first, first, "heads over x", options)
+    return heads, modules
+
+
+def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choice]) -> list[tuple[str, str]]:
+    """Heads that share an embedding's weight, with it; where the two are not split alike, both stay serial.
+
+    Raises:
+        ValueError: They are not split alike, and activations beside them are split.
+    """
+    pairs = []
+    for group in _tied(model, candidates):
+        if not _is_table_with_heads(group):
+            continue
+        layers = [c for c in group if c is not None]
+        (table,) = (c for c in layers if c.type == "embedding")
+        kinds = {choices[c.name].kind for c in layers}
+        if kinds == {"normal"}:
+            pairs += [(c.name, table.name) for c in layers if c is not table]
+        elif kinds != {"replicate"}:
+            if any(choices[c.name].split_in or choices[c.name].split_out for c in layers):
+                raise ValueError(
+                    f"parallelize: {', '.join(c.name for c in layers)} share one weight and cannot be split alike; give"
+                    " all of them kind 'normal' or 'replicate' in a plan of patterns, or untie them"
+                )
+            why = "shares its weight with a layer that is split otherwise"
+            choices.update({c.name: Choice("replicate", why=why) for c in layers})
+    return pairs
+
+
+def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: Replacer) -> None:
+    if choice.kind == "replicate":
+        return
+    parent_name, _, child = candidate.name.rpartition(".")
+    if not candidate.name:
+        raise ValueError(
+            f"parallelize: the model is itself a {type(model).__name__}; put it into a module, or use"
+            f" axo.nn.{type(model).__name__}"
+        )
+    parent, name = model.get_submodule(parent_name), candidate.name
+    if candidate.type == "embedding":
+        replacer.embedding(parent, child, name, gather_output=not choice.split_out)
+        return
+    options: dict[str, Any] = {
+        "transposed": choice.kind == "transposed",
+        "scatter_input": not choice.split_in,
+        "gather_output": not choice.split_out,
+        **choice.options,
+    }
+    if candidate.type == "conv2d":
+        replacer.conv2d(parent, child, name, **options)
+    elif candidate.type == "linear":
+        replacer.linear(parent, child, name, uneven_out=not choice.split_out, **options)
+    else:
+        old: Any = candidate.module
+        new = hf.Conv1D(
+            old.nf,
+            old.nx,
+            "meta",
+            old.weight.dtype,
+            comms=replacer.comms,
+            grad_reduce=replacer.grad_reduce,
+            like=type(old),
+            name=name,
+            **options,
+        )
+        replacer.put(parent, child, new)
+
+
+def _line(candidate: Candidate, choice: Choice, grid: Any) -> LayerPlan:
+    """What one row costs in all-gathers: this rank's part, where the axis has more than one."""
+    module: Any = candidate.module
+    in_axis, out_axis = choice.axes()
+    if candidate.type == "embedding":
+        out_axis = "y"
+    forward = backward = 0
+    if choice.kind != "replicate":
+        if not choice.split_out and grid.size(out_axis) > 1:
+            forward = -(-candidate.out // grid.size(out_axis)) * module.weight.element_size()
+        if candidate.into and not choice.split_in and grid.size(in_axis) > 1:
+            backward = -(-candidate.into // grid.size(in_axis)) * module.weight.element_size()
+    kind = type(module).__name__
+    return LayerPlan(
+        candidate.name, kind, choice.kind, choice.split_in, choice.split_out, forward, backward, choice.why
+    )
+
+
+def _warn(report: PlanReport) -> None:
+    whole = [line for line in report if line.kind == "replicate" and not line.why.startswith("plan ")]
+    if whole:
+        lines = "; ".join(f"{line.name}: {line.why}" for line in whole[:4])
+        more = f" (and {len(whole) - 4} more)" if len(whole) > 4 else ""
+        warnings.warn(f"parallelize: {len(whole)} layers stay serial on every rank: {lines}{more}", stacklevel=4)

@@ -1,0 +1,249 @@
+"""LitGPT's LoRA layers on a grid: the frozen layer as any other, the adapter beside it.
+
+    O[m, n] = I[m, k] @ W[n, k]^T + b[n]  +  scaling * (drop(I) @ A[r, k]^T) @ B[n, r]^T
+
+With (in, out) the axes of the layer, A is split over in like the columns of W, and B over out like its rows; z and data
+replicate both, for they are small. So
+
+    forward    mid = all-reduce_in(I @ A^T)      [m, r], whole on every rank;   O += mid @ B^T
+    backward   d mid = all-reduce_out(dO @ B)    behind it dB;   then dA = d mid^T @ I and dI += d mid @ A
+               dA and dB are reduced over z and data
+
+A fused projection of queries, keys and values has an adapter for each of those that are enabled: rows of A one after
+the other, rows of B split by heads as those of W. Frozen weights have no gradient, and so none is communicated.
+
+Dropout draws masks that agree where ranks hold the same activations. Merging is whole-layer arithmetic on every rank.
+
+Not here: sequence parallelism (refused), quantised weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from litgpt.lora import LoRALinear, LoRAQKVLinear
+from torch import nn
+
+from axo.matmul import cost, engine_cost
+from axo.matmul.product import no_autocast, refuse_create_graph
+from axo.matmul.products import compute_dtype
+from axo.nn import Dropout
+from axo.nn.layer import ParallelLayer
+from axo.overlap.exchange import Exchange
+from axo.overlap.gradients import SKIP
+from axo.placement import Placement
+from axo.sharding import gather_features, unshard
+
+
+class AdaptedLinear(ParallelLayer, LoRALinear):
+    """``litgpt.lora.LoRALinear`` (and ``LoRAQKVLinear``) around an :class:`axo.nn.Linear`.
+
+    (..., in_features/Gin) -> (..., out_features/Gout), all out_features with ``gather_output``.
+
+    Args:
+        old: The serial layer. Whoever makes this gives it a parallel ``linear``.
+        transposed, whole_output, out_blocks, out_copies, gather_output: As for :class:`axo.nn.Linear`.
+        comms, grad_reduce, name: As for :class:`axo.nn.Linear`.
+    """
+
+    def __init__(
+        self,
+        old: Any,
+        *,
+        transposed: bool = False,
+        whole_output: bool = False,
+        out_blocks: tuple[int, ...] | None = None,
+        out_copies: tuple[int, ...] | None = None,
+        gather_output: bool = False,
+        comms: Any,
+        grad_reduce: str,
+        name: str,
+    ) -> None:
+        in_axis, out_axis = ("x", "y") if transposed else ("y", None if whole_output else "x")
+        into, out = old.linear.in_features, old.linear.out_features
+        whole = out_blocks or (out,)
+        copies = out_copies or (1,) * len(whole)
+        enabled = list(old.enable_lora) if isinstance(old, LoRAQKVLinear) else [True]
+        placements: dict[str, Placement] = {}
+        if hasattr(old, "lora_A"):
+            rows = tuple(n for n, on in zip(whole, enabled, strict=True) if on)
+            shared = tuple(n for n, on in zip(copies, enabled, strict=True) if on)
+            placements["lora_A"] = Placement((old.lora_A.shape[0], into), ((), (in_axis,)), comms=comms)
+            placements["lora_B"] = Placement(
+                (sum(rows), old.r),
+                ((out_axis,) if out_axis else (),),
+                rows if out_blocks else None,
+                comms,
+                shared if out_blocks else None,
+            )
+        self._start(comms, name, placements)
+        self.r, self.lora_alpha, self.merged = old.r, old.lora_alpha, old.merged
+        self.scaling = getattr(old, "scaling", 0.0)
+        self.enable_lora = enabled
+        self.in_features = self.in_features_whole = into
+        self.out_features = self.out_features_whole = out
+        self.in_axis, self.out_axis = in_axis, out_axis
+        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, gather_output
+        # Rows of the output on this rank, block by block.
+        bounds = Placement((out,), ((out_axis,) if out_axis else (),), out_blocks, comms, out_copies).ranges(0)
+        self.widths = [b - a for a, b in bounds] if out_blocks else [sum(b - a for a, b in bounds)]
+        drop = old.lora_dropout.p if isinstance(old.lora_dropout, nn.Dropout) else 0.0
+        self.lora_dropout = Dropout(drop, comms=comms, split=(in_axis, "z", "data")) if drop else _same
+        if placements:
+            self.exchanges = tuple(Exchange(comms, placement, grad_reduce) for placement in placements.values())
+            self._add_parameters("meta", old.lora_A.dtype)
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """The adapter alone, whole; the layer beside it is a parallel one by itself."""
+        with torch.device("meta"):
+            whole = LoRALinear(1, 1, r=self.r, lora_alpha=self.lora_alpha)
+        whole.linear = nn.Identity()
+        for name, placement in self.placements.items():
+            setattr(whole, name, nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype)))
+        return whole
+
+    def reset_parameters(self) -> None:
+        if self.placements:
+            ParallelLayer.reset_parameters(self)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        layer: Any = self.linear
+        output = layer(x)
+        if self.placements and not self.merged:
+            output = output + _Adapt.apply(self.lora_dropout(x), self.lora_A, self.lora_B, self)
+        if self.gather_output and self.out_axis is not None:
+            output = gather_features(
+                output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
+            )
+        return output
+
+    def pieces(self) -> list[tuple[int, int | None]]:
+        """(width of the output, first column of ``mid``), block by block; None: the block has no adapter."""
+        found: list[tuple[int, int | None]] = []
+        first = 0
+        for width, on in zip(self.widths, self.enable_lora, strict=True):
+            found.append((width, first if on else None))
+            first += self.r * on
+        return found
+
+    @torch.no_grad()
+    def get_lora_AB(self) -> torch.Tensor:
+        """What the adapter adds to the whole weight, (out_features, in_features). Every rank must call it."""
+        a, b = (unshard(getattr(self, name).detach(), self.placements[name]) for name in ("lora_A", "lora_B"))
+        blocks, first, row = [], 0, 0
+        for rows, on in zip(self.out_blocks or (self.out_features,), self.enable_lora, strict=True):
+            if on:
+                blocks.append(b[row : row + rows] @ a[first : first + self.r] * self.scaling)
+                first, row = first + self.r, row + rows
+            else:
+                blocks.append(a.new_zeros(rows, self.in_features))
+        return torch.cat(blocks)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        """Add the adapter to the weight; from then on there is only the weight. Every rank must call it."""
+        if self.placements and not self.merged:
+            layer: Any = self.linear
+            weight = layer.weight
+            weight += weight.placement.take(self.get_lora_AB()).to(weight.dtype)
+            self.merged = True
+
+    def cost(
+        self, rows: int, *, itemsize: int = 4, input_grad: bool = True, recompute: bool = False
+    ) -> list[cost.Call]:
+        """Count the adapter's own collectives on this rank in one step; those of ``linear`` are its own.
+
+        Args:
+            rows: m, rows of one data-parallel group (all ranks along z together).
+            itemsize: Bytes an element of the dtype that it computes in.
+            input_grad: Whether the input wants a gradient, which changes nothing: A does in any case.
+            recompute: The forward runs again before backward.
+        """
+        if not self.placements or self.merged:
+            return []
+        grid = self.comms.grid
+        mid = cost.part(rows, grid.z, self.comms.coords.z) * self.placements["lora_A"].global_shape[0]
+        phases = (cost.FORWARD, cost.RECOMPUTE) if recompute else (cost.FORWARD,)
+        calls = [
+            cost.Call(phase, "all_reduce", str(self.in_axis), mid, itemsize, cost.REDUCE_OUTPUT) for phase in phases
+        ]
+        if self.out_axis:
+            calls.append(cost.Call(cost.BACKWARD, "all_reduce", self.out_axis, mid, itemsize, cost.REDUCE_INPUT_GRAD))
+        for name, exchange in zip(self.placements, self.exchanges, strict=True):
+            parameter = getattr(self, name)
+            calls += cost.replicated_grad(parameter.numel(), itemsize)
+            copies = exchange.vector_copies()
+            calls += [
+                cost.Call(
+                    cost.BACKWARD, "all_reduce", str(self.out_axis), (b - a) * self.r, itemsize,
+                    cost.REDUCE_WEIGHT_GRAD,
+                )
+                for a, b in (copies.rows if copies else ())
+            ]  # fmt: skip
+        reduced = self.exchanges[0].engine.reduce_dtype
+        calls = calls if reduced is None else engine_cost.reduced_in(calls, reduced.itemsize)
+        return cost.issued(calls, grid)
+
+    def extra_repr(self) -> str:
+        return f"r={self.r}, scaling={self.scaling}, enabled={self.enable_lora}, grid={self.comms.grid}"
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+class _Adapt(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layer: AdaptedLinear) -> torch.Tensor:
+        dtype = compute_dtype(x)
+        rows = x.to(dtype).reshape(x.shape[:-1].numel(), x.shape[-1])
+        of_a, _ = layer.exchanges
+        with no_autocast(x.device):
+            mid = of_a.reduce(rows @ a.to(dtype).t(), layer.in_axis)
+            output = rows.new_zeros(rows.shape[0], sum(layer.widths))
+            column = row = 0
+            for width, start in layer.pieces():
+                if start is not None:
+                    part = mid[:, start : start + layer.r] @ b[row : row + width].to(dtype).t()
+                    output[:, column : column + width] = part * layer.scaling
+                    row += width
+                column += width
+        ctx.save_for_backward(rows, a, b, mid)
+        ctx.layer, ctx.dtype, ctx.shape, ctx.input_dtype = layer, dtype, x.shape, x.dtype
+        return output.view(*x.shape[:-1], output.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("LoRALinear")
+        layer = ctx.layer
+        rows, a, b, mid = ctx.saved_tensors
+        of_a, of_b = layer.exchanges
+        needs_input, needs_a, needs_b, _ = ctx.needs_input_grad
+        how_a = of_a.how(ctx, 1) if needs_a else SKIP
+        how_b = of_b.how(ctx, 2) if needs_b else SKIP
+        grad = grad_output.reshape(ctx.shape[:-1].numel(), grad_output.shape[-1])
+        grad_input = grad_a = grad_b = None
+        with no_autocast(grad.device):
+            grad = grad * layer.scaling
+            partial, of_rows = torch.zeros_like(mid), []
+            column = row = 0
+            for width, start in layer.pieces():
+                if start is not None:
+                    mine = grad[:, column : column + width]
+                    partial[:, start : start + layer.r] = mine @ b[row : row + width].to(ctx.dtype)
+                    of_rows.append((mine, start))
+                    row += width
+                column += width
+            wanted = needs_input or how_a != SKIP
+            reduced = of_a.start_reduce(partial, layer.out_axis) if wanted else None
+            if how_b != SKIP:
+                parts = [mine.t() @ mid[:, start : start + layer.r] for mine, start in of_rows]
+                grad_b = of_b.vector_gradient(how_b, b, torch.cat(parts))
+            if reduced is not None:
+                grad_mid = reduced.wait()
+                if how_a != SKIP:
+                    grad_a = of_a.vector_gradient(how_a, a, grad_mid.t() @ rows)
+                if needs_input:
+                    grad_input = (grad_mid @ a.to(ctx.dtype)).view(ctx.shape).to(ctx.input_dtype)
+        return grad_input, grad_a, grad_b, None

@@ -1,0 +1,149 @@
+"""The JSON-lines log of a run: one header, one line a step, one summary. Each line is flushed when it is written.
+
+header: the options, versions, grid, device, transport, sizes of model and text, and the peak that MFU divides by.
+step:   step, loss, lr, grad_norm, seconds, tokens_per_s, comm_share (time blocked / time, mean over ranks, by axis and
+        in all), model_flops, hardware_flops, mfu, hfu (shares of the peak of all ranks; null where it is unknown).
+summary: steps, seconds, tail_loss.
+Units: seconds, tokens a second, flops of the whole step on all ranks. Model flops are those of
+``axo.perf.flops.narayanan`` without recomputation, hardware flops with it where the run recomputes.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from axo.perf.flops import narayanan
+from axo.train import models
+from axo.train.config import TrainConfig
+from axo.train.loop import Step
+from axo.train.peaks import peak_tflops
+
+LOG_NAME = "log.jsonl"
+
+
+class TrainLog:
+    """Writes a run's log to ``config.out``; rank 0 alone holds one.
+
+    Args:
+        config: The run.
+        shape: Sizes of its model.
+        tokens: Tokens of its text.
+        transport: What moves the bytes.
+        start: The first step; above 0 the lines of the steps before it are kept, and another header follows them.
+    """
+
+    def __init__(self, config: TrainConfig, shape: models.Shape, tokens: int, transport: str, start: int = 0) -> None:
+        folder = Path(config.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / LOG_NAME
+        kept = _lines_before(self.path, start)
+        self._file = open(self.path, "w", encoding="utf-8")
+        self._file.writelines(kept)
+        self._ranks = config.grid.world_size
+        self._flops = _Flops.of(config, shape)
+        device = device_name(config.device)
+        self._peak = config.peak_tflops or peak_tflops(device, config.precision)
+        self.write(
+            {
+                "kind": "header",
+                "config": config.as_dict(),
+                "model": {"parameters": shape.parameters, "layers": shape.layers, "hidden": shape.hidden},
+                "tokens": tokens,
+                "versions": versions(),
+                "grid": str(config.grid),
+                "ranks": self._ranks,
+                "transport": transport,
+                "device": device,
+                "peak_tflops_a_rank": self._peak,
+                "start": start,
+            }
+        )
+
+    def step(self, step: Step) -> dict[str, Any]:
+        """Write one step; return the line."""
+        share = {axis: seconds / step.seconds for axis, seconds in step.blocked.items()}
+        peak = None if self._peak is None else self._peak * 1e12 * self._ranks * step.seconds
+        line = {
+            "kind": "step",
+            "step": step.index,
+            "loss": step.loss,
+            "lr": step.lr,
+            "grad_norm": step.grad_norm,
+            "seconds": step.seconds,
+            "tokens_per_s": step.tokens / step.seconds,
+            "comm_share": share | {"all": sum(share.values())},
+            "model_flops": self._flops.model,
+            "hardware_flops": self._flops.hardware,
+            "mfu": None if peak is None else self._flops.model / peak,
+            "hfu": None if peak is None else self._flops.hardware / peak,
+        }
+        self.write(line)
+        return line
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Write any line."""
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _lines_before(path: Path, start: int) -> list[str]:
+    """The lines of an older log that stay when a run goes on from ``start``: headers, and the steps before."""
+    if start == 0 or not path.is_file():
+        return []
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:  # the run was killed while it wrote
+            continue
+        if entry["kind"] == "header" or (entry["kind"] == "step" and entry["step"] < start):
+            kept.append(line)
+    return kept
+
+
+class _Flops:
+    def __init__(self, model: float, hardware: float) -> None:
+        self.model, self.hardware = model, hardware
+
+    @classmethod
+    def of(cls, config: TrainConfig, shape: models.Shape) -> _Flops:
+        def count(recompute: bool) -> float:
+            sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
+            return narayanan(*sizes, recompute=recompute)
+
+        return cls(count(False), count(config.recompute))
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run depends on."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("axo", "litgpt", "triton", "numpy"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def device_name(device: str) -> str:
+    """The name of a GPU, or of this machine's processor."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,192 @@
+"""The step loop of a parallel run.
+
+One step, on a rank with D = z*data data ranks and n tokens in all ranks' rows together:
+
+    for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
+                     loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
+                     backward                                    gradients come back averaged over the D ranks
+    clip the gradient norm, AdamW
+
+The weight D/n makes unequal local batches exact: what counts is tokens, not ranks. One all-reduce of a few doubles a
+step brings the loss of all ranks and each axis' blocked time together. Reading a loss waits for the device, so that is
+left to the lines of the log. Not here: files, pictures, terminals (``log``, ``plot``, ``progress``), launching
+(``launch``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from litgpt.model import GPT
+
+import axo
+from axo.grid import AXES
+from axo.train import data, models
+from axo.train.config import TrainConfig
+from axo.train.recipe import (
+    autocast,
+    build_optimizer,
+    finish_model,
+    learning_rate,
+    scales,
+    set_learning_rate,
+    wanted_targets,
+)
+from axo.train.trace import StepTrace, gather
+from axo.train.trace_file import write
+
+_AXES = (*AXES, "world")
+WARM_STEPS = 3  # before the one that is traced
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step gave. ``blocked`` is seconds a rank spent blocked in communication, by axis, mean over ranks;
+    ``stop`` is whether any rank was asked to end."""
+
+    index: int
+    loss: float
+    lr: float
+    grad_norm: float
+    seconds: float
+    tokens: int
+    blocked: dict[str, float]
+    stop: bool = False
+
+
+class Trainer:
+    """A model on its grid, its optimizer and its data.
+
+    Args:
+        config: The run.
+        comms: Communicators of the run's grid.
+        batches: Its data.
+    """
+
+    def __init__(self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> None:
+        self.config, self.comms, self.batches = config, comms, batches
+        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords)
+        self.model = build_model(config, comms)
+        self.loss = axo.nn.CrossEntropyLoss(
+            reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
+        )
+        self.optimizer = build_optimizer(self.model, config)
+        self.scaler = axo.GradScaler(enabled=scales(config), comms=comms)
+        self.asked_to_stop: Callable[[], bool] = lambda: False
+        self.trace: StepTrace | None = None  # of the step under way
+
+    def run(self, start: int = 0) -> Iterator[Step]:
+        """Train from step ``start``; yield each step as it ends."""
+        traced = min(start + WARM_STEPS, self.config.steps - 1) if self.config.trace is not None else None
+        for index in range(start, self.config.steps):
+            yield self.step(index) if index != traced else self._traced_step(index)
+
+    def _traced_step(self, index: int) -> Step:
+        with StepTrace(self.model) as self.trace:
+            step = self.step(index)
+        spans = gather(self.trace.spans, self.comms)
+        self.trace = None
+        if spans is not None:
+            what = f"step {index} on {self.comms.grid}, rank 0 · {self.config.precision}"
+            write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
+        self.comms.world.barrier()  # or the others would wait for rank 0 inside the next step
+        return step
+
+    def step(self, index: int) -> Step:
+        """Do one optimizer step.
+
+        Raises:
+            FloatingPointError: The loss is not finite on any rank's rows; every rank raises.
+        """
+        started, blocked = time.perf_counter(), self._blocked()
+        config, device = self.config, self.comms.device
+        lr = learning_rate(index, config)
+        set_learning_rate(self.optimizer, lr)
+        inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
+        loss, counted = self.accumulate(inputs, wanted_targets(inputs, targets, config))
+        self.scaler.unscale_(self.optimizer)
+        clip = partial(axo.clip_grad_norm_, self.model.parameters(), config.clip or float("inf"))
+        norm = clip() if self.trace is None else self.trace.span("clip", clip)
+        update = partial(self.scaler.step, self.optimizer)  # skipped on all ranks where an fp16 gradient overflowed
+        update() if self.trace is None else self.trace.span("optimizer", update)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = self._share(
+            [float(loss), float(self.asked_to_stop())]
+            + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
+        )
+        self.comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
+        world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
+        step = Step(
+            index=index,
+            loss=total[0] / split / counted,
+            lr=lr,
+            grad_norm=float(norm),
+            seconds=time.perf_counter() - started,
+            tokens=config.batch_size * config.seq_len,
+            blocked={axis: seconds / world for axis, seconds in zip(_AXES, total[2:], strict=True)},
+            stop=total[1] > 0,
+        )
+        if not torch.isfinite(torch.tensor(step.loss)):
+            raise FloatingPointError(
+                f"train: the loss of step {index} is {step.loss} (learning rate {lr:g}, gradient norm "
+                f"{step.grad_norm:g}); use a smaller lr or a longer warmup"
+            )
+        return step
+
+    def accumulate(self, inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """Add the gradient of the mean loss over all ranks' tokens to ``.grad``.
+
+        Args:
+            inputs, targets: This rank's rows, ``(rows, seq_len)``; their number may differ between data ranks. A
+                target of -100 counts for nothing.
+
+        Returns:
+            The sum of this rank's token losses, and the tokens of all data ranks that count.
+        """
+        grid = self.comms.grid
+        count = (targets != -100).sum().reshape(1)
+        for axis in ("z", "data"):
+            if grid.size(axis) > 1:
+                self.comms.axis(axis).all_reduce(count)
+        tokens = int(count)
+        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        pieces = self.config.accumulate
+        for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+            with autocast(self.config):
+                logits = self.model(piece_in)
+            loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
+            self.scaler.scale(loss * (grid.z * grid.data / tokens)).backward()
+            total += loss.detach().double()
+        return total, tokens
+
+    def _blocked(self) -> list[float]:
+        seconds = self.comms.blocked_seconds
+        return [seconds.get(axis, 0.0) for axis in _AXES]
+
+    def _share(self, values: list[float]) -> list[float]:
+        vector = torch.tensor(values, dtype=torch.float64, device=self.comms.device)
+        if self.comms.grid.world_size > 1:
+            self.comms.world.all_reduce(vector)
+        return vector.tolist()
+
+
+def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
+    """Build the run's model as this rank's shards; the whole model never exists on a rank.
+
+    Raises:
+        ValueError: The plan cannot split this configuration on this grid.
+    """
+    model_config = models.resolve(config.model, config.model_overrides)
+    model = models.build_empty(model_config)
+    model.max_seq_length = config.seq_len
+    axo.parallelize(model, comms, plan="litgpt", zero=config.zero)
+    torch.manual_seed(config.seed)
+    axo.init_weights(model, model._init_weights)  # LitGPT's own, layer by layer
+    finish_model(model, config)
+    return model

@@ -1,0 +1,72 @@
+"""The recipe that a parallel run and its serial oracle have in common: learning rate, AdamW's groups, precision.
+
+    lr(s) = lr (s + 1) / warmup                                                      s < warmup
+    lr(s) = min + (lr - min) (1 + cos(pi (s - warmup) / (steps - warmup))) / 2       after
+
+Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGPT).
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from axo.nn.goldfish import goldfish_targets
+from axo.train.config import TrainConfig
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Return the learning rate of ``step`` (counted from 0)."""
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """Build AdamW; weights (two dims and more) decay, biases and norms do not."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group the rate ``lr``."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def autocast(config: TrainConfig) -> AbstractContextManager[Any]:
+    """The context of a forward pass: bf16 (fp16) products over fp32 weights in ``bf16-mixed`` (``16-mixed``)."""
+    dtype = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}.get(config.precision)
+    return nullcontext() if dtype is None else torch.autocast(config.device.split(":")[0], dtype=dtype)
+
+
+def scales(config: TrainConfig) -> bool:
+    """Whether the loss is scaled, so that small gradients survive in fp16."""
+    return config.precision == "16-mixed"
+
+
+def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainConfig) -> torch.Tensor:
+    """The targets (rows, seq_len) that the loss is taken over; those that goldfish loss leaves out become -100."""
+    if not config.goldfish_k:
+        return targets
+    return goldfish_targets(inputs, targets, config.goldfish_k, config.goldfish_h)
+
+
+def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
+    """Apply the options that change a built GPT: bf16 weights, and recomputation of each block in backward."""
+    if config.precision == "bf16-true":
+        model.to(torch.bfloat16)
+    if config.recompute:
+        for block in model.get_submodule("transformer.h").children():
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]

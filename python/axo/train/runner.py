@@ -1,0 +1,247 @@
+"""One training run from its options to its outcome: what every rank does, and how it is launched.
+
+A run is checked here, before ranks exist, as far as that is possible. Ranks then connect, agree that all of them can
+read the data, train, and part; rank 0 alone holds the log and, with ``compare_serial``, trains the serial model
+afterwards, when the other ranks are gone, with the threads of one rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+import axo
+from axo.launch import Rank, launch_local, set_threads
+from axo.train import data, models, parity, plot
+from axo.train.config import TrainConfig, check, open_batches, open_corpus
+from axo.train.log import LOG_NAME, TrainLog
+from axo.train.loop import Trainer
+from axo.train.progress import Display
+from axo.train.resume import Checkpoints, saves
+from axo.train.serial import train_serial
+
+_MESSAGE_BYTES = 2048
+TAIL = 10  # steps whose mean loss is a run's result
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one.
+
+    ``checkpoint`` is the last one saved; ``stopped`` says that SIGTERM ended the run before its last step.
+    """
+
+    losses: list[float]
+    seconds: float
+    vocabulary: int
+    log: Path
+    plot: Path
+    serial: list[float] | None = None
+    serial_seconds: float = 0.0
+    parity: parity.Parity | None = None
+    checkpoint: Path | None = None
+    stopped: bool = False
+
+    @property
+    def tail_loss(self) -> float:
+        """Mean of the last ``TAIL`` losses."""
+        return _tail(self.losses)
+
+    @property
+    def drop(self) -> float:
+        """How far that lies under a guess, ln(vocabulary)."""
+        return math.log(self.vocabulary) - self.tail_loss
+
+
+def run(config: TrainConfig) -> Outcome | None:
+    """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
+
+    Raises:
+        ValueError: The options are wrong.
+        axo.launch.RankFailed: A local rank failed.
+    """
+    rank = Rank.from_environment()
+    if rank is not None:
+        return train_rank(config)
+    check(config)
+    check_devices(config)
+    open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
+    return launch_local(
+        train_rank, config.grid.world_size, config, fork=config.device == "cpu", terminate=saves(config)
+    )
+
+
+def check_devices(config: TrainConfig) -> None:
+    """Check that this machine has a device for each rank of the run.
+
+    Raises:
+        ValueError: It has fewer.
+    """
+    if torch.device(config.device).type == "cpu":
+        return
+    count = torch.accelerator.device_count()
+    if config.grid.world_size > count:
+        raise ValueError(
+            f"train: grid {config.grid} has {config.grid.world_size} ranks and this machine {count} of device"
+            f" {config.device!r}, one for a rank; use a grid such as {_grid_for(count)}, or torchrun on more machines"
+        )
+
+
+def train_rank(config: TrainConfig) -> Outcome | None:
+    """What each rank runs. Returns the outcome on rank 0, None elsewhere.
+
+    Raises:
+        ValueError: The grid does not match the ranks, or some rank cannot take part; the same on every rank.
+    """
+    rank = Rank.from_environment()
+    assert rank is not None
+    if rank.world_size != config.grid.world_size:
+        raise ValueError(
+            f"train: grid {config.grid} has {config.grid.world_size} ranks, but {rank.world_size} were started; "
+            f"start {config.grid.world_size}, or use a grid such as {_grid_for(rank.world_size)}"
+        )
+    set_threads(config.threads, rank.local_world_size)
+    batches, problem = _prepare(config)
+    # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
+    with axo.connect(config.grid, device=config.device) as comms:
+        agree(comms, problem)
+        assert batches is not None
+        training = _train(config, comms, batches)
+    if rank.rank != 0:
+        return None
+    return _finish(config, batches, training)
+
+
+def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
+    try:
+        check(config)
+        return open_batches(config, open_corpus(config)), ""
+    except (ValueError, OSError) as error:
+        return None, str(error)
+
+
+def agree(comms: axo.Communicators, problem: str) -> None:
+    """Meet all ranks; go on only if none has a problem ("" = none).
+
+    Raises:
+        ValueError: Some rank has one: the same message on every rank.
+    """
+    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
+    text = problem.encode()[:_MESSAGE_BYTES]
+    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+    theirs = comms.world.all_gather(mine.to(comms.device)).cpu()
+    messages = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in theirs]
+    wrong = {rank: message for rank, message in enumerate(messages) if message}
+    if wrong:
+        first, message = next(iter(wrong.items()))
+        raise ValueError(message if len(wrong) == len(messages) else f"rank {first}: {message}")
+
+
+@dataclass(frozen=True)
+class _Training:
+    losses: list[float]
+    start: int
+    seconds: float
+    checkpoint: Path | None
+    stopped: bool
+
+
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> _Training:
+    trainer = Trainer(config, comms, batches)
+    checkpoints = Checkpoints(config, trainer)
+    start, losses = checkpoints.resume()
+    log, display = None, None
+    if comms.rank == 0:
+        shape = models.shape_of(models.resolve(config.model, config.model_overrides))
+        log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
+        display = Display(Console(), f"axo {config.grid}", config.steps)
+    started, stopped = time.perf_counter(), False
+    with display or nullcontext(), checkpoints:
+        for step in trainer.run(start):
+            losses.append(step.loss)
+            if log and display and (len(losses) % config.log_every == 0 or len(losses) == config.steps):
+                display.show(len(losses), log.step(step))
+            stopped = step.stop and len(losses) < config.steps
+            checkpoints.after(step, losses)
+            if stopped:
+                break
+    seconds = time.perf_counter() - started
+    if log is not None:
+        log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
+        log.close()
+    return _Training(losses, start, seconds, checkpoints.last, stopped)
+
+
+def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> Outcome:
+    losses, seconds = training.losses, training.seconds
+    out, vocabulary = Path(config.out), batches.vocab_size
+    serial: list[float] | None = None
+    verdict: parity.Parity | None = None
+    started = time.perf_counter()
+    if config.compare_serial and not training.stopped:
+        serial = []
+        with Display(Console(), "serial", config.steps) as display:
+            for loss in train_serial(config, batches):
+                serial.append(loss)
+                display.show(len(serial), {"loss": loss})
+        verdict = parity.compare(losses, serial, config.precision)
+    serial_seconds = time.perf_counter() - started
+    plot.draw(
+        out / plot.PLOT_NAME,
+        losses,
+        title=f"{config.model} on {config.grid}",
+        subtitle=_subtitle(config, training.start, seconds),
+        vocabulary=vocabulary,
+        serial=serial,
+        limit=verdict.limit if verdict is not None and not verdict.relative else None,
+    )
+    return Outcome(
+        losses=losses,
+        seconds=seconds,
+        vocabulary=vocabulary,
+        log=out / LOG_NAME,
+        plot=out / plot.PLOT_NAME,
+        serial=serial,
+        serial_seconds=serial_seconds,
+        parity=verdict,
+        checkpoint=training.checkpoint,
+        stopped=training.stopped,
+    )
+
+
+def _tail(losses: list[float]) -> float:
+    tail = losses[-TAIL:]
+    return sum(tail) / len(tail)
+
+
+def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
+    ranks = config.grid.world_size
+    took = f"{config.steps} steps" if start else f"{config.steps} steps in {seconds:.0f} s"
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
+        f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
+    )
+
+
+def _grid_for(ranks: int) -> str:
+    sizes, axis = [1, 1, 1, 1], 0
+    for prime in _primes(ranks):
+        sizes[axis % 3] *= prime
+        axis += 1
+    return "x".join(map(str, sizes))
+
+
+def _primes(number: int) -> list[int]:
+    primes, divisor = [], 2
+    while number > 1:
+        while number % divisor == 0:
+            primes.append(divisor)
+            number //= divisor
+        divisor += 1
+    return primes

@@ -1,0 +1,156 @@
+"""A record of one training step: what this rank computed, what it issued over each axis, and what it waited for.
+
+compute has the forward of each module that has parameters of its own, its backward, the products inside them (product,
+dI, dW), the optimizer and clipping. A collective lasts from its issue to its completion where that is known (blocking
+ones, and those that the transport times), else until somebody waited for it. A wait is what the rank was blocked for; a
+collective found complete has none. Collectives and waits of the engine (``axo.overlap``) carry the layer's name.
+Recording costs some microseconds an event, so a traced step is a little longer. Not here: files (``trace_file``).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.comm.counting import Awaited, Observed, watch
+from axo.overlap import Events, record
+
+_PRODUCTS = {"forward": "product", "dI": "dI", "dW": "dW"}
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that lasted: seconds of this process's clock. ``blocked``: the rank waited meanwhile; ``layer``: whose
+    it is, where that is known."""
+
+    stream: str
+    name: str
+    start: float
+    end: float
+    bytes: int = 0
+    blocked: bool = False
+    layer: str = ""
+
+
+class StepTrace:
+    """A context that records one step of ``model`` on this rank; ``spans`` afterwards.
+
+    Args:
+        model: Its modules name the compute spans.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.spans: list[Span] = []
+        self._open: dict[tuple[str, str], float] = {}
+        self._hooks: list[Any] = []
+        self._stack = ExitStack()
+        self._events: Events = []
+
+    def __enter__(self) -> StepTrace:
+        for name, module in self._model.named_modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                self._watch(name or type(module).__name__, module)
+        self._events = self._stack.enter_context(record(self._model))
+        watch.open()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        issued, waits = watch.close()
+        self._stack.close()
+        for hook in self._hooks:
+            hook.remove()
+        self.spans += communication(issued, waits, self._events)
+        self.spans += [
+            Span("compute", f"{event.layer} {_PRODUCTS[event.op]}", event.start, event.end, layer=event.layer)
+            for event in self._events
+            if event.what == "compute"
+        ]
+        self.spans.sort(key=lambda span: (span.start, -span.end))
+
+    def _watch(self, name: str, module: nn.Module) -> None:
+        begin, end = self._begin, self._end
+        self._hooks += [
+            module.register_forward_pre_hook(lambda *_: begin("forward", name)),
+            module.register_forward_hook(lambda *_: end("forward", name)),
+        ]
+        if isinstance(module, nn.Embedding):
+            return  # its input has no gradient, so nothing says when its backward begins
+        self._hooks += [
+            module.register_full_backward_pre_hook(lambda *_: begin("backward", name)),
+            module.register_full_backward_hook(lambda *_: end("backward", name)),
+        ]
+
+    def _begin(self, what: str, name: str) -> None:
+        self._open[what, name] = time.perf_counter()
+
+    def _end(self, what: str, name: str) -> None:
+        start = self._open.pop((what, name), None)
+        if start is not None:
+            self.spans.append(Span("compute", f"{name} {what}", start, time.perf_counter()))
+
+    def span(self, name: str, call: Callable[[], Any]) -> Any:
+        """Do ``call`` as a compute span."""
+        start = time.perf_counter()
+        result = call()
+        self.spans.append(Span("compute", name, start, time.perf_counter()))
+        return result
+
+
+def communication(issued: list[Observed], waits: list[Awaited], events: Events) -> list[Span]:
+    """The spans of collectives and of waits, from what the communicators saw and what the engine recorded of it."""
+    layers = _layers(issued, events)
+    blocked = [event for event in events if event.what == "wait"]
+    spans = []
+    for number, one in enumerate(issued):
+        mine = [wait for wait in waits if one.work is not None and wait.work is one.work]
+        lasted = one.work.duration() if one.work is not None and one.work.is_completed() else None
+        end = one.start + lasted if lasted is not None else min((wait.end for wait in mine), default=one.end)
+        layer = layers.get(number, "")
+        spans.append(Span(one.axis, one.op, one.start, end, one.bytes, blocked=one.work is None, layer=layer))
+        for wait in mine:
+            # The engine also lets go of what it finds complete, which is no wait.
+            if layer and not any(event.start <= wait.start and wait.end <= event.end for event in blocked):
+                continue
+            spans.append(Span(one.axis, f"wait {one.op}", wait.start, wait.end, blocked=True, layer=layer))
+    return spans
+
+
+def _layers(issued: list[Observed], events: Events) -> dict[int, str]:
+    """Whose collectives they are, by their places in ``issued``: the engine records each right after it is issued, or
+    from before until after it where the rank is blocked."""
+    found: dict[int, str] = {}
+    for event in events:
+        if event.what == "compute":
+            continue
+        for number in range(len(issued) - 1, -1, -1):
+            one = issued[number]
+            if number in found or (one.op, one.axis) != (event.op, event.axis) or one.start > event.end:
+                continue
+            if (one.work is not None) == (event.what == "issue") and (one.work is not None or one.start >= event.start):
+                found[number] = event.layer
+            break
+    return found
+
+
+def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
+    """All ranks' spans on rank 0, None elsewhere. Every rank must call it."""
+    if comms.grid.world_size == 1:
+        return [mine]
+    text = torch.tensor(list(json.dumps([vars(span) for span in mine]).encode()), dtype=torch.uint8)
+    length = torch.tensor([text.numel()], dtype=torch.int64)
+    lengths = comms.world.all_gather(length.to(comms.device)).tolist()
+    padded = torch.zeros(1, max(lengths), dtype=torch.uint8)
+    padded[0, : text.numel()] = text
+    theirs = comms.world.all_gather(padded.to(comms.device)).cpu()
+    if comms.rank != 0:
+        return None
+    rows = (bytes(row[:length].tolist()) for row, length in zip(theirs, lengths, strict=True))
+    return [[Span(**span) for span in json.loads(row)] for row in rows]

@@ -1,0 +1,53 @@
+"""axo bench scaling: rows, efficiency and picture, on ranks of its own and on those of torchrun."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench import scaling
+from tests.bench.test_bench_step import OPTIONS
+
+TINY = [f"--{name.replace('_', '-')}={OPTIONS[name]}" for name in ("hidden", "layers", "heads", "vocab", "precision")]
+TINY += ["--seq-len=16", "--device=cpu"]
+
+
+def rows_of(command: list[str], arguments: list[str], folder: Path) -> list[dict]:
+    json_lines = folder / "scaling.jsonl"
+    options = [*TINY, *arguments, f"--json={json_lines}", f"--plot={folder / 'scaling.png'}"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (folder / "scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    header, *rows = [json.loads(line) for line in json_lines.read_text().splitlines()]
+    assert header["bench"] == "scaling" and header["cores"] > 0
+    return rows
+
+
+@pytest.mark.slow
+def test_strong_scaling_shares_the_tokens_out(tmp_path: Path) -> None:
+    """Oracle: the loss on one rank, where x splits the same rows; efficiency is arithmetic on the row."""
+    arguments = ["--mode=strong", "--grids=1x1x1x1,2x1x1x1,1x1x2x1", "--tokens=64"]
+    rows = rows_of([sys.executable, "-m", "bench.scaling"], arguments, tmp_path)
+    assert [(row["grid"], row["tokens"]) for row in rows] == [("1x1x1x1", 64), ("2x1x1x1", 64), ("1x1x2x1", 64)]
+    assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
+    for row in rows:
+        each = row["tokens_s"] / row["ranks"]
+        assert row["efficiency"] == pytest.approx(each / rows[0]["tokens_s"])
+        assert row["tokens_s"] == pytest.approx(row["tokens"] / row["ms"] * 1e3)
+
+
+@pytest.mark.slow
+def test_weak_scaling_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "bench.scaling"]
+    rows = rows_of(torchrun, ["--grids=2x1x1x1,1x1x2x1", "--tokens=32"], tmp_path)
+    assert [(row["grid"], row["tokens"]) for row in rows] == [("2x1x1x1", 32), ("1x1x2x1", 64)]
+    assert rows[0]["efficiency"] == 1
+
+
+def test_tokens_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(SystemExit, match="--tokens 48 is not a multiple of --seq-len 16 times 2 data ranks"):
+        scaling.main([*TINY, "--mode=strong", "--grids=1x1x2x1", "--tokens=48"])

@@ -1,0 +1,291 @@
+"""Communicators that span hosts: ranks of this machine that are told to be on different ones.
+
+The checks of test_collectives.py, whose oracles are serial, run with their ranks over 2 and 4 hosts; then what is
+special to several hosts: errors that name ranks and hosts, messages, torch.distributed, the link's rate, parity of
+training.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import axo
+from tests.comm import test_collectives as serial
+from tests.launcher import rank_outcomes, run_ranks
+
+PAIRS = {"AXO_RANKS_PER_HOST": "2"}
+SINGLES = {"AXO_RANKS_PER_HOST": "1"}
+UNEVEN = {"AXO_RANKS_PER_HOST": "3"}  # 4 ranks: three on one host, one on the other
+NOTICED_S = 10.0  # far more than noticing a death takes, far less than any time limit
+
+
+def test_reductions_of_every_dtype_on_two_hosts():
+    dtypes = [*serial.FLOATS, *serial.INTEGERS, torch.bool]
+    run_ranks(serial.check_reductions, 4, dtypes, [0, 1, 7, 1000], env=PAIRS)
+
+
+@pytest.mark.parametrize("env", [SINGLES, UNEVEN], ids=["4x1", "3+1"])
+def test_reductions_on_other_shapes(env):
+    run_ranks(serial.check_reductions, 4, [torch.float32, torch.bfloat16], [0, 5, 1000], env=env)
+
+
+def test_reductions_on_four_hosts():
+    run_ranks(serial.check_reductions, 8, [torch.float32, torch.bfloat16], [1, 50_003], env=PAIRS, timeout=120)
+
+
+def test_moves_of_every_dtype_on_two_hosts():
+    dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, *serial.MOVED_ONLY]
+    run_ranks(serial.check_moves, 4, dtypes, env=PAIRS)
+
+
+@pytest.mark.parametrize("world, env", [(3, SINGLES), (4, UNEVEN), (8, PAIRS)], ids=["3x1", "3+1", "4x2"])
+def test_moves_on_other_shapes(world, env):
+    run_ranks(serial.check_moves, world, [torch.float32], env=env, timeout=120)
+
+
+def check_everything_else():
+    for check in serial.CHECKS:
+        # Its oracle sums in rank order; with several ranks a host, hosts are summed first (check_rounding_once).
+        if check is not serial.check_rounding or os.environ["AXO_RANKS_PER_HOST"] == "1":
+            check()
+
+
+@pytest.mark.parametrize("env", [PAIRS, UNEVEN, SINGLES], ids=["2x2", "3+1", "4x1"])
+def test_checks_on_two_hosts(env):
+    run_ranks(check_everything_else, 4, env=env)
+
+
+def transports():
+    comms = axo.connect("2x2x1x1")
+    return comms.world.transport, comms.x.transport, comms.y.transport
+
+
+def test_transports_say_what_they_use():
+    # x is innermost: its two ranks share a host, those of y do not.
+    found = ("shared memory x 2 hosts over gloo", "shared-memory", "2 hosts over gloo")
+    assert run_ranks(transports, 4, env=PAIRS) == [found] * 4
+
+
+def check_rounding_once(count):
+    """bf16 sums equal the fp32 sum of partial sums by host, rounded once; all ranks have the same bits."""
+    comm = axo.connect("4x1x1x1").world
+    generator = torch.Generator().manual_seed(3)
+    every = torch.randn(4, count, generator=generator).bfloat16()
+    wide = every.float()
+    expected = ((wide[0] + wide[1]) + (wide[2] + wide[3])).bfloat16()
+    for _ in range(3):
+        serial.same(comm.all_reduce(every[comm.rank].clone()), expected, "bf16 sum")
+    mean = comm.all_reduce(every[comm.rank].clone(), op="avg")
+    serial.same(mean, (((wide[0] + wide[1]) + (wide[2] + wide[3])) / 4).bfloat16(), "bf16 mean")
+
+
+def test_half_precision_is_rounded_once():
+    run_ranks(check_rounding_once, 4, 10_001, env=PAIRS)
+
+
+def check_messages_beside_collectives():
+    """A receive that is posted long before its send holds nothing up, whatever tags and hosts are crossed."""
+    comm = axo.connect("4x1x1x1").world
+    rank, size = comm.rank, comm.size
+    got = {(p, tag): torch.empty(70_001) for p in range(size) if p != rank for tag in (1, 2)}
+    works = [comm.recv(tensor, p, tag=tag, async_op=True) for (p, tag), tensor in got.items()]
+    assert comm.all_reduce(torch.ones(1)).item() == size
+    for tag in (2, 1):
+        for p in range(size):
+            if p != rank:
+                works.append(comm.send(torch.full((70_001,), 10.0 * rank + tag), p, tag=tag, async_op=True))
+    for work in works:
+        work.wait()
+    for (p, tag), tensor in got.items():
+        assert (tensor == 10.0 * p + tag).all()
+
+
+def test_messages_are_not_ordered_against_collectives():
+    run_ranks(check_messages_beside_collectives, 4, env=PAIRS)
+
+
+def check_c10d():
+    dist.init_process_group("axo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    tensor = torch.full((1001,), float(rank))
+    dist.all_reduce(tensor)
+    assert (tensor == sum(range(size))).all()
+    across = dist.new_group([0, 2])
+    if rank in (0, 2):
+        assert dist.get_world_size(across) == 2
+        parts = [torch.empty(2) for _ in range(2)]
+        dist.all_gather(parts, torch.full((2,), float(rank)), group=across)
+        assert [part.tolist() for part in parts] == [[0.0, 0.0], [2.0, 2.0]]
+    received = [torch.empty(3 * p + rank + 1) for p in range(size)]  # rank p sends p' items of unequal sizes
+    dist.all_to_all(received, [torch.full((3 * rank + p + 1,), 10.0 * rank + p) for p in range(size)])
+    assert all((part == 10.0 * p + rank).all() for p, part in enumerate(received))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": p} for p in range(size)]
+    model = torch.nn.Linear(8, 4)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.full((2, 8), float(rank))).sum().backward()
+    assert torch.allclose(model.weight.grad, torch.full((4, 8), 2 * sum(range(size)) / size))
+    dist.destroy_process_group()
+
+
+def test_torch_distributed_on_two_hosts():
+    run_ranks(check_c10d, 4, env=PAIRS)
+
+
+def die_in_the_middle(victim):
+    comm = axo.connect("4x1x1x1").world
+    comm.all_reduce(torch.ones(10))
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.all_reduce(torch.ones(200_000))
+
+
+@pytest.mark.parametrize("env", [PAIRS, SINGLES], ids=["2x2", "4x1"])
+def test_survivors_name_the_dead_rank_and_its_host(env):
+    host = f"host{3 // int(env['AXO_RANKS_PER_HOST'])}"
+    for outcome in rank_outcomes(die_in_the_middle, 4, 3, env=env):
+        if outcome.rank == 3:
+            assert outcome.signal == "SIGKILL"
+            continue
+        assert outcome.error == "PeerLost" and outcome.seconds < NOTICED_S, outcome.describe()
+        assert "all_reduce #" in outcome.message and f"rank 3 (host {host}) died" in outcome.message
+
+
+def come_late(timeout):
+    comms = axo.connect("4x1x1x1", timeout=timeout)
+    if comms.rank == 1:
+        time.sleep(4 * timeout)
+        with pytest.raises(axo.Error):
+            comms.world.all_reduce(torch.ones(1))
+        return
+    comms.world.all_reduce(torch.ones(1))
+
+
+def test_a_time_limit_says_who_has_not_arrived():
+    outcomes = rank_outcomes(come_late, 4, 1.0, env=PAIRS)
+    for rank in (0, 2, 3):
+        assert outcomes[rank].error == "Timeout", outcomes[rank].describe()
+        assert "arrived: 0, 2, 3; not arrived: rank 1 (host host0)" in outcomes[rank].message
+    assert outcomes[1].ok, outcomes[1].traceback
+
+
+def disagree():
+    comm = axo.connect("4x1x1x1").world
+    if comm.rank == 2:
+        comm.broadcast(torch.ones(5), root=0)
+    else:
+        comm.all_reduce(torch.ones(5))
+
+
+def test_operations_that_differ_between_hosts_are_named():
+    for outcome in rank_outcomes(disagree, 4, env=PAIRS):
+        assert outcome.error == "Mismatch", outcome.describe()
+        assert "all_reduce" in outcome.message and "broadcast" in outcome.message
+
+
+def abort_while_waiting():
+    comms = axo.connect("4x1x1x1")
+    if comms.rank == 0:
+        comms.world.recv(torch.empty(1), 1, async_op=True)
+        work = comms.world.recv(torch.empty(1), 3, async_op=True)
+        comms.world.abort("enough")
+        work.wait()
+    comms.world.barrier()
+
+
+def test_abort_frees_every_waiter():
+    for outcome in rank_outcomes(abort_while_waiting, 4, env=PAIRS):
+        assert outcome.error == "Aborted" and "enough" in outcome.message, outcome.describe()
+
+
+def bad_settings():
+    if os.environ["RANK"] == "0":  # the other rank never comes: the answer must not wait for it
+        axo.connect("2x1x1x1")
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("AXO_LINK_LIMIT", "fast", "bytes a second, such as 200M"),
+        ("AXO_LINK_LIMIT", "1e-300", "bytes a second, such as 200M"),
+        ("AXO_LINK_LATENCY", "3", "such as 50us"),
+        ("AXO_SPREAD", "maybe", "expected 0 or 1"),
+        ("AXO_HOST", "a b", "a name of letters"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(name, value, message):
+    outcome, _ = rank_outcomes(bad_settings, 2, env={**SINGLES, name: value})
+    assert outcome.error == "Error" and message in outcome.message and value in outcome.message, outcome.describe()
+
+
+def limited(count, rounds):
+    """Seconds of an all_reduce of ``count`` floats across two hosts, and of the operation as Axo measured it."""
+    comm = axo.connect("4x1x1x1").world
+    tensor = torch.ones(count)
+    comm.barrier()
+    start = time.perf_counter()
+    for _ in range(rounds):
+        comm.all_reduce(tensor)
+    return (time.perf_counter() - start) / rounds
+
+
+def test_a_limited_link_takes_at_least_its_time():
+    # Two hosts: 2 (H - 1) / H = 1, so 4e5 bytes leave each host. Only the lower bound does not depend on the machine.
+    seconds = run_ranks(limited, 4, 100_000, 2, env={**PAIRS, "AXO_LINK_LIMIT": "2M"})
+    assert min(seconds) >= 0.95 * 4e5 / 2e6
+
+
+def forked_child():
+    """The child has none of the threads that drive the communicator: it is told so, and can end."""
+    comms = axo.connect("2x1x1x1", timeout=20)
+    done, pending = torch.ones(1), torch.ones(1)
+    work = comms.x.all_reduce(done, async_op=True)
+    work.wait()
+    late = comms.x.all_reduce(pending, async_op=True) if comms.rank == 0 else None
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work.wait()
+            calls = [lambda: comms.x.all_reduce(done)]
+            calls += [late.wait] if late is not None else []
+            for call in calls:
+                with pytest.raises(axo.Error, match="belongs to the parent process; connect again after fork"):
+                    call()
+            comms.x.abort("of the parent only")
+            comms.close()
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    if late is None:
+        comms.x.all_reduce(pending)
+    else:
+        late.wait()
+    return pending.item()
+
+
+def test_a_forked_child_neither_uses_nor_hangs_on_its_parents_communicators():
+    assert run_ranks(forked_child, 2, env=SINGLES) == [2.0, 2.0]
+
+
+def train_gpt(steps):
+    from tests.gpt import NEOX, train
+
+    dist.init_process_group("axo")
+    return train(axo.connect("2x2x2x1"), NEOX, steps, meta=False)
+
+
+def test_training_over_two_hosts_equals_one_host():
+    pytest.importorskip("litgpt")
+    together = run_ranks(train_gpt, 8, 3, timeout=120)
+    apart = run_ranks(train_gpt, 8, 3, timeout=120, env={"AXO_RANKS_PER_HOST": "4"})
+    assert apart[0][-1] < apart[0][0], "the model learns nothing, so it proves nothing"
+    # Sums over an axis that crosses the hosts are added in another order: 1e-5 over three steps, as between two grids.
+    assert all(abs(a - b) < 1e-5 for a, b in zip(together[0], apart[0], strict=True))
+    assert len({tuple(losses) for losses in apart}) == 1

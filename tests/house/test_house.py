@@ -1,0 +1,226 @@
+"""Guards the house: imports go down only, the core knows no Python, files stay short, nothing names one machine.
+
+Everything is read, nothing is run, but for the last test, which resolves each public name.
+"""
+
+import ast
+import functools
+import inspect
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import axo
+
+ROOT = Path(__file__).resolve().parents[2]
+AXO = ROOT / "python" / "axo"
+MOST_LINES = 400
+
+# A package may import those of a lower level, and itself. What stands here is the design's order of the house.
+LEVELS = [
+    {"errors", "grid", "settings"},
+    {"placement", "launch"},
+    {"comm"},
+    {"sharding", "perf"},
+    {"overlap"},
+    {"matmul"},
+    {"nn"},
+    {"plans", "checkpoint"},
+    {"parallelize"},
+    {"train"},
+    {"integrations"},
+    {"cli"},
+]
+LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
+# The same for the folders of csrc: a file includes its own folder and those to its left; device knows no host or hosts.
+CORE_FOLDERS = ["base", "memory", "progress", "host", "hosts", "device", "torch"]
+# Arrows that still run up, to be cut.
+CORE_ARROWS_UP = {
+    ("base/flight_recorder.cpp", "progress/engine.h"),
+    ("base/requests.h", "host/work.h"),
+    ("memory/shared_buffers.cpp", "progress/engine.h"),
+    ("device/peers.h", "host/meeting.h"),
+}
+# What the planner may use at module level: arithmetic. Functions that measure may import what they measure.
+PURE = {"axo", "axo.grid", "axo.errors", "axo.launch", "axo.placement", "axo.perf", "axo.matmul.cost"}
+STANDARD = {"torch", "triton", "numpy", "axo_kernels"}
+
+
+@functools.cache
+def tracked():
+    """Every file of the project, as git sees it: also new ones, not ignored ones."""
+    command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard"]
+    listing = subprocess.run(command, capture_output=True, text=True)
+    if listing.returncode == 0:
+        return [ROOT / name for name in listing.stdout.splitlines() if (ROOT / name).is_file()]
+    return [path for path in ROOT.rglob("*") if path.is_file() and not {".venv", "build"} & set(path.parts)]
+
+
+def sources(*suffixes):
+    return [path for path in tracked() if path.suffix in suffixes]
+
+
+def imports_of(path, module_level=False):
+    """(line, dotted name) of each import; `from axo import x` counts as axo.x."""
+    tree = ast.parse(path.read_text(), str(path))
+    package = path.relative_to(ROOT / "python").parts[:-1] if AXO in path.parents else ()
+    for node in tree.body if module_level else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{base}.{alias.name}"
+                submodule = (ROOT / "python").joinpath(*name.split(".")).with_suffix(".py").exists()
+                yield node.lineno, name if base == "axo" or submodule else base
+
+
+def top_of(path):
+    return path.relative_to(AXO).with_suffix("").parts[0]
+
+
+def place(path, line):
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def test_imports_go_down_only():
+    wrong = []
+    for path in AXO.rglob("*.py"):
+        here = top_of(path)
+        if here == "__init__":
+            continue
+        assert here in LEVEL, f"{path.relative_to(ROOT)}: give the module {here!r} a level in LEVELS"
+        for line, name in imports_of(path):
+            parts = name.split(".")
+            if parts[0] != "axo" or len(parts) == 1 or parts[1] in ("_C", here):
+                continue
+            target = parts[1] if parts[1] in LEVEL else axo._PUBLIC.get(parts[1], f"axo.{parts[1]}").split(".")[1]
+            if here == "perf" and name == "axo.matmul.cost":
+                continue  # the cost of an algorithm is arithmetic that stands beside the algorithm
+            if LEVEL.get(target, -1) >= LEVEL[here]:
+                wrong.append(f"{place(path, line)} imports {name}, which is not below it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_the_runtime_imports_the_extension():
+    allowed = {AXO / "comm" / "extension.py"}
+    users = {path for path in sources(".py") for _, name in imports_of(path) if name == "axo._C"}
+    assert users <= allowed, users - allowed
+
+
+def test_kernels_know_torch_and_triton_only():
+    standard_library = __import__("sys").stdlib_module_names
+    for path in (ROOT / "axo_kernels").rglob("*.py"):
+        for line, name in imports_of(path):
+            top = name.split(".")[0]
+            assert not name or top in STANDARD or top in standard_library, f"{place(path, line)} imports {name}"
+
+
+def test_planning_is_arithmetic():
+    for path in (AXO / "perf").rglob("*.py"):
+        for line, name in imports_of(path, module_level=True):
+            assert name.split(".")[0] != "torch", f"{place(path, line)} imports torch"
+            pure = name.split(".")[0] != "axo" or name in PURE or name.startswith("axo.perf") or name == "axo.Grid"
+            assert pure, f"{place(path, line)} imports {name}"
+
+
+def core_files():
+    return [path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".inc")]
+
+
+def test_includes_go_down_only():
+    up = set()
+    for path in core_files():
+        folder, name = path.parent.name, f"{path.parent.name}/{path.name}"
+        if "tests" in path.relative_to(ROOT / "csrc").parts:
+            continue
+        for include in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
+            target = include.split("/")[0]
+            below = CORE_FOLDERS.index(target) <= CORE_FOLDERS.index(folder)
+            if not below or (folder == "device" and target in ("host", "hosts")):
+                up.add((name, include))
+    assert up == CORE_ARROWS_UP, f"new: {up - CORE_ARROWS_UP}, gone: {CORE_ARROWS_UP - up}"
+
+
+def test_the_core_knows_no_python_and_no_torch():
+    for path in core_files():
+        if path.parent.name == "torch" or path.name == "torch_device.cpp":
+            continue
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            foreign = re.match(r"\s*#\s*include\s*[<\"](torch|c10|ATen|pybind11|Python\.h|cuda|hip|nccl)", line)
+            assert not foreign or "nccl_api" in line, f"{place(path, number)}: {line}"
+
+
+def test_files_stay_short():
+    long = {}
+    for path in sources(".py", ".cpp", ".h", ".inc", ".pyi"):
+        lines = len(path.read_text().splitlines())
+        if lines > MOST_LINES:
+            long[str(path.relative_to(ROOT))] = lines
+    assert not long, f"over {MOST_LINES} lines: {long}"
+
+
+def test_a_file_opens_with_what_it_does():
+    for path in sources(".py"):
+        text = path.read_text()
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
+    for path in sources(".cpp", ".h", ".inc"):
+        # A source may leave that to the header that it opens with.
+        opening = ("//", f'#include "{path.parent.name}/{path.stem}.h"', f'#include "{path.stem}.h"')
+        assert path.read_text().startswith(opening), f"{path.relative_to(ROOT)} does not open with what it does"
+
+
+def test_no_options_vanish_in_keyword_arguments():
+    import axo.nn
+
+    public = [getattr(axo, name) for name in axo._PUBLIC] + [getattr(axo.nn, name) for name in axo.nn.__all__]
+    for item in filter(callable, public):
+        if isinstance(item, type) and issubclass(item, BaseException):
+            continue
+        kinds = {parameter.kind for parameter in inspect.signature(item).parameters.values()}
+        assert inspect.Parameter.VAR_KEYWORD not in kinds, f"{item} takes **kwargs"
+
+
+def test_nothing_of_one_machine_in_the_tree():
+    # Split, so that this file does not hold them.
+    folders = ["ho" + "me", "ro" + "ot", "wo" + "rk", "opt/py" + "pi"]
+    words = [f"/{folder}/" for folder in folders] + ["pypi" + ".org", "python" + "hosted", "py" + "env/"]
+    pattern = re.compile("|".join(re.escape(word) for word in words))
+    wrong = []
+    for path in tracked():
+        if path.suffix in (".png", ".pdf") or path.name == "LICENSE":
+            continue
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+            if pattern.search(line):
+                wrong.append(f"{place(path, number)}: {line.strip()[:100]}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_skips_state_their_reason():
+    for path in (ROOT / "tests").rglob("*.py"):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            bare = re.search(r"@pytest\.mark\.(skip|xfail)\b(?!.*reason=)(?!if)", line)
+            assert not bare, f"{place(path, number)}: {line.strip()}"
+
+
+@pytest.mark.parametrize("name", sorted(axo._PUBLIC))
+def test_public_names_resolve(name):
+    module = ROOT / "python" / Path(*axo._PUBLIC[name].split("."))
+    assert module.with_suffix(".py").exists() or module.is_dir(), f"axo.{name}: no module {axo._PUBLIC[name]}"
+    assert getattr(axo, name) is not None
+
+
+def test_environment_variables_stand_in_the_table():
+    from axo.settings import VARIABLES
+
+    reads = re.compile(r"""(?:environ(?:\.get\(|\.setdefault\(|\[)|getenv\()\s*["'](AXO_\w+)""")
+    read = {
+        name
+        for path in sources(".py", ".cpp", ".h")
+        if not {"tests", "bench"} & set(path.relative_to(ROOT).parts)
+        for name in reads.findall(path.read_text())
+    }
+    assert read and read == {variable.name for variable in VARIABLES}

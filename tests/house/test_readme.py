@@ -1,0 +1,47 @@
+"""The README's example runs as printed, and its commands and files exist."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import torch
+
+from tests.launcher import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def run_example():
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict = {}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "README.md", "exec"), names)
+    serial_x = torch.randn(16, 64, generator=torch.Generator().manual_seed(0))
+    layer, head = names["layer"], names["head"]
+    hidden = torch.nn.functional.linear(serial_x, layer.full_weight(), bias_of(layer, names["axo"]))
+    expected = torch.nn.functional.linear(torch.relu(hidden), head.full_weight(), bias_of(head, names["axo"]))
+    # fp32 sums over 64 and 96 products, split in two
+    torch.testing.assert_close(names["full"], expected, rtol=1e-5, atol=1e-5)
+    return printed.getvalue()
+
+
+def bias_of(layer, axo):
+    return axo.unshard(layer.bias.detach(), layer.bias.placement)
+
+
+def test_the_example_runs_as_printed():
+    first, *others = run_ranks(run_example, 4)
+    assert "torch.Size([16, 32])" in first and "all_reduce y" in first and others == [""] * 3
+
+
+def test_what_the_readme_names_exists():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), f"README links to {target}"
+    for argument in re.findall(r"pytest ([^`]+)`", README):
+        for path in argument.split():
+            assert (ROOT / path).exists(), f"README names {path}"
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^make (\w+)|`make (\w+)", README, re.MULTILINE):
+        assert re.search(rf"^{target[0] or target[1]}:", makefile, re.MULTILINE), f"README names make {target}"

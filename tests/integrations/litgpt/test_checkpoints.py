@@ -1,0 +1,139 @@
+"""Checkpoints of ``axo litgpt``: read by stock LitGPT and by other grids, resumed, and generated from."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from axo.integrations.fabric.sharded_checkpoint import consolidate
+from axo.integrations.litgpt.command import run as run_command
+from tests.integrations.support import distance, tell
+from tests.integrations.trainer import generate, ranks_of, run
+from tests.launcher import run_ranks
+
+TEN = "step-00000010/lit_model.pth"
+
+
+@pytest.fixture(scope="module")
+def twenty(folder):
+    """An uninterrupted run of 20 steps on 2x1x2x1, which left a checkpoint after 10."""
+    return run(folder, "twenty", "2x1x2x1", save_interval=10)
+
+
+@pytest.fixture(scope="module")
+def sharded(folder, twenty):
+    """The ten steps after those ten on 1x2x1x2, with sharded checkpoints after 15 and 20."""
+    del twenty
+    return run(folder, "sharded", "1x2x1x2", resume=folder / "twenty" / TEN, save_interval=5, sharded=True)
+
+
+@pytest.mark.parametrize("grid", ["2x1x2x1", pytest.param("1x2x1x2", marks=pytest.mark.soak), None], ids=str)
+def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
+    """Oracle: the uninterrupted run. On the same grid bit by bit; on others, and in stock LitGPT (grid None): 1e-6."""
+    losses, sums, state = run(folder, f"resumed-{grid}", grid, resume=folder / "twenty" / TEN)
+    apart = distance(state["model"], twenty[2]["model"])
+    losses_apart = relative(losses, twenty[0][10:])
+    tell("litgpt, 10 + 10 steps", grid="2x1x2x1", then=grid or "serial", losses_apart=losses_apart, weights_apart=apart)
+    assert sums == twenty[1][10:]
+    if grid == "2x1x2x1":
+        assert (losses, apart) == (twenty[0][10:], 0)
+        return
+    assert losses_apart < 1e-6
+    assert apart < 1e-6
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert distance(_moments(state, moment), _moments(twenty[2], moment)) < 1e-4
+
+
+def test_a_sharded_run_equals_a_whole_one(folder, twenty, sharded):
+    """Oracle: the uninterrupted run on another grid, which saved whole checkpoints: 1e-6."""
+    losses, sums, state = sharded
+    assert relative(losses, twenty[0][10:]) < 1e-6 and sums == twenty[1][10:]
+    assert state is None and (folder / "sharded" / "final" / "lit_model.pth").is_dir()
+    consolidate(folder / "sharded" / "final", folder / "sharded-whole", optimizer=True)
+    state = torch.load(folder / "sharded-whole" / "lit_model.pth", weights_only=True)
+    assert state.keys() == twenty[2].keys()
+    assert (state["iter_num"], state["train_dataloader"]) == (twenty[2]["iter_num"], twenty[2]["train_dataloader"])
+    assert distance(state["model"], twenty[2]["model"]) < 1e-6
+    for moment in ("exp_avg", "exp_avg_sq"):
+        assert distance(_moments(state, moment), _moments(twenty[2], moment)) < 1e-4
+
+
+def test_a_sharded_checkpoint_goes_on_on_another_grid(folder, twenty, sharded):
+    """And made whole, in stock LitGPT. Oracle: the uninterrupted run."""
+    del sharded
+    step = folder / "sharded" / "step-00000015"
+    done = subprocess.run(
+        [sys.executable, "-m", "axo.cli", "consolidate", step, folder / "fifteen", "--optimizer"], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in step.iterdir()} == {path.name for path in (folder / "fifteen").iterdir()}
+    for grid, source in (("2x1x2x1", step), (None, folder / "fifteen")):
+        losses, sums, state = run(folder, f"from-sharded-{grid}", grid, resume=source / "lit_model.pth")
+        assert relative(losses, twenty[0][15:]) < 1e-6 and sums == twenty[1][15:]
+        assert distance(state["model"], twenty[2]["model"]) < 1e-6
+
+
+def relative(losses, others):
+    """The largest relative difference. Other grids add up otherwise: the last bits of a loss near 5 are 5e-7 each."""
+    return max(abs(loss / other - 1) for loss, other in zip(losses, others, strict=True))
+
+
+def _moments(state, name):
+    return {index: values[name] for index, values in state["optimizer"]["state"].items()}
+
+
+@pytest.mark.soak
+def test_a_stock_checkpoint_goes_on_on_a_grid(folder, twenty):
+    """Oracle: the stock run itself."""
+    whole = run(folder, "stock", None, save_interval=10)
+    losses, sums, state = run(folder, "from-stock", "2x2x1x1", resume=folder / "stock" / TEN)
+    assert losses == pytest.approx(whole[0][10:], abs=1e-5) and sums == whole[1][10:]
+    assert distance(state["model"], whole[2]["model"]) < 1e-6
+
+
+def save_again(source, target, grid):
+    """Load a checkpoint's model on a grid and save it at once."""
+    import lightning as L
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    from axo.integrations.fabric.strategy import AxoStrategy
+
+    fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy(grid))
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        model = GPT(Config.from_file(source.parent / "model_config.yaml"))
+    model = fabric.setup(model)
+    fabric.load(source, {"model": model}, strict=False)
+    fabric.save(target, {"model": model})
+
+
+def test_parallel_serial_parallel_is_bit_equal(folder, twenty):
+    """Whole weights -> shards of 2x2x2x1 -> whole weights."""
+    source, target = folder / "twenty" / "final" / "lit_model.pth", folder / "again.pth"
+    ranks, environment = ranks_of("2x2x2x1")
+    run_ranks(save_again, ranks, source, target, "2x2x2x1", env=environment)
+    again = torch.load(target, weights_only=True)["model"]
+    assert again.keys() == twenty[2]["model"].keys()
+    assert all(torch.equal(again[name], value) for name, value in twenty[2]["model"].items())
+
+
+def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
+    """Forty greedy tokens of stock ``litgpt generate``, and the same on a grid; sampling agrees on all ranks.
+
+    Also of a sharded checkpoint that was made whole; as it is, it is refused in one line.
+    """
+    del sharded
+    checkpoint = folder / "twenty" / "final"
+    stock = run_ranks(generate, 1, checkpoint)[0]
+    assert len(stock) == 48
+    ranks, environment = ranks_of("2x2x1x1")
+    assert run_ranks(generate, ranks, checkpoint, "2x2x1x1", env=environment) == [stock] * ranks
+    sampled = run_ranks(generate, ranks, checkpoint, "2x2x1x1", None, 1.0, env=environment)
+    consolidate(folder / "sharded" / "final", folder / "generated-from")
+    assert (folder / "generated-from" / "tokenizer.json").is_file()
+    assert run_ranks(generate, 1, folder / "generated-from")[0] == stock
+    with pytest.raises(ValueError, match="holds a sharded checkpoint; make it whole: axo consolidate"):
+        run_command(["generate", str(folder / "sharded" / "final")])
+    assert sampled == [sampled[0]] * ranks and sampled[0] != stock

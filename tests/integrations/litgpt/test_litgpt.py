@@ -1,0 +1,133 @@
+"""``axo litgpt``: LitGPT's own pretraining on grids, against LitGPT as it is on one device."""
+
+import pytest
+import torch
+
+from tests.integrations.support import distance, tell
+from tests.integrations.trainer import STEPS, masked_loss, run
+
+
+@pytest.fixture(scope="module")
+def serial(folder):
+    return run(folder, "serial")
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [
+        "2x1x1x1",
+        "1x2x1x1",
+        "1x1x2x1",
+        pytest.param("2x2x1x1", marks=pytest.mark.soak),
+        pytest.param("2x1x1x2", marks=pytest.mark.soak),
+        "2x2x2x1",
+    ],
+)
+def test_pretraining_equals_stock_litgpt(folder, serial, grid):
+    """Oracle: ``litgpt pretrain``, one device, fp32. Losses to 1e-4, the model after 20 steps to 1e-5 (both summation
+    order only), the same tokens."""
+    losses, sums, state = run(folder, grid, grid)
+    apart, same = distance(state["model"], serial[2]["model"]), sums == serial[1]
+    tell("litgpt pretrain", grid=grid, losses_apart=_worst(losses, serial[0]), weights_apart=apart, same_tokens=same)
+    assert len(losses) == STEPS and serial[0][-1] < serial[0][0] - 0.3
+    assert losses == pytest.approx(serial[0], abs=1e-4)
+    assert same
+    assert apart < 1e-5
+
+
+def _worst(losses, others):
+    return max(abs(loss - other) for loss, other in zip(losses, others, strict=True))
+
+
+def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
+    losses, _, state = run(folder, "vocabulary", "2x1x1x2", env={"AXO_VOCAB_LOSS": "1"})
+    assert losses == pytest.approx(serial[0], abs=1e-4)
+    assert distance(state["model"], serial[2]["model"]) < 1e-5
+
+
+@pytest.mark.soak
+def test_goldfish_pretraining_equals_masked_litgpt(folder, serial):
+    """Oracle: litgpt with its loss replaced by plain torch over the kept tokens. One data rank: means are the same."""
+    stock = run(folder, "stock-goldfish", None, goldfish=(2, 5))
+    losses, sums, state = run(folder, "goldfish", "2x2x1x1", env={"AXO_VOCAB_LOSS": "1"}, goldfish=(2, 5))
+    assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert losses[0] != pytest.approx(serial[0][0], abs=1e-5)  # it is another loss
+    assert distance(state["model"], stock[2]["model"]) < 1e-5
+
+
+def test_goldfish_masks_training_and_not_validation(monkeypatch):
+    """The function that litgpt's commands then call, against plain torch over the kept tokens."""
+    import litgpt.finetune.full
+    import litgpt.pretrain
+
+    from axo.integrations.fabric.strategy import AxoStrategy
+    from axo.integrations.litgpt.command import _use_loss_of
+
+    for module in (litgpt.pretrain, litgpt.finetune.full):
+        monkeypatch.setattr(module, "chunked_cross_entropy", None)
+    _use_loss_of(AxoStrategy("1x1x1x1"), (2, 5))
+    logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
+    trained = litgpt.pretrain.chunked_cross_entropy(logits, targets)
+    with torch.no_grad():
+        validated = litgpt.finetune.full.chunked_cross_entropy(logits, targets)
+        everything = masked_loss(2, 5)(logits, targets)
+    assert trained.item() == pytest.approx(masked_loss(2, 5)(logits, targets).item(), abs=1e-6)
+    assert validated.item() == pytest.approx(everything.item(), abs=1e-6) != pytest.approx(trained.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["pretrain", "--goldfish"], "wants K,H"),
+        (["pretrain", "--goldfish", "1,13"], "K of at least 2"),
+        (["pretrain", "--goldfish=x"], "K,H"),
+        (["generate", "--goldfish", "2,13"], "not for generate"),
+        (["chat", "--goldfish", "2,13"], "not for chat"),
+        (["generate", "--sharded"], "--sharded is for training .pretrain, finetune_full.*, not for generate"),
+        (["generate", "--max-restarts", "2"], "--max-restarts is for training"),
+        (["finetune_lora", "--max-restarts", "2"], "--max-restarts is not for finetune_lora: it cannot resume"),
+        (["finetune", "--sharded"], "--sharded is not for finetune: it saves adapters"),
+        (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
+        (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
+        (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
+        (
+            ["architectures", "--grid", "auto"],
+            "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
+        ),
+        (["architectures", "pythia-14m"], "nothing else, not pythia-14m"),
+        (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
+        (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
+        (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
+        (["generate", "no/such/folder", "--quantize", "bnb.nf4"], "--quantize bnb.nf4 runs on one device only"),
+        (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
+        (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
+        (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
+        (["pretrain", "pythia-14m", "--resume", "no/such.pth"], "--resume no/such.pth does not exist"),
+        (["pretrain", "pythia-14m", "--train.micro_batch_size", "0"], "micro_batch_size=0 is not a whole number"),
+        (["pretrain", "pythia-14m", "--logger_name", "mlflow"], "--logger_name mlflow wants a package that is not"),
+    ],
+)
+def test_options_that_are_wrong(arguments, words, monkeypatch):
+    from axo.integrations.litgpt import checks as litgpt_checks
+    from axo.integrations.litgpt.command import run as run_command
+
+    monkeypatch.setitem(litgpt_checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
+    with pytest.raises(ValueError, match=words):
+        run_command(arguments)
+
+
+@pytest.mark.soak
+def test_accumulation_equals_stock_litgpt(folder):
+    """Oracle: stock LitGPT that accumulates too (its learning rate counts micro-batches)."""
+    stock = run(folder, "stock-accumulation", None, accumulate=2)
+    losses, sums, state = run(folder, "accumulation", "1x2x2x1", accumulate=2)
+    assert len(losses) == 2 * STEPS and losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert distance(state["model"], stock[2]["model"]) < 1e-5
+
+
+def test_bf16_mixed_is_close_to_stock_litgpt(folder, serial):
+    """Oracle: the fp32 run, within 1% at each step."""
+    losses = run(folder, "bf16", "2x1x2x1", precision="bf16-mixed")[0]
+    relative = max(abs(loss / other - 1) for loss, other in zip(losses, serial[0], strict=True))
+    tell("litgpt pretrain, bf16-mixed", grid="2x1x2x1", relative=relative)
+    assert relative < 0.01

@@ -1,0 +1,107 @@
+"""Long runs of ``axo litgpt``: ranks that are killed, SIGTERM, losses that are not finite, errors of the data, logs."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.runs import STEPS, finish, losses_of
+from tests.integrations.support import distance
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """A run that nothing disturbs."""
+    outcome, state = finish(folder, "whole")
+    assert outcome.ok, outcome.describe() + outcome.output
+    return losses_of(folder, "whole"), state
+
+
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole):
+    """Oracle: the undisturbed run. Killed after 6 steps, the checkpoint is of 4; sharded ones this time."""
+    outcome, _ = finish(folder, "killed", "--max-restarts", "2", "--sharded", fault="SIGKILL", step=6)
+    assert outcome.ok, outcome.describe() + outcome.output
+    assert "rank 1 was killed by SIGKILL" in outcome.output and "starting all ranks again (1 of 2)" in outcome.output
+    assert "step-00000004/lit_model.pth" in outcome.output.partition("Resuming training from")[2].splitlines()[0]
+    assert losses_of(folder, "killed") == pytest.approx(whole[0], abs=1e-4)
+    assert sorted(losses_of(folder, "killed")) == list(range(1, STEPS + 1))
+
+
+def test_a_killed_rank_ends_a_run_without_restarts(folder):
+    outcome, _ = finish(folder, "ended", fault="SIGKILL", step=1)
+    assert outcome.error == "RankFailed" and "rank 1 was killed by SIGKILL" in outcome.message
+
+
+def test_sigterm_saves_and_ends_cleanly(folder, whole):
+    """Oracle: the undisturbed run, of which this is a part; the rest follows with ``--resume auto``."""
+    outcome, state = finish(folder, "stopped", fault="SIGTERM", step=5)
+    assert outcome.ok and state is None, outcome.describe() + outcome.output
+    said = re.search(r"stopped by SIGTERM after step (\d+); saved (\S+);", outcome.output)
+    assert said is not None and 5 < int(said[1]) < STEPS and Path(said[2]).is_file(), outcome.output
+    assert sorted(losses_of(folder, "stopped")) == list(range(1, int(said[1]) + 1))
+    outcome, _ = finish(folder, "stopped", "--max-restarts", "1")
+    assert outcome.error == "ValueError" and "holds checkpoints of an earlier run" in outcome.message
+    outcome, state = finish(folder, "stopped", "--resume", "auto", "--max-restarts", "1")
+    assert outcome.ok, outcome.describe() + outcome.output
+    assert losses_of(folder, "stopped") == pytest.approx(whole[0], abs=1e-4)
+    assert distance(state["model"], whole[1]["model"]) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["the norm of the gradients", "the loss"])
+def test_what_is_not_finite_stops_every_rank_with_one_message(folder, what):
+    """An absurd learning rate, or a NaN loss at z = 1 in the fourth step. It would come again: nothing is restarted."""
+    out = what.replace(" ", "-")
+    if what == "the loss":
+        outcome, _ = finish(folder, out, "--max-restarts", "2", fault="NaN", step=3)
+    else:
+        outcome, _ = finish(folder, out, "--max-restarts", "2", lr=1e30)
+    assert outcome.error == "RankFailed" and outcome.message.startswith(f"{what} is not finite"), outcome.message
+    step = int(re.search(r"at step (\d+) of this start", outcome.message)[1])
+    assert 1 < step < 6 and len(outcome.message.splitlines()) == 1
+    assert what != "the loss" or "at step 4 of this start, first on rank 2 (z=1, data=0)" in outcome.message
+    assert "again" not in outcome.output and sorted(losses_of(folder, out)) == list(range(1, step))
+
+
+BAD_DATA = """
+from axo.integrations.litgpt.text_data import LocalText, Windows
+
+class BrokenText(LocalText):
+    def setup(self, stage=""):
+        super().setup(stage)
+        self._train.__class__ = Broken
+
+class Broken(Windows):
+    def __getitem__(self, index):
+        if index == 21:
+            raise OSError("disk on fire")
+        return super().__getitem__(index)
+"""
+
+
+def test_an_error_of_the_data_stops_every_rank_with_one_message(folder, monkeypatch):
+    (folder / "modules").mkdir()
+    (folder / "modules" / "broken_text.py").write_text(BAD_DATA)
+    monkeypatch.syspath_prepend(folder / "modules")
+    outcome, _ = finish(folder, "broken", "--data", "broken_text.BrokenText", "--max-restarts", "2")
+    assert outcome.error == "RankFailed" and "again" not in outcome.output
+    assert outcome.message.startswith("data: OSError: disk on fire (in __getitem__, broken_text.py:")
+    assert sorted(losses_of(folder, "broken")) == [1, 2]
+
+
+def test_what_only_rank_0_finds_missing_is_one_message(folder):
+    """It reads the text first, while the others wait in a barrier of torch's, which then fails as well."""
+    outcome, _ = finish(folder, "missing", "--data.paths", '["/no/such/text"]', grid="2x1x2x1")
+    assert outcome.error == "RankFailed"
+    assert outcome.message == "data: /no/such/text does not exist; give files or folders of text"
+
+
+def test_tensorboard_has_every_step_or_is_asked_for(folder):
+    """As litgpt logs, with the last steps too. Where no writer is installed: one line that says what to install."""
+    outcome, _ = finish(folder, "board", "--logger_name", "tensorboard", grid="1x1x1x1")
+    if not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
+        assert outcome.error == "ValueError" and "pip install tensorboardX, or use --logger_name csv" in outcome.message
+        return
+    assert outcome.ok, outcome.describe() + outcome.output
+    (file,) = (folder / "board" / "logs" / "tensorboard").rglob("events.out.tfevents.*")
+    assert file.read_bytes().count(b"learning_rate") == STEPS  # a record a value, its name in plain bytes

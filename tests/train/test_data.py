@@ -1,0 +1,217 @@
+"""Text, tokens and batches. Oracles: the files' own bytes, NumPy slices of them, and counting."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from axo.grid import Grid
+from axo.train import data
+
+
+def write(folder: Path, sizes: list[int]) -> tuple[list[Path], bytes]:
+    """Files of these sizes with random bytes, and all of them joined."""
+    generator = np.random.default_rng(3)
+    files, everything = [], b""
+    for index, size in enumerate(sizes):
+        piece = generator.integers(0, 256, size, dtype=np.uint8).tobytes()
+        path = folder / f"{index:02}.bin"
+        path.write_bytes(piece)
+        files.append(path)
+        everything += piece
+    return files, everything
+
+
+def byte_tokenizer(path: Path, extra: list[str] | None = None) -> Path:
+    """A tokenizer.json: GPT-2's byte alphabet (256 symbols), no merges, and ``extra`` tokens that text never gives."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    symbols = [*sorted(ByteLevel.alphabet()), *(extra or [])]
+    path.write_text(
+        json.dumps(
+            {
+                "version": "1.0",
+                "added_tokens": [],
+                "pre_tokenizer": {
+                    "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False
+                },
+                "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+                "model": {"type": "BPE", "vocab": {symbol: i for i, symbol in enumerate(symbols)}, "merges": []},
+            }
+        )
+    )  # fmt: skip
+    return path
+
+
+def test_corpus_reads_across_files_and_empty_files(tmp_path: Path) -> None:
+    files, everything = write(tmp_path, [5, 0, 7, 1, 0, 0, 300, 2])
+    corpus = data.ByteCorpus(files)
+    assert len(corpus) == len(everything) == 315
+    expected = np.frombuffer(everything, dtype=np.uint8)
+    for start, count in [(0, 315), (0, 1), (4, 2), (5, 8), (12, 2), (313, 2), (314, 1), (20, 0)]:
+        tokens = corpus.read(start, count)
+        assert tokens.dtype == np.int64
+        assert np.array_equal(tokens, expected[start : start + count]), (start, count)
+
+
+def test_find_files_takes_files_and_sorted_folders(tmp_path: Path) -> None:
+    for name in ("b/2.txt", "b/10.txt", "a.txt", "tests/c.txt", ".hidden/no.txt", ".no.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("x")
+    found = [file.relative_to(tmp_path).as_posix() for file in data.find_files([tmp_path])]
+    assert found == ["a.txt", "b/10.txt", "b/2.txt", "tests/c.txt"]
+    assert data.find_files([tmp_path / "b" / "2.txt", tmp_path / "a.txt"]) == [tmp_path / "b/2.txt", tmp_path / "a.txt"]
+
+
+def test_missing_path_and_empty_folder_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"nowhere\.txt does not exist"):
+        data.find_files([tmp_path / "nowhere.txt"])
+    with pytest.raises(ValueError, match="holds no files"):
+        data.find_files([tmp_path])
+
+
+def test_default_text_is_the_library_without_packages_and_tests() -> None:
+    files = data.default_text()
+    names = [file.as_posix() for file in files]
+    assert len(files) > 100 and len(set(names)) == len(names)
+    assert any(name.endswith("/argparse.py") for name in names)
+    assert not [name for name in names if "site-packages" in name or "/test/" in name or "/tests/" in name]
+    assert files == data.default_text()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 100, 1000])
+def test_permute_is_a_permutation(size: int) -> None:
+    for key in (0, 1, 2**63 + 5):
+        assert sorted(data.permute(i, size, key=key) for i in range(size)) == list(range(size))
+
+
+def test_permutations_of_different_keys_differ_and_mix() -> None:
+    first = [data.permute(i, 1000, key=1) for i in range(1000)]
+    second = [data.permute(i, 1000, key=2) for i in range(1000)]
+    # Of two independent random permutations about one position in 1,000 agrees; neighbours are about 333 apart.
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 10
+    assert 280 < np.abs(np.diff(first)).mean() < 390
+
+
+def test_an_epoch_shows_every_window_once(tmp_path: Path) -> None:
+    files, _ = write(tmp_path, [10 * 23 + 5])
+    batches = data.Batches(data.ByteCorpus(files), seq_len=10, batch_size=4, seed=7)
+    assert batches.windows == 23
+    order = [batches.window(step, row) for step in range(23) for row in range(4)]  # 92 = 4 epochs of 23
+    epochs = [order[i : i + 23] for i in range(0, 92, 23)]
+    assert all(sorted(epoch) == list(range(23)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_rows_hold_the_text_and_targets_are_shifted_by_one(tmp_path: Path) -> None:
+    files, everything = write(tmp_path, [40, 61])
+    batches = data.Batches(data.ByteCorpus(files), seq_len=8, batch_size=6, seed=1)
+    inputs, targets = batches.read(2, data.Rows(0, 6))
+    assert inputs.shape == targets.shape == (6, 8)
+    for row in range(6):
+        start = batches.window(2, row) * 8
+        assert bytes(inputs[row].astype(np.uint8)) == everything[start : start + 8]
+        assert bytes(targets[row].astype(np.uint8)) == everything[start + 1 : start + 9]
+
+
+def test_batches_depend_on_seed_and_step_only(tmp_path: Path) -> None:
+    files, _ = write(tmp_path, [5000])
+    corpus = data.ByteCorpus(files)
+
+    def read(seed: int, step: int) -> np.ndarray:
+        return data.Batches(corpus, seq_len=16, batch_size=8, seed=seed).read(step, data.Rows(0, 8))[0]
+
+    assert np.array_equal(read(3, 5), read(3, 5))
+    assert not np.array_equal(read(3, 5), read(4, 5))
+    assert not np.array_equal(read(3, 5), read(3, 6))
+
+
+@pytest.mark.parametrize("grid", [grid for ranks in (1, 2, 4, 8) for grid in Grid.all(ranks)], ids=str)
+def test_every_grid_reads_the_same_global_batch(grid: Grid) -> None:
+    """Rows joined over the data ranks in rank order are the global batch; x and y peers read the same rows."""
+    rows = {rank: data.rank_rows(24, grid, grid.coords(rank)) for rank in range(grid.world_size)}
+    joined: list[int] = []
+    for d in range(grid.data):
+        for z in range(grid.z):
+            same = {rows[grid.rank(x, y, z, d)] for x in range(grid.x) for y in range(grid.y)}
+            assert len(same) == 1
+            part = same.pop()
+            joined += range(part.start, part.stop)
+    assert joined == list(range(24))
+
+
+def test_a_batch_that_does_not_divide_names_what_would() -> None:
+    grid = Grid(2, 1, 2, 2)
+    with pytest.raises(
+        ValueError, match=r"batch-size=10 rows do not divide over z\*data=4 of grid 2x1x2x2; use 8 or 12"
+    ):
+        data.rank_rows(10, grid, grid.coords(0))
+    with pytest.raises(ValueError, match=r"use 4$"):
+        data.rank_rows(1, grid, grid.coords(0))
+
+
+def test_too_short_a_corpus_names_what_it_needs(tmp_path: Path) -> None:
+    files, _ = write(tmp_path, [100])
+    with pytest.raises(
+        ValueError, match=r"100 tokens hold 6 windows of seq-len=16, fewer than batch-size=8.*129 tokens"
+    ):
+        data.Batches(data.ByteCorpus(files), seq_len=16, batch_size=8, seed=0)
+    enough, _ = write(tmp_path, [129])
+    assert data.Batches(data.ByteCorpus(enough), seq_len=16, batch_size=8, seed=0).windows == 8
+
+
+def test_tokenizer_ids_are_written_once_and_mapped(tmp_path: Path) -> None:
+    text = "Grüße, 世界!\nsecond line\n" * 50
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    (tmp_path / "b.txt").write_text("end", encoding="utf-8")
+    files = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
+    corpus = data.encode(files, tokenizer, tmp_path / "cache")
+
+    from tokenizers import Tokenizer
+
+    loaded = Tokenizer.from_file(str(tokenizer))
+    expected = loaded.encode(text).ids + loaded.encode("end").ids
+    assert len(corpus) == len(expected) == len(text.encode()) + 3  # one symbol a byte
+    assert corpus.read(0, len(corpus)).tolist() == expected
+    assert corpus.vocab_size == data.tokenizer_vocab_size(tokenizer) == 256
+    stored = list((tmp_path / "cache").glob("tokens-*"))
+    again = data.encode(files, tokenizer, tmp_path / "cache")
+    assert again.read(0, 10).tolist() == expected[:10]
+    assert list((tmp_path / "cache").glob("tokens-*")) == stored and len(stored) == 1
+    (tmp_path / "b.txt").write_text("changed", encoding="utf-8")
+    assert len(data.encode(files, tokenizer, tmp_path / "cache")) == len(expected) + 4
+
+
+def _encode_in_child(files: list[Path], tokenizer: Path, cache: Path, lengths) -> None:
+    lengths.put(len(data.encode(files, tokenizer, cache)))
+
+
+def test_ranks_that_encode_at_the_same_time_share_one_file(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 2000)
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
+    context = multiprocessing.get_context("spawn")
+    lengths = context.SimpleQueue()
+    ranks = [
+        context.Process(target=_encode_in_child, args=([tmp_path / "a.txt"], tokenizer, tmp_path / "cache", lengths))
+        for _ in range(2)
+    ]
+    for rank in ranks:
+        rank.start()
+    assert [lengths.get() for _ in ranks] == [20000, 20000]
+    for rank in ranks:
+        rank.join(60)
+        assert rank.exitcode == 0
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.name != ".lock"]) == 1
+
+
+def test_a_bad_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        data.tokenizer_vocab_size(tmp_path / "tokenizer.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        data.tokenizer_vocab_size(tmp_path / "tokenizer.json")

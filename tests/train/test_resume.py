@@ -1,0 +1,100 @@
+"""axo train --save-every and --resume: the curve of a run that was stopped is that of one that was not."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from axo import checkpoint
+from axo.grid import Grid
+from axo.train import TrainConfig, runner
+from tests.launcher import run_ranks
+from tests.train.test_train import SMALL, small, text
+
+__all__ = ["text"]  # a fixture
+
+
+def losses_of(config: TrainConfig) -> list[float]:
+    outcome = runner.train_rank(config)
+    return outcome.losses if outcome else []
+
+
+def test_a_resumed_run_goes_on_with_the_same_batches(text: str, tmp_path: Path) -> None:
+    """Six steps at once, against three and a resumed three: equal to the bit on the grid, to 1e-5 on another."""
+    grid = Grid(2, 1, 2, 1)
+    at_once = run_ranks(losses_of, 4, small(text, grid=grid, steps=6, out=str(tmp_path / "a")))[0]
+    config = small(text, grid=grid, steps=6, save_every=3, keep=9, out=str(tmp_path / "b"))
+    assert run_ranks(losses_of, 4, config)[0] == at_once
+    saved = tmp_path / "b" / "checkpoints"
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000003", "step-00000006"]
+    third = dataclasses.replace(config, save_every=0, resume=str(saved / "step-00000003"))
+    assert run_ranks(losses_of, 4, third)[0] == at_once
+    other = dataclasses.replace(third, grid=Grid(1, 2, 1, 1))
+    assert run_ranks(losses_of, 2, other)[0] == pytest.approx(at_once, abs=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6))
+    assert [line["start"] for line in lines if line["kind"] == "header"] == [0, 3, 3]
+
+
+def errors_of(configs: list[TrainConfig]) -> list[str]:
+    messages = []
+    for config in configs:
+        try:
+            runner.train_rank(config)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_what_cannot_be_resumed_is_named(text: str) -> None:
+    config = small(text, steps=2, save_every=2)
+    expected = {
+        "was saved with seed=5, now it is 6": {"seed": 6},
+        "is of step 2, beyond steps=1": {"steps": 1},
+        "checkpoint: /nowhere does not exist": {"resume": "/nowhere"},
+        "is of another model": {"model_overrides": SMALL | {"n_layer": 1}},
+        "keep=0 is out of range": {"keep": 0},
+        "trace=. is a folder": {"trace": "."},
+    }
+    configs = [dataclasses.replace(config, **({"resume": "auto"} | change)) for change in expected.values()]
+    for message, part in zip(run_ranks(errors_of, 1, [config, *configs])[0], expected, strict=True):
+        assert part in message
+
+
+COMMAND = """
+import os, signal, sys
+from axo.train import loop
+step = loop.Trainer.step
+def stopping(self, index):
+    if index == 2 and self.comms.rank == 1:
+        if os.environ["SIGNAL_TO"] == "group": os.killpg(0, signal.SIGTERM)   # as timeout and batch systems do
+        else: os.kill(os.getppid(), signal.SIGTERM)   # as an operator would: to the command
+        while not self.asked_to_stop(): pass
+    return step(self, index)
+if "--resume" not in sys.argv: loop.Trainer.step = stopping
+from axo.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("to", ["command", "group"])
+def test_sigterm_saves_and_ends_cleanly(text: str, tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command gets SIGTERM in its third step, saves it, exits with 0, and goes on where it stopped."""
+    monkeypatch.setenv("SIGNAL_TO", to)
+    arguments = ["train", "--data", text, "--grid", "2x1x1x1", "--steps", "5", "--batch-size", "4", "--seq-len", "32"]
+    arguments += ["--save-every", "100", "--out", str(tmp_path / "out"), "--precision", "32-true"]
+    arguments += ["--model-override", "n_layer=1"]
+    command = [sys.executable, "-c", COMMAND, *arguments]
+    first = subprocess.run(command, capture_output=True, text=True, timeout=240, start_new_session=True)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "stopped by SIGTERM after 3 steps; go on with --resume auto" in first.stdout
+    assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-00000003"
+    if to == "group":
+        return
+    again = subprocess.run([*command, "--resume", "--compare-serial"], capture_output=True, text=True)
+    assert again.returncode == 0 and "over 5 steps (limit 1e-4): ok" in again.stdout, again.stdout + again.stderr

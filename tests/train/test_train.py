@@ -1,0 +1,375 @@
+"""Training: options, recipe, log, plot, verdict, and runs on ranks against the serial run of plain torch and LitGPT."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import axo
+from axo.grid import Grid
+from axo.matmul.products import products_of
+from axo.nn.goldfish import goldfish_mask
+from axo.train import TrainConfig, data, models, parity, peaks, plot, recipe, runner
+from axo.train.config import check, open_batches, open_corpus
+from axo.train.loop import Trainer
+from axo.train.serial import build_serial, train_serial
+from axo_kernels import SignalTimeout
+from axo_kernels.fused.chunks import plan
+from tests.launcher import rank_outcomes, run_ranks
+from tests.train.test_data import byte_tokenizer
+
+TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(400))
+SMALL = {"n_layer": 2, "n_embd": 64, "intermediate_size": 128, "n_head": 8, "n_query_groups": 4, "block_size": 64}
+NEOX = {
+    "name": "small-neox", "block_size": 64, "n_layer": 2, "n_embd": 64, "n_head": 8, "vocab_size": 250,
+    "padded_vocab_size": 256, "rotary_percentage": 0.25, "parallel_residual": True, "bias": True,
+}  # fmt: skip
+
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
+
+
+@pytest.fixture()
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return str(tmp_path / "text.txt")
+
+
+def small(text: str, **options: Any) -> TrainConfig:
+    usual: dict[str, Any] = {
+        "model_overrides": SMALL, "data": (text,), "steps": 4, "batch_size": 8, "seq_len": 32, "lr": 2e-3, "warmup": 2,
+        "precision": "32-true", "seed": 5, "out": str(Path(text).parent / "out"),
+    }  # fmt: skip
+    return TrainConfig(**(usual | options))
+
+
+# --- options -----------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
+    config = TrainConfig(grid=Grid(2, 2, 2, 1))
+    check(config)
+    assert json.loads(json.dumps(config.as_dict()))["grid"] == "2x2x2x1"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"data": ("/nowhere/text",)}, r"data: /nowhere/text does not exist"),
+        ({"batch_size": 6, "grid": Grid(1, 1, 2, 2)}, r"batch-size=6 rows do not divide over z\*data=4.*use 4 or 8"),
+        ({"batch_size": 0}, r"batch-size=0 is out of range; it must be at least 1"),
+        ({"accumulate": 3}, r"accumulate=3 does not divide a rank's 8 rows.*use one of \[1, 2, 4, 8\]"),
+        ({"seq_len": 65}, r"seq-len=65 is not in \[1, block_size=64\]"),
+        ({"batch_size": 1024}, r"hold \d+ windows of seq-len=32, fewer than batch-size=1024"),
+        ({"precision": "fp8"}, r"precision='fp8' is not one of bf16-mixed, 32-true, bf16-true, 16-mixed"),
+        ({"device": "cuda"}, r"device='cuda', and torch .* finds none here; use device='cpu'"),
+        ({"lr": math.nan}, r"lr=nan is out of range"),
+        ({"lr": math.inf}, r"lr=inf is out of range"),
+        ({"min_lr": 1.0}, r"min-lr=1.0 is out of range; it must be in \[0, 0.002\]"),
+        ({"beta2": 1.0}, r"beta2=1.0 is out of range"),
+        ({"model": "pythia-14mm"}, r"neither a LitGPT configuration nor a .*; the nearest are .*pythia-14m"),
+        ({"model": "missing.yaml"}, r"the file missing.yaml does not exist"),
+        ({"model_overrides": {"n_layers": 3}}, r"litgpt.Config has no field 'n_layers'; did you mean n_layer"),
+        ({"model_overrides": {"n_layer": "three"}}, r"n_layer='three' is not a whole number"),
+        ({"model_overrides": {"n_embd": 100}}, r"LitGPT refuses .*n_embd=100 does not divide over n_head=8"),
+        ({"model_overrides": {"vocab_size": 200, "padded_vocab_size": 200}}, r"has 256 tokens, more than .*\(200\)"),
+        ({"grid": Grid(3, 1, 1, 1)}, r"intermediate_size=128 does not divide over x=3; use 126 or 129, or"),
+        ({"grid": Grid(1, 3, 1, 1)}, r"n_embd=64 does not divide over y=3"),
+        (
+            {"model_overrides": SMALL | {"n_query_groups": 8, "latent_attention": LATENT}},
+            r"latent_attention \(DeepSeek's MLA\) is not supported",
+        ),
+        ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_bad_options_are_named_before_ranks_start(text: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(small(text, **change))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(text: str, tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer(tmp_path / "tokenizer.json", extra=["<s>", "</s>"])
+    with pytest.raises(ValueError, match=r"has 258 tokens, more than the vocabulary of model 'tiny' \(256\)"):
+        check(small(text, tokenizer=str(tokenizer)))
+    check(small(text, tokenizer=str(tokenizer), model_overrides=SMALL | {"padded_vocab_size": 258, "vocab_size": 258}))
+
+
+# --- models ------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_by_name_is_litgpts_own() -> None:
+    from litgpt.config import Config
+
+    assert models.resolve("pythia-14m") == Config.from_name("pythia-14m")
+    assert models.resolve("EleutherAI/pythia-14m") == Config.from_name("pythia-14m")
+    assert models.resolve("pythia-14m", {"n_layer": "3", "head_size": "null"}) == Config.from_name(
+        "pythia-14m", n_layer=3, head_size=None
+    )
+
+
+@pytest.mark.parametrize("name", ["model.yaml", "model.json"])
+def test_a_model_from_a_file(tmp_path: Path, name: str) -> None:
+    import yaml
+
+    path = tmp_path / name
+    path.write_text(json.dumps(NEOX) if name.endswith("json") else yaml.safe_dump(NEOX))
+    config = models.resolve(str(path), {"n_layer": 3})
+    assert (config.name, config.n_layer, config.n_embd, config.parallel_residual) == ("small-neox", 3, 64, True)
+    path.write_text("just text")
+    with pytest.raises(ValueError, match="holds no fields"):
+        models.resolve(str(path))
+
+
+def test_overriding_does_not_change_the_preset() -> None:
+    models.resolve("tiny", {"n_layer": 9})
+    assert models.resolve("tiny").n_layer == 4
+
+
+def test_shape_counts_parameters() -> None:
+    config = models.resolve("tiny", SMALL)
+    shape = models.shape_of(config)
+    attention, mlp, norms = (64 + 2 * 32) * 64 + 64 * 64, 3 * 64 * 128, 2 * 64
+    assert shape == models.Shape(2, 64, 256, 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64)
+
+
+# --- recipe, peaks, verdict, pictures ----------------------------------------------------------------------------
+
+
+def test_learning_rate_warms_up_and_follows_half_a_cosine() -> None:
+    config = TrainConfig(lr=1.0, min_lr=0.1, warmup=4, steps=12)
+    rates = [recipe.learning_rate(step, config) for step in range(13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4] == 1.0 and math.isclose(rates[8], 0.55) and math.isclose(rates[12], 0.1)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+    assert recipe.learning_rate(0, TrainConfig(lr=1.0, warmup=0, steps=1)) == 1.0
+
+
+def test_weights_decay_and_norms_do_not(text: str) -> None:
+    config = small(text)
+    model = build_serial(config)
+    decayed, rest = recipe.build_optimizer(model, config).param_groups
+    assert {parameter.dim() for parameter in decayed["params"]} == {2} and decayed["weight_decay"] == 0.1
+    assert {parameter.dim() for parameter in rest["params"]} == {1} and rest["weight_decay"] == 0.0
+    assert len(decayed["params"]) + len(rest["params"]) == len(list(model.parameters()))
+
+
+def test_peaks_are_known_by_name_and_precision() -> None:
+    assert peaks.peak_tflops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989.0
+    assert peaks.peak_tflops("NVIDIA H100 PCIe", "bf16-mixed") == 756.0
+    assert peaks.peak_tflops("NVIDIA A100-SXM4-40GB", "32-true") is None
+    assert peaks.peak_tflops("Some CPU @ 2.00GHz", "bf16-mixed") is None
+
+
+def test_the_verdict_is_one_exact_line() -> None:
+    good = parity.compare([2.0, 1.00005], [2.0, 1.0], "32-true")
+    assert good.ok and str(good) == "parity: max |loss - serial| = 5.0e-05 over 2 steps (limit 1e-4): ok"
+    bad = parity.compare([2.0, 1.1], [2.0, 1.0], "32-true")
+    assert not bad.ok and str(bad) == "parity: max |loss - serial| = 1.0e-01 over 2 steps (limit 1e-4): FAILED"
+    nan = parity.compare([math.nan, 1.0], [2.0, 1.0], "32-true")
+    assert not nan.ok and str(nan).endswith("FAILED")
+    low = parity.compare([2.002], [2.0], "bf16-mixed")
+    assert low.ok and str(low).startswith(
+        "parity (bf16-mixed, relative): max |loss - serial| / serial = 1.0e-03 over 1"
+    )
+    with pytest.raises(ValueError, match="0 and 1 losses"):
+        parity.compare([], [1.0], "32-true")
+
+
+def test_the_plot_is_a_png(tmp_path: Path) -> None:
+    for serial in (None, [5.0, 4.0, 3.0]):
+        path = tmp_path / "deep" / "loss.png"
+        plot.draw(path, [5.0, 4.0, 3.0], title="t", subtitle="s", vocabulary=256, serial=serial, limit=1e-4)
+        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
+        path.unlink()
+
+
+# --- serial ------------------------------------------------------------------------------------------------------
+
+
+def test_serial_is_the_textbook_loop(text: str) -> None:
+    """Oracle: the same training written out here, with nothing of the package but the batches."""
+    import torch.nn.functional as F
+    from litgpt.model import GPT
+
+    config = small(text, weight_decay=0.0, clip=0.3)
+    batches = open_batches(config, open_corpus(config))
+    model = GPT(models.resolve(config.model, config.model_overrides))
+    torch.manual_seed(config.seed)
+    model.apply(model._init_weights)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(config.steps):
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate(step, config)
+        inputs, targets = map(torch.from_numpy, batches.read(step, data.Rows(0, 8)))
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert list(train_serial(config, batches)) == pytest.approx(losses, abs=1e-6)
+
+
+def test_goldfish_leaves_tokens_out_of_the_loss(text: str) -> None:
+    """Rows: the loss with goldfish is the mean over the kept tokens, taken here with a mask of this test's own."""
+    config = small(text, goldfish_k=2, goldfish_h=3, steps=1)
+    batches = open_batches(config, open_corpus(config))
+    inputs, targets = map(torch.from_numpy, batches.read(0, data.Rows(0, config.batch_size)))
+    keep = goldfish_mask(torch.cat([inputs[:, :1], targets], 1), 2, 3)[:, 1:]
+    with torch.no_grad():
+        losses = torch.nn.functional.cross_entropy(
+            build_serial(config)(inputs).flatten(0, 1), targets.flatten(), reduction="none"
+        )
+    assert 0.3 < keep.float().mean() < 0.7
+    assert next(train_serial(config, batches)) == pytest.approx(losses[keep.flatten()].mean().item(), abs=1e-5)
+
+
+def test_accumulation_and_recomputation_do_not_change_the_loss(text: str) -> None:
+    config = small(text)
+    batches = open_batches(config, open_corpus(config))
+    usual = list(train_serial(config, batches))
+    changed = list(train_serial(dataclasses.replace(config, accumulate=4, recompute=True), batches))
+    # Another order of sums in fp32: 4 steps drift by far less than 1e-5.
+    assert changed == pytest.approx(usual, abs=1e-5) and usual[-1] < usual[0] - 0.1
+
+
+# --- ranks -------------------------------------------------------------------------------------------------------
+
+
+def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
+    comms = axo.connect(config.grid)
+    batches = open_batches(config, open_corpus(config))
+    steps = list(Trainer(config, comms, batches).run())
+    comms.close()
+    return [step.loss for step in steps], [step.grad_norm for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("grid", "options"),
+    [
+        ("2x2x1x1", {"model": "file"}),
+        ("2x1x2x1", {"accumulate": 2, "clip": 0.3}),
+        ("1x2x1x2", {"recompute": True, "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2}),
+        ("2x2x2x1", {}),
+    ],
+    ids=str,
+)
+def test_losses_equal_serial(text: str, tmp_path: Path, grid: str, options: dict[str, Any]) -> None:
+    """Every rank reports the same loss and norm; the loss is the serial run's to 2e-5 (fp32, another order of sums)."""
+    if options.get("model") == "file":
+        (tmp_path / "neox.json").write_text(json.dumps(NEOX))
+        options = {"model": str(tmp_path / "neox.json"), "model_overrides": {}}
+    config = small(text, grid=Grid.parse(grid), **options)
+    serial = list(train_serial(config, open_batches(config, open_corpus(config))))
+    results = run_ranks(train_on_rank, config.grid.world_size, config)
+    assert all(result == results[0] for result in results)
+    assert results[0][0] == pytest.approx(serial, abs=2e-5)
+    assert serial[-1] < serial[0] - 0.1  # it learns, so the comparison says something
+
+
+def initial_weights(config: TrainConfig) -> dict[str, torch.Tensor]:
+    comms = axo.connect(config.grid)
+    torch.manual_seed(1000 + comms.rank)  # ranks differ before the run seeds them
+    model = Trainer(config, comms, open_batches(config, open_corpus(config))).model
+    whole = {name: axo.unshard(parameter.detach(), parameter.placement) for name, parameter in model.named_parameters()}
+    comms.close()
+    return whole if comms.rank == 0 else {}
+
+
+def test_initial_weights_equal_serial_to_the_bit(text: str) -> None:
+    config = small(text, grid=Grid(2, 2, 1, 1))
+    whole = run_ranks(initial_weights, 4, config)[0]
+    serial = dict(build_serial(config).named_parameters())
+    assert whole.keys() == serial.keys()
+    assert all(torch.equal(whole[name], serial[name]) for name in serial)
+
+
+def unequal_gradient(config: TrainConfig) -> tuple[float, torch.Tensor]:
+    """One backward with 1 row on data rank 0 and 5 on data rank 1."""
+    comms = axo.connect(config.grid)
+    batches = open_batches(config, open_corpus(config))
+    trainer = Trainer(config, comms, batches)
+    rows = data.Rows(0, 1) if comms.coords.data == 0 else data.Rows(1, 6)
+    loss, tokens = trainer.accumulate(*map(torch.from_numpy, batches.read(0, rows)))
+    assert tokens == 6 * config.seq_len
+    weight = trainer.model.lm_head.weight
+    gradient = axo.unshard(weight.grad, weight.placement)
+    comms.close()
+    return float(loss), gradient
+
+
+def test_unequal_local_batches_are_weighted_by_tokens(text: str) -> None:
+    """Oracle: one serial backward over the six rows."""
+    import torch.nn.functional as F
+
+    config = small(text, grid=Grid(2, 1, 1, 2))
+    results = run_ranks(unequal_gradient, 4, config)
+    model = build_serial(config)
+    inputs, targets = map(torch.from_numpy, open_batches(config, open_corpus(config)).read(0, data.Rows(0, 6)))
+    loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+    loss.backward()
+    total = results[0][0] + results[2][0]  # ranks 0 and 2 are the two data ranks at x = 0
+    assert total / (6 * config.seq_len) == pytest.approx(loss.item(), abs=1e-6)
+    for _, gradient in results:
+        torch.testing.assert_close(gradient, model.lm_head.weight.grad, atol=1e-6, rtol=1e-5)
+
+
+def train_with_text_missing(config: TrainConfig, on: tuple[int, ...]) -> None:
+    if int(os.environ["RANK"]) in on:
+        config = dataclasses.replace(config, data=("/nowhere",))
+    runner.train_rank(config)
+
+
+@pytest.mark.parametrize(("on", "who"), [((1,), "rank 1: "), ((0, 1), "")])
+def test_text_that_a_rank_cannot_read_is_one_error_on_all(text: str, on: tuple[int, ...], who: str) -> None:
+    for outcome in rank_outcomes(train_with_text_missing, 2, small(text, grid=Grid(2, 1, 1, 1)), on):
+        assert outcome.error == "ValueError", outcome.describe()
+        assert outcome.message == f"{who}data: /nowhere does not exist; give files or folders of text"
+
+
+def nan_on_rank(config: TrainConfig) -> str:
+    comms = axo.connect(config.grid)
+    trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
+    if comms.rank == 1:
+        with torch.no_grad():
+            trainer.model.lm_head.weight.fill_(math.nan)
+    try:
+        trainer.step(0)
+    except FloatingPointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank(text: str) -> None:
+    messages = run_ranks(nan_on_rank, 2, small(text, grid=Grid(1, 1, 1, 2)))
+    assert len(set(messages)) == 1 and messages[0].startswith("train: the loss of step 0 is nan")
+
+
+def waited_in_vain(config: TrainConfig) -> str:
+    comms = axo.connect(config.grid)
+    trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
+    workspaces = products_of(comms).fused.on("z").workspaces
+    workspace = workspaces.get("all_gather_matmul", plan("all_gather", 4, 2, 0, 2), None, torch.device("cpu"))
+    with torch.no_grad():
+        trainer.model.lm_head.weight.fill_(math.nan)
+    # as a kernel on a GPU reports it while the host goes on
+    note = torch.tensor([1, 1, 17, 16], dtype=torch.int32)
+    trainer.optimizer.register_step_post_hook(lambda *_: workspace.status.copy_(note))
+    try:
+        trainer.step(0)
+    except (SignalTimeout, FloatingPointError) as error:
+        return str(error)
+    return "no error"
+
+
+def test_rows_that_a_peer_never_sent_are_no_matter_of_the_learning_rate(text: str) -> None:
+    """A kernel puts NaN where a chunk never came: its report goes before the loss that comes of it."""
+    [message] = run_ranks(waited_in_vain, 1, small(text))
+    assert "waited 600 s for chunk 1 (rows of rank 1) of epoch 17; its flag stands at 16" in message
