@@ -89,7 +89,7 @@ with axo.connect("1x1x1x2") as comms:
     total = comms.world.all_reduce(ones).item()
     with open(f"{os.environ['SEEN']}{comms.rank}", "w") as file:
         file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {total}")
-os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process (docs/facts.md)
+os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process (docs/notes/facts.md)
 """
 
 
