@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import axo
-from axo.comm import flight_report
+from axo.comm import flight
 from tests.cli.test_cli import run_axo
 from tests.launcher import rank_outcomes, run_ranks
 
@@ -45,25 +45,25 @@ def files(tmp_path):
 
 
 def test_who_was_late_and_who_is_missing(files):
-    lines = flight_report.read(files)
+    lines = flight.read(files)
     (line,) = lines
-    (late,) = flight_report.latest(lines)
+    (late,) = flight.latest(lines)
     assert (late.sequence, late.last, late.seconds) == (0, 1, pytest.approx(0.25))
-    (stuck,) = flight_report.stuck(lines)
+    (stuck,) = flight.stuck(lines)
     assert (stuck.sequence, stuck.state, stuck.missing, stuck.unknown) == (1, "running", (2,), ())
     assert stuck.waited == pytest.approx(8.0)
     assert line.called(1) == "1 (world 2)"
 
 
 def test_a_rank_without_a_file_is_not_called_late(files):
-    (stuck,) = flight_report.stuck(flight_report.read(files[:2]))
+    (stuck,) = flight.stuck(flight.read(files[:2]))
     assert stuck.sequence == 1 and stuck.missing == () and stuck.unknown == (2,)
 
 
 def test_communicators_of_one_name_are_kept_apart(tmp_path):
     first = write(tmp_path, "a", [record(0, 0, 1.0)])
     second = write(tmp_path, "b", [record(0, 0, 2.0, id="8")])
-    assert len(flight_report.read([first, second])) == 2
+    assert len(flight.read([first, second])) == 2
 
 
 def test_hosts_are_compared_by_wall_clock(tmp_path):
@@ -71,7 +71,7 @@ def test_hosts_are_compared_by_wall_clock(tmp_path):
         write(tmp_path, str(rank), [record(rank, 0, 10.0 + rank, host=f"h{rank}", epoch=1000.0 - rank)])
         for rank in range(3)
     ]
-    (late,) = flight_report.latest(flight_report.read(lines))
+    (late,) = flight.latest(flight.read(lines))
     assert late.seconds == pytest.approx(0.0)
 
 
@@ -89,7 +89,7 @@ def test_other_files_are_refused(tmp_path, text, message):
     path = tmp_path / "bad.jsonl"
     path.write_text(text)
     with pytest.raises(ValueError, match=r"bad\.jsonl") as error:
-        flight_report.read([path])
+        flight.read([path])
     assert message in str(error.value)
 
 
@@ -112,7 +112,7 @@ def write_on_signal_and_failure(folder):
     deadline = time.monotonic() + 30
     while not os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.01)
-    written = flight_report.read([axo_path(path)])
+    written = flight.read([axo_path(path)])
     comms.world.barrier()
     if comms.rank == 0:
         time.sleep(0.5)  # rank 1 waits, then rank 0 gives up
@@ -134,10 +134,10 @@ def axo_path(path):
 def test_ranks_write_their_files(tmp_path, env):
     found = run_ranks(write_on_signal_and_failure, 2, str(tmp_path), env=env)
     assert all(each["x"] >= 3 for each in found)
-    lines = flight_report.read(sorted(tmp_path.glob("axo-flight-*.jsonl")))
+    lines = flight.read(sorted(tmp_path.glob("axo-flight-*.jsonl")))
     (x,) = [line for line in lines if line.name == "x"]
     assert any("given up" in failure for failure in x.failures.values())
-    assert any(late.missing == (0,) or late.state == "failed" for late in flight_report.stuck([x]))
+    assert any(late.missing == (0,) or late.state == "failed" for late in flight.stuck([x]))
 
 
 def no_folder():

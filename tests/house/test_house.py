@@ -16,7 +16,8 @@ import axo
 
 ROOT = Path(__file__).resolve().parents[2]
 AXO = ROOT / "python" / "axo"
-MOST_LINES = 400
+MOST_LINES = 600
+REASON = "long because"  # in the head of a file that is longer
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
@@ -154,13 +155,13 @@ def test_the_core_knows_no_python_and_no_torch():
             assert not foreign or "nccl_api" in line, f"{place(path, number)}: {line}"
 
 
-def test_files_stay_short():
+def test_a_long_file_says_why():
     long = {}
     for path in sources(".py", ".cpp", ".h", ".inc", ".pyi"):
-        lines = len(path.read_text().splitlines())
-        if lines > MOST_LINES:
-            long[str(path.relative_to(ROOT))] = lines
-    assert not long, f"over {MOST_LINES} lines: {long}"
+        lines = path.read_text().splitlines()
+        if len(lines) > MOST_LINES and REASON not in " ".join(lines[:40]).lower():
+            long[str(path.relative_to(ROOT))] = len(lines)
+    assert not long, f"over {MOST_LINES} lines, without {REASON!r} in their first 40: {long}"
 
 
 def test_a_file_opens_with_what_it_does():

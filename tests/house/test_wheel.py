@@ -16,7 +16,7 @@ PROGRAM = """
 import pathlib, sys
 import axo, axo.collectives, axo_kernels, axo_bench, axo.nn, axo.perf
 where = pathlib.Path(sys.prefix)
-for module in (axo, axo.comm.communicator._C, axo_kernels, axo_bench, axo.nn):
+for module in (axo, axo.comm.extension._C, axo_kernels, axo_bench, axo.nn):
     assert where in pathlib.Path(module.__file__).parents, module.__file__
 comms = axo.connect("1x1x1x1")
 import torch.distributed as dist, torch

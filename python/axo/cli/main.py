@@ -237,11 +237,11 @@ def info(
         from axo.grid import Grid
 
         if flight:
-            from axo.comm import flight_report
+            from axo.comm.flight import render
 
             if not files:
                 raise ValueError("info: --flight wants files, such as FOLDER/axo-flight-*.jsonl")
-            flight_report.render(files, Console())
+            render(files, Console())
             return
         if files:
             raise ValueError(f"info: {files[0]} is a flight file only with --flight before it")

@@ -10,31 +10,33 @@ world; each axis with more than one rank is split from it. ``axo.comm.transports
 
 from __future__ import annotations
 
-import math
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
-from axo.comm.device import DeviceCommunicator, DeviceOptions
+from axo.comm.device import DeviceOptions
 from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
-from axo.comm.memory import DTYPES, check_integer
-from axo.comm.process_alive import gone, present
-from axo.comm.store_namespaces import store_of_this_start
+from axo.comm.rendezvous import gather, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
-from axo.errors import PeerLost, Timeout
+from axo.errors import Timeout
 from axo.grid import AXES, Coords, Grid
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
 _LONGEST_S = 1e9
-_LOOK_S = 0.25  # how often a rank that waits for others looks whether those who have come still live
+
+
+class Attached(Protocol):
+    """What an upper part keeps with the communicators of a grid."""
+
+    def poll(self) -> None:
+        """Raise what has failed since the last look. Waits for nothing."""
 
 
 class Communicators:
@@ -57,14 +59,13 @@ class Communicators:
         self.y = self._line("y")
         self.z = self._line("z")
         self.data = self._line("data")
-        lines = (self.x, self.y, self.z, self.data, world)
-        for line in lines:
-            line._siblings = tuple(other for other in lines if other is not line)
-        self.attached: dict[str, Any] = {}  # what upper parts keep as long as these live; each has a ``poll()``
-        self._device_mesh: Any = None
-        self._checkpoint_mesh: Any = None
+        for line in self.communicators:
+            line._siblings = tuple(other for other in self.communicators if other is not line)
+        self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
+        self._device_mesh: dist.DeviceMesh | None = None
+        self._checkpoint_mesh: dist.DeviceMesh | None = None
         self._neighbours: dict[tuple[str, int], Communicator] = {}
-        self._checkpoint_group: Any = None
+        self._checkpoint_group: dist.ProcessGroup | None = None
         self._before_close: list[Callable[[], object]] = []
         self._owns_process_group = owns_process_group
 
@@ -83,6 +84,11 @@ class Communicators:
             return alone(axis, self.device)
         first = self.grid.ranks(axis, self.rank)[0]
         return self.world.split(first, getattr(self.coords, axis), name=axis, axis=axis)
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """Those of x, y, z, data and the world."""
+        return self.x, self.y, self.z, self.data, self.world
 
     def axis(self, name: str) -> Communicator:
         """The communicator of axis ``name``.
@@ -110,7 +116,7 @@ class Communicators:
         if (axis, count) not in self._neighbours:
             mine = getattr(self.coords, axis)
             line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
-            line._siblings = (self.x, self.y, self.z, self.data, self.world)
+            line._siblings = self.communicators
             self._neighbours[axis, count] = line
         return self._neighbours[axis, count]
 
@@ -125,7 +131,7 @@ class Communicators:
         return {name: getattr(self, name).blocked_seconds for name in (*AXES, "world")}
 
     @property
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> dist.DeviceMesh:
         """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then."""
         if self._device_mesh is None:
             if not dist.is_initialized():  # one rank without torchrun
@@ -135,7 +141,7 @@ class Communicators:
         return self._device_mesh
 
     @property
-    def checkpoint_mesh(self) -> Any:
+    def checkpoint_mesh(self) -> dist.DeviceMesh:
         """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"), made on first use. Collective then.
 
         DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
@@ -151,7 +157,7 @@ class Communicators:
         self._before_close.append(callback)
 
     @property
-    def checkpoint_group(self) -> Any:
+    def checkpoint_group(self) -> dist.ProcessGroup:
         """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use."""
         if self._checkpoint_group is None:
             serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
@@ -159,13 +165,13 @@ class Communicators:
         return self._checkpoint_group
 
     def close(self) -> None:
-        """Wait for this rank's pending operations and take leave of the peers. May be called again.
+        """Wait for this rank's pending operations and leave the peers. May be called again.
 
-        Without it a communicator takes leave when it is no longer referenced, or when the program ends.
+        Without it a communicator leaves when it is no longer referenced, or when the program ends.
         """
         while self._before_close:
             self._before_close.pop()()
-        for communicator in (*self._neighbours.values(), self.x, self.y, self.z, self.data, self.world):
+        for communicator in (*self._neighbours.values(), *self.communicators):
             communicator.close()
         if self._owns_process_group and dist.is_initialized():
             dist.destroy_process_group()
@@ -273,45 +279,10 @@ def _init_process_group(seconds: float, meeting: float, device: torch.device) ->
     )
 
 
-def _gather_ranks(store: Any, rank: int, world_size: int, meeting: float) -> None:
-    """Wait until every rank has come, before anything waits for longer.
-
-    Raises:
-        Timeout: Somebody has not; names the ranks.
-        PeerLost: Somebody came and died meanwhile.
-    """
-    round_ = store.add(f"axo/round/{rank}", 1)
-    keys = [f"axo/here/{round_}/{other}" for other in range(world_size)]
-    given_up = f"axo/given up/{round_}"
-    store.set(keys[rank], present())
-    start = time.monotonic()
-    arrived: dict[int, str] = {}
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=min(_LOOK_S, meeting)))
-        except dist.DistStoreError:
-            pass
-        for other, key in enumerate(keys):
-            if other not in arrived and store.check([key]):
-                arrived[other] = store.get(key).decode()
-        waited = time.monotonic() - start
-        lost = [other for other, told in arrived.items() if gone(told)]
-        late = waited >= meeting or (bool(lost) and store.check([given_up]))  # who has given up is no death
-        if lost and not late:
-            raise PeerLost(
-                f"connect (rank {rank} of {world_size}): rank {lost[0]} (process {arrived[lost[0]].split()[0]}) died"
-                f" before all had come; waited {waited:.3f} s",
-                lost[0],
-            )
-        if len(arrived) == world_size:
-            return
-        if late:
-            store.set(given_up, b"1")
-            missing = [other for other in range(world_size) if other not in arrived]
-            raise Timeout(
-                f"connect (rank {rank} of {world_size}): ranks {missing} have not come within {meeting:g} s; they died"
-                " at start-up, or call something else first (meeting_timeout=... waits longer)"
-            )
+def _gather_ranks(store: dist.Store, rank: int, world_size: int, meeting: float) -> None:
+    """Wait until every rank has come, before anything waits for longer."""
+    who, hint = f"connect (rank {rank} of {world_size})", " (meeting_timeout=... waits longer)"
+    gather(store, "axo/connect", rank, world_size, meeting, who, hint=hint)
 
 
 def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
@@ -326,64 +297,6 @@ def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
             f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
             f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
         )
-
-
-def empty_shared(
-    shape: Sequence[int],
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: str | torch.device = "cpu",
-    comms: Communicators | DeviceCommunicator | None = None,
-) -> torch.Tensor:
-    """An uninitialised tensor in memory that the ranks' collectives use where it lies, without staging.
-
-    On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
-    allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
-    with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
-    one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
-    must not touch it.
-
-    Raises:
-        ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
-            not move. axo.Error: No room, or the library is too old for it.
-    """
-    for size in shape:
-        check_integer("empty_shared", "shape", size, bits=64)
-    if any(size < 0 for size in shape):
-        raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
-    if dtype not in DTYPES:
-        raise ValueError(f"empty_shared: dtype {dtype} is not supported; view it as one that is, such as torch.uint8")
-    count = math.prod(shape)
-    if count * dtype.itemsize >= 2**63:
-        raise ValueError(f"empty_shared: shape {tuple(shape)} is more memory than can be addressed")
-    place = torch.device(device)
-    if place.type != "cpu":
-        return _empty_on_device(tuple(shape), dtype, place, comms)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    memory = _C.SharedMemory(count * dtype.itemsize)
-    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
-
-
-def _empty_on_device(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, comms: Communicators | DeviceCommunicator | None
-) -> torch.Tensor:
-    if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
-        raise ValueError(
-            f"empty_shared: device={str(device)!r} wants comms, the communicators of that device that will use it"
-        )
-    lines = [comms] if isinstance(comms, Communicator) else [getattr(comms, name) for name in (*AXES, "world")]
-    lines = [line for line in lines if line.size > 1]
-    count = math.prod(shape)
-    if not lines or count == 0:
-        return torch.empty(shape, dtype=dtype, device=comms.device)
-    memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
-    return torch.from_dlpack(memory).view(dtype).view(shape)
-
-
-def shared_block(size: int) -> Any:
-    """``size`` bytes of such memory as a buffer; it is free when nobody refers to it."""
-    return _C.SharedMemory(size)
 
 
 def create_c10d_backend(options: Any) -> Any:

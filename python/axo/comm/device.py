@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 
-from axo.comm.communicator import Communicator
+from axo.comm.communicator import _DEFAULT_TIMEOUT, Communicator
 from axo.comm.extension import _C
-from axo.comm.issuing import _DEFAULT_TIMEOUT
 from axo.comm.memory import DTYPES
 from axo.comm.work import Work, milliseconds, open_group
 from axo.errors import Error, Mismatch

@@ -1,16 +1,49 @@
-"""The flight recorder from Python: where a process writes the last operations of its communicators, and when.
+"""The flight recorder: where a process writes the last operations of its communicators, and what the files say.
 
 With AXO_FLIGHT_DIR set, a rank writes its file there when an operation fails and on SIGUSR1
-(``csrc/base/flight_recorder.h`` says what is in it). ``axo info --flight FILES`` reads them.
+(``csrc/base/flight_recorder.h`` says what is in it). ``axo info --flight FILES`` puts those of several ranks together:
+where a job stands, and who was late where.
+
+A file is JSON lines, one operation each. Ranks of one communicator share its ``id``; a collective is matched over ranks
+by its sequence number. Times of ranks on one host are compared by the clock that they share, times of several hosts by
+wall-clock time, which is as good as the hosts' clocks agree.
+
+What it does not do: messages (send, recv) are shown when they are pending, never matched.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from axo.comm.extension import _C
+_FIELDS = {
+    "communicator": str,
+    "id": str,
+    "rank": int,
+    "size": int,
+    "host": str,
+    "pid": int,
+    "op": str,
+    "sequence": int,
+    "dtype": str,
+    "count": int,
+    "state": str,
+    "issued": float,
+    "written": float,
+    "epoch": float,
+}
+_MESSAGES = ("send", "recv")
+
+
+def _core() -> Any:
+    from axo.comm.extension import _C  # reading files needs neither torch nor the extension
+
+    return _C
 
 
 def arm() -> None:
@@ -27,14 +60,203 @@ def arm() -> None:
         raise ValueError(f"AXO_FLIGHT_DIR={folder!r} is not a folder; make it first, or unset the variable")
     # A program that has a handler of its own for the signal keeps it.
     taken = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, None)
-    _C.set_flight_directory(str(path.resolve()), 0 if taken else int(signal.SIGUSR1))
+    _core().set_flight_directory(str(path.resolve()), 0 if taken else int(signal.SIGUSR1))
 
 
 def lines() -> list[str]:
     """The last operations of every living communicator of this process, one JSON object a line."""
-    return _C.flight_lines().splitlines()
+    return _core().flight_lines().splitlines()
 
 
 def write() -> str:
     """Write this process's file now; its path, or "" when AXO_FLIGHT_DIR is not set."""
-    return _C.write_flight_file()
+    return _core().write_flight_file()
+
+
+@dataclass
+class Line:
+    """One communicator: what each of its ranks has recorded of its collectives, by sequence number."""
+
+    name: str
+    size: int
+    ranks: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
+
+    def called(self, rank: int) -> str:
+        """The rank, with its number in the world where that is known."""
+        operations = self.ranks.get(rank)
+        world = next(iter(operations.values()))["world_rank"] if operations else None
+        return str(rank) if world is None or world == rank else f"{rank} (world {world})"
+
+
+@dataclass(frozen=True)
+class Late:
+    """One collective that ranks came to at different times.
+
+    Attributes:
+        seconds: From the first rank's arrival to the last one's; None while somebody is missing.
+        last: The rank that came last, if all came. missing: Ranks that have not come. unknown: Ranks without a file,
+            or whose file goes back less far.
+    """
+
+    line: Line
+    sequence: int
+    op: str
+    state: str
+    seconds: float | None
+    last: int | None
+    missing: tuple[int, ...]
+    unknown: tuple[int, ...]
+    waited: float  # seconds that the first rank has waited when its file was written or the operation ended
+
+
+def read(paths: Iterable[Path]) -> list[Line]:
+    """The communicators that the files tell of.
+
+    Raises:
+        ValueError: A file that cannot be read, or is no flight file; names it and the line.
+    """
+    lines: dict[tuple[str, str, int], Line] = {}
+    for path in paths:
+        for record in _records(path):
+            key = (record["communicator"], record["id"], record["size"])
+            line = lines.setdefault(key, Line(record["communicator"], record["size"]))
+            if record["failure"]:
+                line.failures[record["rank"]] = record["failure"]
+            operations = line.ranks.setdefault(record["rank"], {})
+            if record["op"] in _MESSAGES:
+                line.messages.append(record)
+            else:
+                operations[record["sequence"]] = record
+    return sorted(lines.values(), key=lambda line: (-line.size, line.name))
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"flight file {path}: cannot be read ({error})") from None
+    if not text.strip():
+        raise ValueError(f"flight file {path}: is empty; a rank writes its file on failure or on SIGUSR1")
+    for number, row in enumerate(text.splitlines(), 1):
+        where = f"flight file {path}, line {number}"
+        try:
+            record = json.loads(row)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{where}: is not JSON ({error}); give files named axo-flight-PID.jsonl") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: is not a JSON object; give files named axo-flight-PID.jsonl")
+        for name, kind in _FIELDS.items():
+            value = record.get(name)
+            if not isinstance(value, (int, float) if kind is float else kind) or isinstance(value, bool):
+                raise ValueError(f"{where}: {name}={value!r} is not {kind.__name__}; give files that Axo has written")
+        if not 0 <= record["rank"] < record["size"]:
+            raise ValueError(f"{where}: rank {record['rank']} of {record['size']} cannot be")
+        for name in ("world_rank", "failure", "ended"):
+            record.setdefault(name, None)
+        yield record
+
+
+def lateness(line: Line) -> list[Late]:
+    """The collectives of one communicator, in order, that at least one rank still remembers."""
+    sequences = sorted({sequence for operations in line.ranks.values() for sequence in operations})
+    return [_late(line, sequence) for sequence in sequences]
+
+
+def _late(line: Line, sequence: int) -> Late:
+    here = {rank: operations[sequence] for rank, operations in line.ranks.items() if sequence in operations}
+    missing: list[int] = []
+    unknown: list[int] = []
+    for rank in range(line.size):
+        if rank in here:
+            continue
+        known = line.ranks.get(rank)
+        forgotten = known is None or (known and sequence < min(known))
+        (unknown if forgotten else missing).append(rank)
+    one_host = len({record["host"] for record in here.values()}) == 1
+    times = {rank: record["issued"] + (0.0 if one_host else record["epoch"]) for rank, record in here.items()}
+    first, last = min(times, key=times.__getitem__), max(times, key=times.__getitem__)
+    states = {record["state"] for record in here.values()}
+    state = next((name for name in ("failed", "running", "queued") if name in states), "done")
+    ended = here[first]["ended"]
+    complete = len(here) == line.size
+    return Late(
+        line,
+        sequence,
+        here[first]["op"],
+        state,
+        times[last] - times[first] if complete else None,
+        last if complete else None,
+        tuple(missing),
+        tuple(unknown),
+        (ended if ended is not None else here[first]["written"]) - here[first]["issued"],
+    )
+
+
+def stuck(lines: Iterable[Line]) -> list[Late]:
+    """For each communicator its first collective that has not ended well everywhere, or that a rank has not come to."""
+    found = []
+    for line in lines:
+        for late in lateness(line):
+            if late.state != "done" or late.missing:
+                found.append(late)
+                break
+    return found
+
+
+def latest(lines: Iterable[Line], most: int = 10) -> list[Late]:
+    """The collectives that all ranks came to, and whose first and last rank were farthest apart."""
+    complete = [late for line in lines for late in lateness(line) if late.seconds is not None]
+    return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:most]
+
+
+def _peer(rank: int | None) -> str:
+    return "any rank" if rank is None else f"rank {rank}"
+
+
+def render(paths: list[Path], console: Any) -> None:
+    """Print what the files say as tables of rich."""
+    from rich.table import Table
+
+    lines = read(paths)
+    waiting = stuck(lines)
+    if waiting:
+        table = Table(title="not complete", title_justify="left")
+        for column in ("communicator", "operation", "state", "waited", "not arrived", "no record"):
+            table.add_column(column, no_wrap=column == "operation")
+        for late in waiting:
+            table.add_row(
+                f"{late.line.name} of {late.line.size}",
+                f"{late.op} #{late.sequence}",
+                late.state,
+                f"{late.waited:.3f} s",
+                ", ".join(late.line.called(rank) for rank in late.missing) or "-",
+                ", ".join(map(str, late.unknown)) or "-",
+            )
+        console.print(table)
+    for line in lines:
+        for rank, failure in sorted(line.failures.items()):
+            console.print(f"{line.name}, rank {line.called(rank)}: {failure}", markup=False, highlight=False)
+        pending = [message for message in line.messages if message["state"] != "done"]
+        for message in pending[:10]:
+            console.print(
+                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with {_peer(message['root'])},"
+                f" tag {message['tag']}, is {message['state']}",
+                markup=False,
+                highlight=False,
+            )
+    table = Table(title="last to come, by how long after the first", title_justify="left")
+    for column in ("communicator", "operation", "last rank", "late by"):
+        table.add_column(column, no_wrap=True)
+    for late in latest(lines):
+        assert late.last is not None and late.seconds is not None
+        table.add_row(
+            f"{late.line.name} of {late.line.size}",
+            f"{late.op} #{late.sequence}",
+            late.line.called(late.last),
+            f"{late.seconds * 1e3:.3f} ms",
+        )
+    console.print(table)
+    total = sum(len(operations) for line in lines for operations in line.ranks.values())
+    console.print(f"{len(paths)} files, {len(lines)} communicators, {total} collectives", highlight=False)

@@ -9,7 +9,6 @@ tell ranks of one machine that they are on different hosts, for tests and benche
 
 from __future__ import annotations
 
-import time
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,11 +18,10 @@ import torch.distributed as dist
 
 from axo.comm.extension import _C
 from axo.comm.flight import arm
-from axo.comm.process_alive import gone, present
-from axo.errors import Error, PeerLost, Timeout
+from axo.comm.rendezvous import gather
+from axo.errors import Error
 
 _MEETING_TIMEOUT_MS = 60_000
-_FIRST_PAUSE_S, _LOOK_S = 0.001, 0.05  # between looks at who has come, and who has died
 
 
 def check_settings() -> None:
@@ -56,7 +54,11 @@ def create_core(
     # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
     place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
     round_ = f"{place}/{store.add(f'{place}/{rank}', 1)}"
-    identities, names = _exchange(store, round_, rank, size, name, timeout_ms)
+    who = f"communicator {name!r} (rank {rank} of {size})"
+    told = gather(
+        store, f"{round_}/host", rank, size, timeout_ms / 1000, who, f"{_C.host_name()}\n{_C.host_identity()}"
+    )
+    names, identities = ([text.split("\n")[field] for text in told] for field in (0, 1))
     if len(set(identities)) == 1:
         return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
     meeting = timedelta(milliseconds=min(timeout_ms, _MEETING_TIMEOUT_MS) if timeout_ms > 0 else _MEETING_TIMEOUT_MS)
@@ -68,33 +70,6 @@ def create_core(
             f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
         ) from None
     return _C.create_span_communicator(store, round_, gloo, identities, names, name, timeout_ms)
-
-
-def _exchange(store: Any, round_: str, rank: int, size: int, name: str, timeout_ms: int) -> tuple[list[str], list[str]]:
-    """Every rank's host: what tells it from others, and what it is called."""
-    keys = [f"{round_}/{other}" for other in range(size)]
-    store.set(keys[rank], "\n".join((_C.host_name(), _C.host_identity(), present())))
-    start = time.monotonic()
-    cards: dict[int, list[str]] = {}
-    pause = _FIRST_PAUSE_S
-    while len(cards) < size:
-        if not store.check(keys):
-            time.sleep(pause)
-            pause = min(2 * pause, _LOOK_S)
-        for other, key in enumerate(keys):
-            if other not in cards and store.check([key]):
-                cards[other] = store.get(key).decode().split("\n")
-        where, waited = f"communicator {name!r} (rank {rank} of {size})", time.monotonic() - start
-        lost = [other for other, card in cards.items() if gone(card[2])] if len(cards) < size else []
-        if lost:
-            raise PeerLost(f"{where}: rank {lost[0]} died before all had come; waited {waited:.3f} s", lost[0])
-        if len(cards) < size and 0 < timeout_ms <= waited * 1000:
-            missing = [other for other in range(size) if other not in cards]
-            raise Timeout(
-                f"{where}: ranks {missing} have not come within {timeout_ms / 1000:g} s; they died at start-up, or call"
-                " something else first"
-            )
-    return [cards[other][1] for other in range(size)], [cards[other][0] for other in range(size)]
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:

@@ -7,11 +7,18 @@ exact either way. It checks; it does not move.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 import torch
+
+from axo.comm.extension import _C
+
+if TYPE_CHECKING:
+    from axo.comm.connect import Communicators
+    from axo.comm.device import DeviceCommunicator
 
 # In the order of csrc/base/types.h.
 DTYPES = {
@@ -185,3 +192,60 @@ def core_buffers(what: str, source: torch.Tensor, target: torch.Tensor, offset: 
 
 def address(tensor: torch.Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def empty_shared(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    comms: Communicators | DeviceCommunicator | None = None,
+) -> torch.Tensor:
+    """An uninitialised tensor in memory that the ranks' collectives use where it lies, without staging.
+
+    On the CPU it is memory of this process that the ranks of the host can share. On a GPU it comes from NCCL's own
+    allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
+    with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
+    one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
+    must not touch it.
+
+    Raises:
+        ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
+            not move. axo.Error: No room, or the library is too old for it.
+    """
+    for size in shape:
+        check_integer("empty_shared", "shape", size, bits=64)
+    if any(size < 0 for size in shape):
+        raise ValueError(f"empty_shared: shape {tuple(shape)} has a negative size")
+    if dtype not in DTYPES:
+        raise ValueError(f"empty_shared: dtype {dtype} is not supported; view it as one that is, such as torch.uint8")
+    count = math.prod(shape)
+    if count * dtype.itemsize >= 2**63:
+        raise ValueError(f"empty_shared: shape {tuple(shape)} is more memory than can be addressed")
+    place = torch.device(device)
+    if place.type != "cpu":
+        return _empty_on_device(tuple(shape), dtype, place, comms)
+    if count == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    memory = _C.SharedMemory(count * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(tuple(shape))
+
+
+def _empty_on_device(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, comms: Communicators | DeviceCommunicator | None
+) -> torch.Tensor:
+    if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
+        raise ValueError(
+            f"empty_shared: device={str(device)!r} wants comms, the communicators of that device that will use it"
+        )
+    lines = [line for line in comms.communicators if line.size > 1]
+    count = math.prod(shape)
+    if not lines or count == 0:
+        return torch.empty(shape, dtype=dtype, device=comms.device)
+    memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
+    return torch.from_dlpack(memory).view(dtype).view(shape)
+
+
+def shared_block(size: int) -> Any:
+    """``size`` bytes of such memory as a buffer; it is free when nobody refers to it."""
+    return _C.SharedMemory(size)

@@ -21,7 +21,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 
 import axo
-from axo.comm.store_namespaces import may_be_repeated, store_of_this_start
+from axo.comm.rendezvous import may_be_repeated, store_of_this_start
 from axo.grid import Grid
 from axo.integrations.fabric.fp16 import agree_on_overflow
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from axo.comm.store_namespaces import store_of_this_start
+from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
 
 RANKS = 4

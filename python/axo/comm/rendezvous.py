@@ -1,0 +1,180 @@
+"""How ranks meet through torch.distributed's store, before there is any other connection between them.
+
+    store = store_of_this_start(store, rank, size, seconds)         # nothing that dead ranks have left
+    texts = gather(store, "axo/connect", rank, size, seconds, ...)  # what each rank says; every rank has come
+
+A rank that waits looks at the store now and then (``check``; a ``wait`` of the store with a time limit prints a warning
+of torch's for each limit that passes, and raises another error for each kind of store). It learns of a rank that died,
+where both are on one host, and of one that gave up.
+
+Starts. torchrun keeps one store for all starts of its ranks (``--max-restarts``) and gives it to them as it is. The
+next start would find addresses of the dead, for which Gloo waits, and counts that a rank that was killed early has not
+made. How often torchrun has started them does not tell starts apart: it counts by host. So the ranks agree on a name:
+
+    rank r      hello/r = a new word of its own;       waits for start/<word>;     come/<name>/r
+    rank 0      start/<word> = the name, for every word that it sees, until each rank has come under that name
+
+and keep all else under it. A word that a dead rank left gets an answer that nobody reads.
+
+Life. A rank writes its process and thread into the store and others look at ``/proc``. That works inside one
+process-id namespace of Linux; a rank of another one, or of another host, can only be missed.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from axo.errors import Aborted, PeerLost, Timeout
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
+_CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
+_EXITING = 4  # PF_EXITING in a thread's flags: set before the kernel frees the process's memory
+_NOT_COME = "they died at start-up, or call something else first"
+
+
+def gather(
+    store: dist.Store, place: str, rank: int, size: int, seconds: float, who: str, text: str = "", hint: str = ""
+) -> list[str]:
+    """Leave ``text`` in the store and give the texts of all ranks, in their order. Collective.
+
+    ``place``: a prefix of keys that these ranks use for nothing else; they may meet there again and again.
+    ``who`` begins every error; ``hint`` ends that of a rank that did not come.
+
+    Raises:
+        Timeout: Ranks have not come within ``seconds``; names them. PeerLost: One came and died meanwhile.
+        Aborted: One gave up; says why.
+    """
+    round_ = _next_round(store, place, rank)
+    keys = [f"{round_}/{other}" for other in range(size)]
+    store.set(keys[rank], f"{process_alive()}\n{text}")
+    closer_look = 0.0  # at each rank; it costs the store a question a rank
+    for waited in _looks():
+        if store.check(keys):
+            return [store.get(key).decode().partition("\n")[2] for key in keys]
+        late = waited >= seconds
+        if late or waited >= closer_look:
+            closer_look = waited + _CLOSER_LOOK_S * (1 + size // 32)
+            arrived = {other: store.get(key).decode() for other, key in enumerate(keys) if store.check([key])}
+            if store.check([f"{round_}/gave up"]):
+                why = store.get(f"{round_}/gave up").decode()
+                if why:
+                    raise Aborted(f"{who}: {why}")
+                late = True
+            lost = [other for other, told in arrived.items() if process_gone(told.partition("\n")[0])]
+            if lost and not late:
+                process = arrived[lost[0]].partition(" ")[0]
+                died = f"rank {lost[0]} (process {process}) died before all had come; waited {waited:.3f} s"
+                raise PeerLost(f"{who}: {died}", lost[0])
+            if late and len(arrived) < size:
+                store.set(f"{round_}/gave up", "")
+                missing = [other for other in range(size) if other not in arrived]
+                raise Timeout(f"{who}: ranks {missing} have not come within {waited:.3g} s; {_NOT_COME}{hint}")
+    raise AssertionError("looks do not end")
+
+
+def give_up(store: dist.Store, place: str, rank: int, why: str) -> None:
+    """Instead of ``gather``: tell those who wait there, or will, why this rank does not come."""
+    store.set(f"{_next_round(store, place, rank)}/gave up", why)
+
+
+def _next_round(store: dist.Store, place: str, rank: int) -> str:
+    # How many times this rank has met here: equal on all ranks, since to meet is collective.
+    return f"{place}/{store.add(f'{place}/{rank}', 1)}"
+
+
+def _looks() -> Iterator[float]:
+    """The seconds that have passed, again and again with pauses between: a signal is handled then."""
+    start, pause = time.monotonic(), _FIRST_PAUSE_S
+    while True:
+        yield time.monotonic() - start
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+def may_be_repeated() -> bool:
+    """Whether these ranks are torchrun's, and may be the second ones that use its store."""
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and restarts != "0"
+
+
+def store_of_this_start(store: dist.Store, rank: int, world_size: int, seconds: float) -> dist.Store:
+    """A view of the launcher's store that no earlier start has seen. Collective where starts may be repeated.
+
+    Raises:
+        Timeout: Ranks have not come within ``seconds``; rank 0 names them.
+    """
+    if world_size == 1 or not may_be_repeated():
+        return store
+    name = _lead(store, world_size, seconds) if rank == 0 else _follow(store, rank, world_size, seconds)
+    return dist.PrefixStore(f"axo/started/{name}", store)
+
+
+def _lead(store: dist.Store, world_size: int, seconds: float) -> str:
+    name = uuid.uuid4().hex
+    missing = dict.fromkeys(range(1, world_size), "")  # rank: the word that was answered last
+    for waited in _looks():
+        for other, answered in list(missing.items()):
+            if store.check([f"axo/come/{name}/{other}"]):
+                del missing[other]
+            elif store.check([f"axo/hello/{other}"]):
+                word = store.get(f"axo/hello/{other}").decode()
+                if word != answered:
+                    store.set(f"axo/start/{word}", name)
+                    missing[other] = word
+        if not missing:
+            break
+        if waited >= seconds:
+            raise Timeout(
+                f"connect (rank 0 of {world_size}): ranks {sorted(missing)} have not come within {seconds:g} s;"
+                f" {_NOT_COME}"
+            )
+    return name
+
+
+def _follow(store: dist.Store, rank: int, world_size: int, seconds: float) -> str:
+    word = uuid.uuid4().hex
+    store.set(f"axo/hello/{rank}", word)
+    for waited in _looks():
+        if store.check([f"axo/start/{word}"]):
+            break
+        if waited >= seconds:
+            raise Timeout(
+                f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:g} s; it died at start-up,"
+                " or calls something else first"
+            )
+    name = store.get(f"axo/start/{word}").decode()
+    store.set(f"axo/come/{name}/{rank}", "1")
+    return name
+
+
+def process_alive() -> str:
+    """What the calling thread tells of itself: its process, thread, and where these numbers mean something."""
+    return f"{os.getpid()} {threading.get_native_id()} {_process_space()}"
+
+
+def process_gone(told: str) -> bool:
+    """Whether the thread that told this is no more. False where that cannot be known."""
+    pid, tid, space = told.split(" ", 2)
+    if space == "unknown" or space != _process_space():
+        return False
+    try:
+        fields = Path(f"/proc/{pid}/task/{tid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    except OSError:
+        return False
+    return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+
+
+def _process_space() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid") + "@" + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "unknown"
