@@ -14,14 +14,17 @@ A checkpoint is a folder ``step-00000100`` of torch.distributed.checkpoint's (DC
     axo                     step, grid, counters of ``axo.nn.Dropout``, names that share a tensor, the caller's extras
 
 It is written under a hidden name and renamed when all ranks have written and synced their files, so a folder without a
-leading dot is complete. Cut by subject: ``parts`` (a tensor as chunks, DCP's planners), ``state`` (model, optimizer
-and generators to entries and back), ``folder`` (names, newest, pruning), ``writer``, ``reader``, ``convert``.
+leading dot is complete. Every entry has a checksum. Files: ``parts`` (a tensor as chunks, DCP's planners), ``state``
+(model, optimizer and generators to entries and back), ``storage`` (entries in files, checksums), ``folder`` (names,
+newest, replacing, removing), ``run`` (whose folder it is), ``ranks`` (what ranks tell each other), ``writer``,
+``reader``, ``convert``.
 """
 
 from axo.checkpoint.convert import consolidate
 from axo.checkpoint.folder import latest
+from axo.checkpoint.ranks import share_path
 from axo.checkpoint.reader import Loaded, load
-from axo.checkpoint.together import share_path
+from axo.checkpoint.run import Run
 from axo.checkpoint.writer import CheckpointError, Save, save
 
-__all__ = ["CheckpointError", "Loaded", "Save", "consolidate", "latest", "load", "save", "share_path"]
+__all__ = ["CheckpointError", "Loaded", "Run", "Save", "consolidate", "latest", "load", "save", "share_path"]

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import read_bytes, read_into, read_metadata, read_state_dict, shapes_of
-from axo.checkpoint.writer import head, write
+from axo.checkpoint.reader import read_state_dict, shapes_of
+from axo.checkpoint.storage import read_bytes, read_into, read_metadata
+from axo.checkpoint.writer import Target, head, write
 
 _SAFETENSORS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -51,13 +51,24 @@ def consolidate(
     Raises:
         ValueError: The source is neither, or the result cannot hold what was asked.
     """
+    for what, given in (("source", source), ("out", out)):
+        if not os.fspath(given):
+            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
     source, out = Path(source), Path(out)
     if source.is_file():
         return _to_checkpoint(source, out, step)
     path = folders.resolve(source)
-    if out.is_dir():
-        raise ValueError(f"consolidate: {out} is a folder; name a file, such as {out / 'model.pth'}")
+    if out.exists() and not out.is_file():
+        raise ValueError(f"consolidate: {out} {folders.kind_of(out)}; name a file, such as {out / 'model.pth'}")
     metadata = read_metadata(path)
+    try:
+        _to_file(path, metadata, out, optimizer)
+    except OSError as error:
+        raise ValueError(f"consolidate: {out} cannot be written: {error.strerror}") from None
+    return out
+
+
+def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix != ".safetensors":
         _to_pth(path, metadata, out, optimizer)
@@ -65,7 +76,6 @@ def consolidate(
         raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
     else:
         _to_safetensors(path, metadata, out)
-    return out
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
@@ -106,7 +116,6 @@ def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) ->
 def _tensors(path: Path, metadata: Metadata, kind: str, scratch: Path) -> Iterator[tuple[str, torch.Tensor]]:
     """Each tensor of a kind, whole, in a file that the system may drop from memory."""
     scratch.mkdir()
-    reader = FileSystemReader(path)
     for number, (name, shape) in enumerate(shapes_of(metadata, kind).items()):
         entry = f"{kind}/{name}"
         dtype = _dtype(metadata, entry)
@@ -115,7 +124,7 @@ def _tensors(path: Path, metadata: Metadata, kind: str, scratch: Path) -> Iterat
         whole = (
             torch.from_file(file, True, count, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
         )
-        read_into(reader, metadata, {entry: Parts(whole)})
+        read_into(path, metadata, {entry: Parts(whole)})
         yield name, whole
 
 
@@ -140,14 +149,13 @@ def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)
     unfinished = out.with_name(f".{out.name}.part")
-    reader = FileSystemReader(path)
     try:
         with open(unfinished, "wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             for name, shape in shapes.items():
                 entry = f"{state.MODEL}/{name}"
                 whole = torch.empty(shape, dtype=_dtype(metadata, entry))
-                read_into(reader, metadata, {entry: Parts(whole)})
+                read_into(path, metadata, {entry: Parts(whole)})
                 if whole.numel():
                     file.write(whole.flatten().view(torch.uint8).numpy().data)
             file.flush()
@@ -158,8 +166,6 @@ def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
-    if folder.is_file():
-        raise ValueError(f"consolidate: {folder} is a file; name the folder in which a checkpoint is to be made")
     values = read_state_dict(source)
     aliases: dict[str, str] = {}
     first: dict[Any, str] = {}
@@ -175,6 +181,10 @@ def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
             entries[f"{state.MODEL}/{name}"] = Parts(value)
     entries[state.HEAD] = head(step, aliases=aliases)
     final = folder.absolute() / folders.name_of(step)
-    folders.prepare(final)
-    write(final, entries, None, None)
+    folders.check_place(final, None)
+    try:
+        part = folders.Part(final, None)
+    except OSError as error:
+        raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
+    write(Target(final, part.path, part, step), entries)
     return final

@@ -1,23 +1,61 @@
 """Names of checkpoints, the newest complete one, and how a written one takes its place.
 
-    FOLDER/step-00000100        complete: it got this name after every file in it was written and synced
-    FOLDER/.step-00000100.part  being written, or left by a run that was killed: never read, replaced by the next save
-    FOLDER/.step-00000100.old   on its way out
+    FOLDER/step-00000100                  complete: it got this name after every file in it was written and synced
+    FOLDER/.step-00000100.TOKEN.part      being written; its writer holds a lock on the marker in it
+    FOLDER/.step-00000100.TOKEN.removed   on its way out
+    FOLDER/.step-00000100.replaced        the older one of that name while the newer is renamed, on file systems that
+                                          cannot swap two names; complete, and taken where the name itself is missing
 
-Not here: what is inside.
+The marker ``axo.json`` in a checkpoint says that Axo wrote it, at which step, and which run. Only what carries one is
+ever replaced or removed, and only for the same run. A part whose lock is free was left by a process that died: the
+next save in that folder removes it. Each rename is made durable before what it makes superfluous is deleted, so a
+loss of power leaves the older or the newer checkpoint, whole.
+
+Not here: what else is inside.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
+import json
 import os
 import re
+import secrets
 import shutil
+import stat
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 METADATA = ".metadata"
-_NAME = re.compile(r"step-(\d{8,})")
+MARKER = "axo.json"
+_STEP = re.compile(r"step-(\d{8,})")
+_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
+_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(part|removed)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What the marker of a checkpoint says.
+
+    Attributes:
+        step: Its step. run: The run that saved it; None: none was named. metadata: Checksum of DCP's metadata.
+    """
+
+    step: int = 0
+    run: str | None = None
+    metadata: str | None = None
+
+
+def read_marker(path: Path) -> Marker | None:
+    """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
+    try:
+        said = json.loads((path / MARKER).read_text(encoding="utf-8"))
+        return Marker(int(said["step"]), said["run"], said["metadata"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def name_of(step: int) -> str:
@@ -31,20 +69,31 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
-    """The complete checkpoints in ``folder``, oldest step first."""
+    """The complete checkpoints in ``folder`` that Axo wrote, of any run, oldest step first."""
     folder = Path(folder)
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        match = _NAME.fullmatch(path.name)
-        if match and is_checkpoint(path):
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+    found: dict[int, Path] = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # ".step-1.replaced" comes before "step-1"
+        match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+        if match and is_checkpoint(path) and read_marker(path) is not None:
+            found[int(match[1])] = path
+    return [path for _, path in sorted(found.items())]
 
 
-def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The complete checkpoint of the highest step in ``folder``; None where there is none."""
-    found = complete(folder)
+def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
+    """The complete checkpoint of the highest step in ``folder``; None where there is none.
+
+    Args:
+        folder: Where ``save`` wrote. What Axo did not write is passed over.
+        run: Look at those of this run only (see ``axo.checkpoint.Run``); None: at all.
+    """
+    found = [path for path in complete(folder) if run is None or run_of(path) == run]
     return found[-1] if found else None
+
+
+def run_of(path: Path) -> str | None:
+    """The run that saved a checkpoint; None: none was named."""
+    marker = read_marker(path)
+    return None if marker is None else marker.run
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -59,56 +108,177 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     newest = latest(path)
     if newest is not None:
         return newest
-    if not path.exists():
-        what = "does not exist"
-    elif not path.is_dir():
-        what = "is a file"
-    elif any(part.name.endswith(".part") for part in path.iterdir()):
-        what = "holds no complete checkpoint (a save in it was interrupted)"
-    else:
-        what = "holds no checkpoint"
+    what = kind_of(path)
+    if what == "is a folder":
+        left = any(part.name.endswith(".part") for part in path.iterdir())
+        what = "holds no complete checkpoint (a save in it was interrupted)" if left else "holds no checkpoint"
     raise ValueError(f"checkpoint: {path} {what}; give a folder step-... that axo.checkpoint.save wrote, or its parent")
 
 
-def part_of(final: Path) -> Path:
-    """Where ``final`` is written."""
-    return final.with_name(f".{final.name}.part")
+def kind_of(path: Path) -> str:
+    """What stands at ``path``, as the end of a sentence."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else "does not exist"
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror})"
+    kinds = {stat.S_IFREG: "file", stat.S_IFDIR: "folder", stat.S_IFIFO: "FIFO", stat.S_IFSOCK: "socket"}
+    return f"is a {kinds.get(stat.S_IFMT(mode), 'device')}"
 
 
-def prepare(final: Path) -> Path:
-    """Make the folder to write into, empty."""
-    part = part_of(final)
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    return part
+def check_place(final: Path, run: str | None) -> None:
+    """Whether a checkpoint of ``run`` may be written as ``final``.
+
+    Raises:
+        ValueError: Something is there that is not an earlier checkpoint of the same run.
+    """
+    if final.parent.exists() and not final.parent.is_dir():
+        raise ValueError(f"checkpoint: {final.parent} {kind_of(final.parent)}; give a folder")
+    if not os.path.lexists(final):
+        return
+    marker = read_marker(final)
+    if marker is None or final.is_symlink():
+        what = "is a link" if final.is_symlink() else kind_of(final)
+        raise ValueError(
+            f"checkpoint: {final} {what} that axo.checkpoint.save did not write (it has no {MARKER}), and is left as it"
+            " is; give another folder or name, or move it away"
+        )
+    if marker.run != run:
+        raise ValueError(
+            f"checkpoint: {final} is a checkpoint of {_run(marker.run)}, and this is {_run(run)}; give another folder,"
+            " or remove it"
+        )
 
 
-def commit(final: Path) -> None:
-    """Give what was written its name; an older checkpoint of that name is replaced in one step where the disk can."""
-    part = part_of(final)
-    _sync(part)
-    if final.exists():
-        old = final.with_name(f".{final.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if _exchange(part, final):
-            os.rename(part, old)
-        else:
-            os.rename(final, old)
-            os.rename(part, final)
-        shutil.rmtree(old)
-    else:
-        os.rename(part, final)
-    _sync(final.parent)
+def _run(run: str | None) -> str:
+    return "a run without identity" if run is None else f"run {run}"
 
 
-def prune(folder: Path, keep: int, newest: Path) -> None:
-    """Remove the oldest complete checkpoints but ``keep``; never ``newest``."""
-    others = [path for path in complete(folder) if path != newest]
+class Part:
+    """A checkpoint that is being written, in a hidden folder; one process makes it, all write into it.
+
+    Args:
+        final: The name that it will get.
+        run: Whose it is.
+
+    Raises:
+        OSError: The folder cannot be made.
+
+    Attributes:
+        path: Where to write.
+    """
+
+    def __init__(self, final: Path, run: str | None) -> None:
+        self.final, self.run = final, run
+        make_folder(final.parent)
+        for path in final.parent.iterdir():
+            if _LEFT_OVER.fullmatch(path.name):
+                _remove_left_over(path)
+        token = secrets.token_hex(4)
+        self.path = final.with_name(f".{final.name}.{token}.part")
+        new = final.with_name(f".{final.name}.{token}.new")  # gets the other name when the lock is held
+        new.mkdir()
+        self._lock = os.open(new / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):
+            lock(self._lock)
+        os.rename(new, self.path)
+
+    def commit(self, step: int, metadata: str) -> None:
+        """Give what was written its name, durably; an earlier checkpoint of that name is replaced.
+
+        Args:
+            step: Its step.
+            metadata: Checksum of DCP's metadata.
+
+        Raises:
+            ValueError: What has that name by now may not be replaced.
+            OSError: The file system refused; what was there before is there.
+        """
+        check_place(self.final, self.run)
+        os.write(self._lock, json.dumps(asdict(Marker(step, self.run, metadata))).encode())
+        os.fsync(self._lock)
+        _sync(self.path)
+        replaced = self.final.with_name(f".{self.final.name}.replaced")
+        if not os.path.lexists(self.final):
+            os.rename(self.path, self.final)
+        elif not _exchange(self.path, self.final):
+            remove(replaced)
+            os.rename(self.final, replaced)
+            os.rename(self.path, self.final)
+        _sync(self.final.parent)
+        remove(replaced)
+
+    def close(self) -> None:
+        """Remove what is not committed, or what the commit replaced, and release the lock. May be called again."""
+        remove(self.path)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def prune(newest: Path, keep: int, run: str | None) -> None:
+    """Remove the oldest checkpoints of ``run`` beside ``newest`` but ``keep``; never ``newest``."""
+    others = [path for path in complete(newest.parent) if path != newest and run_of(path) == run]
     for path in others[: max(0, len(others) - (keep - 1))]:
-        old = path.with_name(f".{path.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        os.rename(path, old)  # first, so that a half-removed one never looks complete
-        shutil.rmtree(old)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint. It loses its name first and durably, so that a half-removed one never looks complete."""
+    gone = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.removed")
+    try:
+        os.rename(path, gone)
+    except FileNotFoundError:
+        return
+    _sync(path.parent)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def _remove_left_over(path: Path) -> None:
+    """Remove a part whose writer has died, or what was being removed."""
+    if path.name.endswith(".removed"):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):  # no marker: not ours; no locks on this file system: its writer may live
+        descriptor = os.open(path / MARKER, os.O_RDWR)
+        try:
+            if lock(descriptor):
+                remove(path)
+        finally:
+            os.close(descriptor)
+
+
+def lock(descriptor: int) -> bool:
+    """Lock a file against other processes, until it is closed or this process has died; False: another holds it.
+
+    Raises:
+        OSError: The file system has no locks.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, so that a loss of power does not undo it."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _sync(folder.parent)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a small file, whole or not at all."""
+    new = path.with_name(f".{path.name}.new")
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(new, path)
+    _sync(path.parent)
 
 
 def _sync(folder: Path) -> None:

@@ -7,7 +7,6 @@ part without elements has no box. Ranks that hold the same box plan it alike, an
 
 from __future__ import annotations
 
-import io
 import math
 from itertools import product
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_local_load_plan,
 )
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
 from axo.placement import Placement, Range
 
@@ -89,18 +88,15 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """Reads into :class:`Parts`; bytes are unpickled by torch's restricted loader."""
+    """Plans what to read into :class:`Parts`, and whole values that are no tensors."""
 
     def __init__(self, state: dict[str, Any], metadata: Metadata) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.state_dict, self.metadata, self.is_coordinator = state, metadata, True
+        self.state_dict, self.metadata = state, metadata
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].chunk(index.offset)

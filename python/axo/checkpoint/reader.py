@@ -1,13 +1,12 @@
 """load: every rank reads the chunks that overlap its own part, from a checkpoint of any grid or from a plain file.
 
 First the checkpoint's metadata is compared with the model on every rank, so that a checkpoint of another model is one
-error everywhere and nothing has changed. Then DCP's reader copies into the parameters where they lie. No rank ever
+error everywhere and nothing has changed. Then ``storage`` reads into the parameters where they lie. No rank ever
 holds a whole tensor that is split; of a plain file (.pth, .safetensors) tensors are mapped, and each rank cuts its own.
 """
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 import zipfile
@@ -18,14 +17,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
-from axo.checkpoint.parts import LoadPlanner, Parts
-from axo.checkpoint.together import checkpoint_group, raise_together
+from axo.checkpoint.parts import Parts
+from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
+from axo.checkpoint.storage import read_bytes, read_into, read_metadata
+from axo.comm.connect import Communicators
 
 _SHOWN = 4
 
@@ -48,7 +48,8 @@ def load(
     *,
     strict: bool = True,
     rng: bool = True,
-    comms: Any = None,
+    verify: bool = True,
+    comms: Communicators | None = None,
 ) -> Loaded:
     """Read a checkpoint into a model on any grid, or on none. Every rank calls it with the same arguments.
 
@@ -62,26 +63,37 @@ def load(
         optimizer: Over the model's parameters; new or used.
         strict: Refuse tensors that only one side has.
         rng: Restore the generators and the counters of dropout.
+        verify: Compare the checksums of what is read.
         comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
 
     Raises:
-        ValueError: Not a checkpoint, incomplete, or of another model (names which tensors and shapes); on every rank.
+        ValueError: Not a checkpoint, incomplete, or of another model (names which tensors and shapes), and nothing has
+            changed; or damaged (names file and tensor), and the model holds what was read before. On every rank.
     """
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
-    problem, work = "", None
+    given, problem, found, work = os.path.abspath(path), "", None, None
     try:
-        work = _open(Path(path), model, optimizer, strict)
+        if not os.fspath(path):
+            raise ValueError("checkpoint: the path is empty; name a checkpoint or a folder of them")
+        found = _find(Path(given)) if rank_in(group) == 0 else None
     except (ValueError, OSError) as error:
         problem = str(error)
-    raise_together(group, problem)
+    found = agree(group, problem, found, path=given)  # rank 0's: another rank might find a newer one
+    try:
+        work = _open(found, model, optimizer, strict, verify)
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    agree(group, problem)
     assert work is not None
     loaded = Loaded(work.path)
     try:
         loaded = work.read(0 if comms is None else comms.rank, rng)
-    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except ValueError as error:
+        problem = str(error)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
         problem = f"checkpoint: {work.path} cannot be read: {error}"
-    raise_together(group, problem)
+    agree(group, problem)
     return loaded
 
 
@@ -113,11 +125,10 @@ class _File:
 class _Folder:
     """A checkpoint, to be read into model and optimizer."""
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool) -> None:
-        self.path, self.model, self.optimizer = path, model, optimizer
-        self.reader = FileSystemReader(path)
-        self.metadata = read_metadata(path)
-        self.head = read_bytes(path, self.metadata, state.HEAD)
+    def __init__(self, path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool) -> None:
+        self.path, self.model, self.optimizer, self.verify = path, model, optimizer, verify
+        self.metadata = read_metadata(path, verify)
+        self.head = read_bytes(path, self.metadata, state.HEAD, verify)
         self.entries, aliases = state.model_entries(model)
         saved = shapes_of(self.metadata, state.MODEL)
         saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
@@ -135,7 +146,7 @@ class _Folder:
     def _add_optimizer(self, optimizer: Optimizer) -> None:
         if state.OPTIMIZER not in self.metadata.state_dict_metadata:
             raise ValueError(f"checkpoint: {self.path} holds no optimizer; load without one")
-        groups = read_bytes(self.path, self.metadata, state.OPTIMIZER)["groups"]
+        groups = read_bytes(self.path, self.metadata, state.OPTIMIZER, self.verify)["groups"]
         saved = {name for group in groups for name in group["params"]}
         wanted = {name for group in state.parameter_names(self.model, optimizer) for name in group}
         compare(self.path, "the optimizer", dict.fromkeys(saved, ()), dict.fromkeys(wanted, ()), True)
@@ -146,12 +157,12 @@ class _Folder:
         for entry, value in self.entries.items():
             source = self._source(entry)
             if source in wanted:  # one tensor there, two here
-                read_into(self.reader, self.metadata, {source: value})
+                read_into(self.path, self.metadata, {source: value}, self.verify)
             wanted.setdefault(source, value)
         own = f"{state.RNG}/{rank % self.head['ranks']}"
         if rng and own in self.metadata.state_dict_metadata:
             wanted[own] = None
-        read_into(self.reader, self.metadata, wanted)
+        read_into(self.path, self.metadata, wanted, self.verify)
         if self.optimizer is not None:
             state.set_optimizer(self.model, self.optimizer, wanted)
         state.set_extra_state(self.model, wanted)
@@ -167,59 +178,22 @@ class _Folder:
         return f"{state.MODEL}/{self.head['aliases'][entry.removeprefix(f'{state.MODEL}/')]}"
 
 
-def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool) -> _File | _Folder:
+def _find(path: Path) -> Path:
+    return path if path.is_file() else folders.resolve(path)
+
+
+def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool) -> _File | _Folder:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(
             f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
         )
-    if path.is_file():
-        if optimizer is not None:
-            raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
-        return _File(path, model, strict)
-    return _Folder(folders.resolve(path), model, optimizer, strict)
-
-
-def read_metadata(path: Path) -> Metadata:
-    """DCP's metadata of a checkpoint that Axo wrote, with every file that it names in place.
-
-    Raises:
-        ValueError: It cannot be read, is another program's, or a rank's file is missing or too short.
-    """
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-        storage = dict(metadata.storage_data or {})
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError) as error:
-        raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error})") from None
-    if state.HEAD not in metadata.state_dict_metadata:
-        raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
-    ends: dict[str, int] = {}
-    for info in storage.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    for name, end in sorted(ends.items()):
-        file = path / name
-        if not file.is_file():
-            rank = name.strip("_").split("_")[0]
-            raise ValueError(f"checkpoint: {path} is incomplete: {name}, the file of rank {rank}, is missing")
-        if file.stat().st_size < end:
-            raise ValueError(f"checkpoint: {path} is damaged: {name} has {file.stat().st_size} bytes, not {end}")
-    return metadata
-
-
-def read_bytes(path: Path, metadata: Metadata, entry: str) -> Any:
-    """One entry that is no tensor."""
-    info = metadata.storage_data[MetadataIndex(entry)]
-    with open(path / info.relative_path, "rb") as file:
-        file.seek(info.offset)
-        return torch.load(io.BytesIO(file.read(info.length)), weights_only=True)
-
-
-def read_into(reader: FileSystemReader, metadata: Metadata, entries: dict[str, Any]) -> None:
-    """Fill :class:`Parts` in place and replace other values."""
-    planner = LoadPlanner(entries, metadata)
-    reader.set_up_storage_reader(metadata, True)
-    with torch.no_grad():
-        reader.read_data(planner.create_local_plan(), planner).wait()
+    if not path.is_file():
+        return _Folder(path, model, optimizer, strict, verify)
+    file = _File(path, model, strict)
+    if optimizer is not None:
+        raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
+    return file
 
 
 def shapes_of(metadata: Metadata, kind: str) -> dict[str, tuple[int, ...]]:
@@ -287,7 +261,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except Exception as error:  # pickle, zip, safetensors: each with classes of its own
-        raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({str(error).splitlines()[0]})") from None
+        why = (str(error).splitlines() or ["it is empty" if not path.stat().st_size else type(error).__name__])[0]
+        raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({why})") from None
     if isinstance(values, Mapping) and isinstance(values.get("model"), Mapping):
         values = values["model"]  # what litgpt and consolidate(optimizer=True) write
     if not isinstance(values, Mapping) or not any(isinstance(value, torch.Tensor) for value in values.values()):

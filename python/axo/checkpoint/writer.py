@@ -1,9 +1,9 @@
 """save: every rank writes its chunks into a hidden folder, and the folder gets its name when all have.
 
-On the calling thread: wait for the save before this one, collect the entries, agree that all ranks can take part, and
-(``async_``) copy them to host memory. Then, on the same thread or another: DCP's plan, write and metadata over a
-process group of its own, so that training may communicate meanwhile; rank 0 renames and prunes; all ranks hear how it
-ended.
+On the calling thread: wait for the save before this one, collect the entries, compare the arguments of all ranks, and
+(``async_``) copy the entries to host memory. Then, on the same thread or another: DCP's plan, write and metadata over a
+process group of its own, so that training may communicate meanwhile; rank 0 looks that every rank's file is there,
+renames and prunes; all ranks hear how it ended. What a failed save has written is removed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ from torch.optim import Optimizer
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts, SavePlanner
-from axo.checkpoint.together import checkpoint_group, raise_together, share
+from axo.checkpoint.ranks import agree, checkpoint_group, rank_in, share
+from axo.checkpoint.storage import Writer, seal
+from axo.comm.connect import Communicators
 
-FORMAT = 1
+FORMAT = 2
 
 
 class CheckpointError(RuntimeError):
@@ -101,8 +104,9 @@ def save(
     name: str | None = None,
     extra: dict[str, Any] | None = None,
     keep: int | None = None,
+    run: str | None = None,
     async_: bool = False,
-    comms: Any = None,
+    comms: Communicators | None = None,
 ) -> Save:
     """Write a checkpoint ``folder/step-NNNNNNNN``. Every rank calls it with the same arguments.
 
@@ -110,10 +114,11 @@ def save(
         folder: A file system that all ranks see.
         model: Parallel or plain.
         optimizer: Over the model's parameters.
-        step: Names the checkpoint; ``load`` gives it back. An older one of the same step is replaced.
-        name: Names it instead; ``latest`` and ``keep`` then do not see it.
+        step: Names the checkpoint; ``load`` gives it back. An older one of the same step and run is replaced.
+        name: Names it instead, one part of a path; ``latest`` and ``keep`` then do not see it.
         extra: Plain values and tensors, the same on all ranks (data position, a scaler's or scheduler's state).
-        keep: Remove the oldest of more than this many, once this one is complete; None: none.
+        keep: Remove the oldest of more than this many of this run, once this one is complete; None: none.
+        run: Identity of the run (``axo.checkpoint.Run.id``); what other runs saved is neither replaced nor removed.
         async_: Copy to host memory, return, and write while training goes on. The next save waits for it.
         comms: What ``axo.connect`` returned; needed only for a model without parallel layers on several ranks.
 
@@ -121,31 +126,45 @@ def save(
         A handle; ``wait()`` blocks until the checkpoint is complete. Without ``async_`` it is complete already.
 
     Raises:
-        ValueError: The arguments are wrong, or a state cannot be saved; on every rank.
+        ValueError: The arguments are wrong or differ between ranks, what has that name may not be replaced, or a
+            state cannot be saved; on every rank, and nothing has been written.
         CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
     """
     _pending.wait()
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    final, problem = Path(folder).absolute() / (name or folders.name_of(max(step, 0))), ""
+    problem, part, final = "", None, Path()
     try:
-        _check_arguments(step, extra, keep, final)
+        _check_arguments(folder, name, step, extra, keep, run)
+        final = Path(folder).absolute() / (name or folders.name_of(step))
+        folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
-        if _rank(group) == 0:
-            folders.prepare(final)
     except (ValueError, OSError) as error:
         problem = str(error)
-    raise_together(group, problem)
+    agree(group, problem, folder=str(final.parent), name=name, step=step, keep=keep, run=run)
+    if rank_in(group) == 0:
+        try:
+            part = folders.Part(final, run)
+        except OSError as error:
+            problem = f"checkpoint: {final.parent} cannot be written to: {error.strerror}"
+    try:
+        path = agree(group, problem, part and part.path)
+        if async_:
+            entries = {key: value.staged() if isinstance(value, Parts) else value for key, value in entries.items()}
+    except BaseException:
+        if part is not None:
+            part.close()
+        raise
+    target = Target(final, path, part, step, keep, group)
     handle = Save(final)
     if not async_:
-        write(final, entries, keep, group)
+        write(target, entries)
         return handle
-    entries = {name: value.staged() if isinstance(value, Parts) else value for name, value in entries.items()}
 
     def work() -> None:
         try:
-            write(final, entries, keep, group)
+            write(target, entries)
         except BaseException as error:
             handle._error = error
 
@@ -157,14 +176,22 @@ def save(
     return handle
 
 
-def _check_arguments(step: int, extra: Any, keep: int | None, final: Path) -> None:
+def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+        raise ValueError(f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
+    if name is not None and (
+        not isinstance(name, str) or name in ("", "..") or name[0] == "." or set(name) & set("/\0")
+    ):
+        raise ValueError(
+            f"checkpoint: name={name!r} is not the name of a folder in {folder}; use one without '/' and without a"
+            " leading dot"
+        )
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
-    for folder in (final.parent, final):
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"checkpoint: {folder} is a file; give a folder")
+    if run is not None and (not isinstance(run, str) or not run):
+        raise ValueError(f"checkpoint: run={run!r} is not an identity; use a string, or None for none")
     buffer = io.BytesIO()
     try:
         torch.save(extra, buffer)
@@ -178,7 +205,7 @@ def _check_arguments(step: int, extra: Any, keep: int | None, final: Path) -> No
 
 
 def _entries(
-    model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any] | None, comms: Any
+    model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any] | None, comms: Communicators | None
 ) -> dict[str, Any]:
     rank = 0 if comms is None else comms.rank
     entries, aliases = state.model_entries(model)
@@ -213,52 +240,48 @@ def head(
     }
 
 
-def write(final: Path, entries: dict[str, Any], keep: int | None, group: Any) -> None:
+@dataclass
+class Target:
+    """Where a save goes. ``part`` is rank 0's."""
+
+    final: Path
+    path: Path
+    part: folders.Part | None
+    step: int
+    keep: int | None = None
+    group: dist.ProcessGroup | None = None
+
+
+def write(target: Target, entries: dict[str, Any]) -> None:
     """Everything that may run on another thread. Every rank of the group runs it."""
-    part = folders.part_of(final)
-    problem = ""
+    group, part, problem = target.group, target.part, ""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(
-                entries,
-                storage_writer=_FileSystemWriter(part),
-                planner=SavePlanner(),
-                process_group=group,
-                no_dist=group is None,
-            )
-        if _rank(group) == 0:
-            folders.commit(final)
-            if keep is not None:
-                folders.prune(final.parent, keep, final)
-    except CheckpointException as error:  # DCP's: the same on all ranks
-        problem = _first_failure(error)
-    except (OSError, RuntimeError) as error:
-        problem = f"rank {_rank(group)}: {error}"
-    problems = share(group, problem)
-    if any(problems):
-        raise CheckpointError(f"checkpoint: {final} was not written: {next(filter(None, problems))}")
-
-
-class _FileSystemWriter(dcp.FileSystemWriter):
-    """Says what the file system said: closing a file that did not fit raises an error of torch's over it."""
-
-    def write_data(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return super().write_data(*args, **kwargs)
-        except RuntimeError as error:
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                raise
-            raise cause from error  # here, because what is sent to the other ranks loses its causes
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.save(
+                    entries,
+                    storage_writer=Writer(target.path),
+                    planner=SavePlanner(),
+                    process_group=group,
+                    no_dist=group is None,
+                )
+            if part is not None:
+                part.commit(target.step, seal(target.path))
+                if target.keep is not None:
+                    folders.prune(target.final, target.keep, part.run)
+        except CheckpointException as error:  # DCP's: the same on all ranks
+            problem = _first_failure(error)
+        except Exception as error:
+            problem = f"rank {rank_in(group)}: {error}"
+        problems = share(group, problem)
+    finally:
+        if part is not None:
+            part.close()
+    if any(problems):
+        raise CheckpointError(f"checkpoint: {target.final} was not written: {next(filter(None, problems))}")
 
 
 def _first_failure(error: CheckpointException) -> str:
     rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
     return f"rank {rank}: {cause or type(cause).__name__}"
-
-
-def _rank(group: Any) -> int:
-    return 0 if group is None else dist.get_rank(group)

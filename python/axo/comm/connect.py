@@ -158,10 +158,16 @@ class Communicators:
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup:
-        """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use."""
+        """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use.
+
+        Raises:
+            axo.PeerLost, axo.Timeout: A rank has died, or does not come within ``timeout``.
+        """
         if self._checkpoint_group is None:
+            self.world.barrier()  # notices a death, which the store by which torch's groups are made does not
             serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
-            self._checkpoint_group = dist.new_group(backend=None if serves_cpu else "gloo")
+            backend = None if serves_cpu else "gloo"
+            self._checkpoint_group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
         return self._checkpoint_group
 
     def close(self) -> None:

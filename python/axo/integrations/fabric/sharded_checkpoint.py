@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from axo import checkpoint
 from axo.checkpoint.folder import is_checkpoint
-from axo.checkpoint.together import checkpoint_group, share
+from axo.checkpoint.ranks import checkpoint_group, share
 
 MODEL_FILE = "lit_model.pth"
 

@@ -1,0 +1,72 @@
+"""What the ranks of a save or a load tell each other: one process group, apart from training's, and shared errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from axo.comm.connect import Communicators
+
+
+def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
+    """The process group of a grid's checkpoints, on CPU; None for one rank. Collective on its first use.
+
+    Raises:
+        ValueError: Several ranks, and no communicators.
+        axo.PeerLost, axo.Timeout: On its first use: a rank has died, or does not come.
+    """
+    if comms is None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                f"checkpoint: {dist.get_world_size()} ranks, and the model has no parallel layer; pass comms="
+            )
+        return None
+    return comms.checkpoint_group if comms.grid.world_size > 1 else None
+
+
+def rank_in(group: dist.ProcessGroup | None) -> int:
+    """This process's rank in the group; 0 without one."""
+    return 0 if group is None else dist.get_rank(group)
+
+
+def share(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    """Every rank's value, in rank order."""
+    if group is None:
+        return [value]
+    values = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def share_path(comms: Communicators | None, path: Path | None) -> Path | None:
+    """Rank 0's path, on every rank."""
+    return share(checkpoint_group(comms), path)[0]
+
+
+def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **arguments: Any) -> Any:
+    """Go on only if no rank has a problem ("" = none) and all were given the same arguments.
+
+    Returns:
+        Rank 0's ``value``.
+
+    Raises:
+        ValueError: Some rank has one, or was given another; the same message on every rank.
+    """
+    told = share(group, (problem, arguments, value))
+    wrong = [(rank, text) for rank, (text, _, _) in enumerate(told) if text]
+    if wrong:
+        rank, text = wrong[0]
+        raise ValueError(text if len(wrong) == len(told) else f"rank {rank}: {text}")
+    first = told[0][1]
+    for name, expected in first.items():
+        others = {rank: given[name] for rank, (_, given, _) in enumerate(told) if given[name] != expected}
+        if others:
+            listed = ", ".join(f"rank {rank} {other!r}" for rank, other in list(others.items())[:4])
+            more = f" and {len(others) - 4} more ranks" if len(others) > 4 else ""
+            raise ValueError(
+                f"checkpoint: ranks were given different values of {name}: rank 0 {expected!r}, {listed}{more}; every"
+                " rank must pass the same (take rank 0's where it depends on time or on what is in a folder)"
+            )
+    return told[0][2]

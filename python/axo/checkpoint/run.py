@@ -1,0 +1,115 @@
+"""The hold of a training run on its folder: an identity that its checkpoints carry, and a lock against another process.
+
+run = axo.checkpoint.Run("runs/a", comms)                # every rank; a new run
+axo.checkpoint.save("runs/a", model, step=5, run=run.id, keep=3)
+axo.checkpoint.latest("runs/a", run=run.id)              # of this run, whatever else lies there
+
+FOLDER/axo-run.json   the identity of the run whose folder it is
+FOLDER/.axo-lock      locked by rank 0 for as long as it lives; holds its process id and host
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from pathlib import Path
+
+from axo.checkpoint import folder as folders
+from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
+from axo.comm.connect import Communicators
+
+IDENTITY = "axo-run.json"
+_LOCK = ".axo-lock"
+
+
+class Run:
+    """A run's hold on ``folder``. Every rank makes it, with the same arguments.
+
+    The lock is released by ``close`` and by death. A file system without locks has none.
+
+    Args:
+        folder: The run's own; made if it does not exist.
+        comms: What ``axo.connect`` returned; None: one process.
+        checkpoints: Where its checkpoints lie; None: in ``folder``.
+        resume: Go on with the run whose folder it is (or start one, where there is none).
+        overwrite: Start anew, and remove the checkpoints that earlier runs left.
+
+    Raises:
+        ValueError: Another process holds the folder (names it), or, for a new run, it holds another's checkpoints; on
+            every rank.
+
+    Attributes:
+        id: The identity, for ``save`` and ``latest``; the same on every rank.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        comms: Communicators | None = None,
+        *,
+        checkpoints: str | os.PathLike[str] | None = None,
+        resume: bool = False,
+        overwrite: bool = False,
+    ) -> None:
+        self._lock = -1
+        group = checkpoint_group(comms)
+        problem, found = "", ""
+        if rank_in(group) == 0:
+            try:
+                found = self._take(Path(folder), Path(checkpoints or folder), resume, overwrite)
+            except ValueError as error:
+                problem = str(error)
+            except OSError as error:
+                problem = f"checkpoint: {folder} cannot be written to: {error.strerror}"
+            if problem:
+                self.close()
+        where = os.path.abspath(folder)
+        self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
+
+    def close(self) -> None:
+        """Release the lock. May be called again."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _take(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
+        folders.make_folder(folder.absolute())
+        self._hold(folder)
+        known, found = _identity(folder), folders.complete(checkpoints)
+        if resume and (known or found):
+            return known or folders.run_of(found[-1]) or self._start(folder)
+        if found and not overwrite:
+            raise ValueError(
+                f"checkpoint: {checkpoints} holds checkpoints of an earlier run, the newest {found[-1].name}; resume"
+                " it, give another folder, or ask to overwrite it"
+            )
+        for path in found:
+            folders.remove(path)
+        return self._start(folder)
+
+    def _hold(self, folder: Path) -> None:
+        self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            free = folders.lock(self._lock)
+        except OSError:
+            return
+        if not free:
+            owner = os.read(self._lock, 1000).decode(errors="replace").strip() or "another process"
+            raise ValueError(f"checkpoint: {folder} is in use by {owner}; wait until it ends, or give another folder")
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+
+    def _start(self, folder: Path) -> str:
+        identity = secrets.token_hex(8)
+        folders.write_file(folder / IDENTITY, json.dumps({"run": identity}) + "\n")
+        return identity
+
+
+def _identity(folder: Path) -> str | None:
+    try:
+        said = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))["run"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return said if isinstance(said, str) and said else None

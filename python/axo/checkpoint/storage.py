@@ -1,0 +1,231 @@
+"""The files of a checkpoint: one a rank in DCP's format, with a checksum (XXH3, 64 bits) of each entry.
+
+A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
+lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, block by
+block, each hashed while it is in the cache, straight into the parameter where the whole part lies together in it.
+Other entries, and checkpoints that have no checksums, are read with ``torch.load``.
+
+The checksum of the metadata itself stands in the marker (see ``folder``).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from itertools import groupby
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from axo.checkpoint import folder as folders
+from axo.checkpoint import state
+from axo.checkpoint.parts import LoadPlanner
+
+_BLOCK = 1 << 19  # bytes; small enough to be in the second-level cache when it is hashed
+_WRONG = (
+    "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
+    " as it is"
+)
+
+
+class Writer(dcp.FileSystemWriter):
+    """DCP's writer: one file a rank, synced, with checksums."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        name = f"{plan.storage_data.prefix}0.distcp"
+        try:
+            with open(Path(self.path) / name, "wb") as file:
+                results = [_write(file, name, item, planner.resolve_data(item)) for item in plan.items]
+                file.flush()
+                os.fsync(file.fileno())
+        except RuntimeError as error:  # torch's, of closing a file that did not fit: say what the file system said
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            if cause is None:
+                raise
+            raise cause from error  # here, because what is sent to the other ranks loses its causes
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+
+class _Locate:
+    """Passes writes on to a file, and notes where the bytes of one tensor went."""
+
+    def __init__(self, file: BinaryIO, tensor: torch.Tensor) -> None:
+        self._file, self._tensor = file, tensor
+        self.position: int | None = None
+
+    def write(self, data: memoryview) -> int:
+        if len(data) == self._tensor.nbytes and np.frombuffer(data, np.uint8).ctypes.data == self._tensor.data_ptr():
+            self.position = self._file.tell()
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _write(file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> WriteResult:
+    start = file.tell()
+    if isinstance(data, io.BytesIO):
+        view = data.getbuffer()
+        checked: tuple[int, int, str] | None = start, len(view), xxhash.xxh3_64_hexdigest(view)
+        file.write(view)
+    else:
+        tensor = data.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor = tensor.clone()  # torch.save writes whole storages
+        located = _Locate(file, tensor)
+        torch.save(tensor, located)  # type: ignore[arg-type]
+        checked = None
+        if tensor.nbytes:
+            assert located.position is not None, "torch.save copied the tensor's bytes before it wrote them"
+            checked = located.position, tensor.nbytes, xxhash.xxh3_64_hexdigest(_bytes_of(tensor))
+    length = file.tell() - start
+    info = _StorageInfo(name, start, length)
+    info.checked = checked  # type: ignore[attr-defined] # DCP keeps what it does not know
+    return WriteResult(index=item.index, size_in_bytes=length, storage_data=info)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory."""
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
+def seal(path: Path) -> str:
+    """Look that every file of a checkpoint is there with its length. Returns the checksum of its metadata.
+
+    Raises:
+        ValueError: One is missing or too short.
+    """
+    read_metadata(path)
+    return _checksum(path / folders.METADATA)
+
+
+def _checksum(file: Path) -> str:
+    return xxhash.xxh3_64_hexdigest(file.read_bytes())
+
+
+def read_metadata(path: Path, verify: bool = True) -> Metadata:
+    """DCP's metadata of a checkpoint that Axo wrote, with every file that it names in place.
+
+    Raises:
+        ValueError: It cannot be read, is damaged or another program's, or a rank's file is missing or too short.
+    """
+    marker = folders.read_marker(path)
+    if verify and marker is not None and marker.metadata not in (None, _checksum(path / folders.METADATA)):
+        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA} {_WRONG}")
+    try:
+        metadata = FileSystemReader(path).read_metadata()
+        storage = dict(metadata.storage_data or {})
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+        raise ValueError(f"checkpoint: the metadata of {path} cannot be read ({error})") from None
+    if state.HEAD not in metadata.state_dict_metadata:
+        raise ValueError(f"checkpoint: {path} was not written by axo.checkpoint.save (it has no entry {state.HEAD!r})")
+    ends: dict[str, int] = {}
+    for info in storage.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in sorted(ends.items()):
+        file = path / name
+        if not file.is_file():
+            rank = name.strip("_").split("_")[0]
+            raise ValueError(f"checkpoint: {path} is incomplete: {name}, the file of rank {rank}, is missing")
+        if file.stat().st_size < end:
+            raise ValueError(f"checkpoint: {path} is damaged: {name} has {file.stat().st_size} bytes, not {end}")
+    return metadata
+
+
+def read_bytes(path: Path, metadata: Metadata, entry: str, verify: bool = True) -> Any:
+    """One entry that is no tensor.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    wanted = {entry: None}
+    read_into(path, metadata, wanted, verify)
+    return wanted[entry]
+
+
+def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: bool = True) -> None:
+    """Fill :class:`Parts` in place and replace other values.
+
+    Raises:
+        ValueError: What was read is damaged; names file and entry. What was read before it has been filled in.
+    """
+    planner = LoadPlanner(entries, metadata)
+    requests: dict[MetadataIndex, list[ReadItem]] = {}
+    for item in planner.create_local_plan().items:
+        requests.setdefault(item.storage_index, []).append(item)
+    places = [(metadata.storage_data[index], index) for index in requests]
+    places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
+    with torch.no_grad():
+        for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
+            with open(path / name, "rb") as file:
+                for info, index in of_file:
+                    try:
+                        _read(file, info, metadata, planner, requests[index], verify)
+                    except _Damaged as error:
+                        at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
+                        raise ValueError(f"checkpoint: {path} is damaged: {name}, {index.fqn}{at}: {error}") from None
+
+
+class _Damaged(Exception):
+    """The bytes of an entry are not what was written."""
+
+
+def _read(
+    file: BinaryIO, info: Any, metadata: Metadata, planner: LoadPlanner, items: list[ReadItem], verify: bool
+) -> None:
+    """Read one stored entry, for all that want something of it."""
+    position, size, checksum = getattr(info, "checked", None) or (info.offset, info.length, None)
+    checksum = checksum if verify else None
+    if position == info.offset:
+        data = np.empty(size, np.uint8)
+        _fill(file, position, data.data, checksum)
+        try:
+            value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
+        except Exception as error:  # of pickle's, zip's and torch's, many kinds
+            raise _Damaged(f"it cannot be read ({str(error).split(chr(10))[0]})") from None
+        if items[0].type == LoadItemType.BYTE_IO:
+            planner.state_dict[items[0].dest_index.fqn] = value
+            return
+    else:
+        saved = metadata.state_dict_metadata[items[0].storage_index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == items[0].storage_index.offset)
+        target = planner.resolve_tensor(items[0])
+        whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
+        if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
+            _fill(file, position, _bytes_of(target), checksum)
+            return
+        value = torch.empty(sizes, dtype=saved.properties.dtype)
+        _fill(file, position, _bytes_of(value), checksum)
+    for item in items:
+        planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
+
+
+def _fill(file: BinaryIO, position: int, view: memoryview, checksum: str | None) -> None:
+    """Read into ``view``; compare the checksum if there is one."""
+    hasher = xxhash.xxh3_64()
+    file.seek(position)
+    for start in range(0, len(view), _BLOCK):
+        block = view[start : start + _BLOCK]
+        if file.readinto(block) != len(block):  # type: ignore[attr-defined] # a BufferedReader's
+            raise _Damaged("the file ends within it")
+        if checksum is not None:
+            hasher.update(block)
+    if checksum is not None and hasher.hexdigest() != checksum:
+        raise _Damaged(_WRONG)
