@@ -7,21 +7,25 @@ The rest of the project's description stands in pyproject.toml. What setuptools'
   - the finished library is renamed into place, so that programs that run from an editable install never see half;
   - two builds at once wait for each other.
 torch's bundled pybind11 is used, never pip's: another version has other internals, and a module built with it cannot
-exchange torch's types.
+exchange torch's types. The torch is that of the environment that axo goes into, which pip's build isolation hides from
+this program: `installed_torch` looks behind it.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import fcntl
-import importlib.util
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
@@ -41,28 +45,89 @@ def sees_torch(source: Path) -> bool:
     return source.parent.name == "torch"
 
 
+@dataclass(frozen=True)
 class Torch:
-    """Where the installed torch keeps its headers and libraries, and how it was compiled."""
+    """An installed torch: its version, its folder, and with which ABI of the C++ library it was compiled."""
 
-    def __init__(self) -> None:
-        if importlib.util.find_spec("torch") is None:
-            raise SystemExit("axo builds against the torch that is installed, and torch is not installed here: "
-                             "pip install torch, then pip install --no-build-isolation .")  # fmt: skip
-        import torch
+    version: str
+    folder: str
+    cxx11_abi: int
 
-        folder = Path(torch.__file__).parent
-        self.version = torch.__version__
-        self.includes = [str(folder / "include"), str(folder / "include/torch/csrc/api/include")]
-        self.library_dir = str(folder / "lib")
-        self.cxx11_abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
+    @property
+    def includes(self) -> list[str]:
+        return [f"{self.folder}/include", f"{self.folder}/include/torch/csrc/api/include"]
+
+
+ASK = """
+import json, os, sys, torch
+folder, abi = os.path.realpath(torch.__path__[0]), int(torch._C._GLIBCXX_USE_CXX11_ABI)
+print(json.dumps([list(sys.version_info[:2]), torch.__version__, folder, abi]))
+"""
+
+
+def installed_torch() -> Torch:
+    """Find the torch that axo will run with.
+
+    Raises:
+        SystemExit: There is none, or its version is not supported.
+    """
+    for python, environment in pythons():
+        try:
+            answer = subprocess.run([python, "-c", ASK], capture_output=True, text=True, env=environment, timeout=120)
+            python_version, version, folder, abi = json.loads(answer.stdout)
+        except (OSError, ValueError, subprocess.TimeoutExpired):
+            continue  # no torch there, or no Python
+        if python_version == list(sys.version_info[:2]):
+            return supported(Torch(version, folder, abi))
+    raise SystemExit(
+        f"axo is built against the torch that it will run with, and {sys.executable} has none. Install torch first, "
+        f"for your accelerator as pytorch.org says, then axo:\n  pip install torch\n  pip install ."
+    )
+
+
+def pythons() -> Iterator[tuple[str, dict[str, str]]]:
+    """Who may see the torch of the target environment: this Python; itself without what isolation puts in its way; the
+    Pythons and environments of the programs that started it (`python -m build` and uv build in one of their own)."""
+    yield sys.executable, dict(os.environ)
+    open_environment = {name: os.environ[name] for name in os.environ if name not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    yield sys.executable, open_environment
+    parent = os.getppid()
+    while parent > 1:
+        process = Path("/proc", str(parent))
+        try:
+            program = (process / "cmdline").read_bytes().split(b"\0")[0].decode()
+            variables = (process / "environ").read_bytes().split(b"\0")
+            parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+        if Path(program).name.startswith("python"):
+            yield program, open_environment
+        for variable in variables:
+            if variable.startswith(b"VIRTUAL_ENV="):
+                yield f"{variable.split(b'=', 1)[1].decode()}/bin/python", open_environment
+
+
+def supported(torch: Torch) -> Torch:
+    """Refuse a torch that pip would replace after the build: the extension serves one minor version."""
+    wanted = re.search(r'"torch>=(\d+)\.(\d+),<(\d+)\.(\d+)"', (ROOT / "pyproject.toml").read_text())
+    assert wanted, "pyproject.toml names no range of torch versions"
+    low, low_minor, high, high_minor = map(int, wanted.groups())
+    found = tuple(int(part) for part in torch.version.split(".")[:2])
+    if not (low, low_minor) <= found < (high, high_minor):
+        raise SystemExit(
+            f"axo supports torch {low}.{low_minor} to {high}.{high_minor - 1}, and torch {torch.version} is installed "
+            f"in {torch.folder}:\n  pip install 'torch>={low}.{low_minor},<{high}.{high_minor}'\n  pip install ."
+        )
+    return torch
 
 
 class BuildCore(build_ext):
     """Compile changed units in parallel, link once, rename into place."""
 
     def build_extension(self, ext: Extension) -> None:
-        torch = Torch()
-        objects_dir = ROOT / "build" / f"obj-{sysconfig.get_config_var('SOABI')}-torch{torch.version}"
+        torch = installed_torch()
+        # Relative, as all of our own paths in the commands: objects of one checkout serve a copy of it.
+        objects_dir = Path("build") / f"obj-{sysconfig.get_config_var('SOABI')}-torch{torch.version}"
         objects_dir.mkdir(parents=True, exist_ok=True)
         with open(objects_dir / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -75,7 +140,6 @@ class BuildCore(build_ext):
     def _compile(self, source: Path, objects_dir: Path, torch: Torch) -> Path:
         target = objects_dir / source.parent.name / (source.stem + ".o")  # folders share names: host/core, device/core
         target.parent.mkdir(exist_ok=True)
-        includes = [str(ROOT / "csrc")]
         flags = [*COMMON_FLAGS, f"-D_GLIBCXX_USE_CXX11_ABI={torch.cxx11_abi}"]
         if sees_torch(source):
             # -isystem: no warnings from headers that are not ours.
@@ -83,12 +147,7 @@ class BuildCore(build_ext):
             flags += [f"-isystem{path}" for path in [*torch.includes, sysconfig.get_paths()["include"]]]
         else:
             flags += CORE_FLAGS
-        command = [
-            *compiler(),
-            *flags,
-            *(f"-I{path}" for path in includes),
-            *shlex.split(os.environ.get("CXXFLAGS", "")),
-        ]
+        command = [*compiler(), *flags, "-Icsrc", *shlex.split(os.environ.get("CXXFLAGS", ""))]
         command += ["-MMD", "-MF", str(target.with_suffix(".d")), "-c", str(source), "-o", str(target)]
         if self.force or is_stale(target, command):
             target.with_suffix(".cmd").unlink(missing_ok=True)
@@ -103,7 +162,7 @@ class BuildCore(build_ext):
         temporary = target.with_name(f".{target.name}.{os.getpid()}")
         libraries = ["-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", "-ldl", "-lrt"]
         run([*compiler(), "-shared", "-pthread", "-Wl,--exclude-libs,ALL", "-Wl,--gc-sections", *map(str, objects),
-             f"-L{torch.library_dir}", *libraries, "-o", str(temporary)])  # fmt: skip
+             f"-L{torch.folder}/lib", *libraries, "-o", str(temporary)])  # fmt: skip
         os.replace(temporary, target)
 
     def copy_extensions_to_source(self) -> None:
@@ -157,12 +216,14 @@ def version() -> str:
     return match.group(1)
 
 
+os.chdir(ROOT)  # sources and objects have relative names
 setup(
     version=version(),
     packages=[
         *find_packages("python", include=["axo", "axo.*"]),
         *find_packages(".", include=["axo_kernels", "axo_kernels.*"]),
         "axo_bench",
+        "axo_bench.lib",
     ],
     package_dir={"axo": "python/axo", "axo_kernels": "axo_kernels", "axo_bench": "bench"},
     package_data={

@@ -32,10 +32,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from . import collective_calls as calls_of
 from . import mpi
-from .collective_calls import BUS_FACTOR
-from .table import Table, environment
+from .lib import collective_calls as calls_of
+from .lib.collective_calls import BUS_FACTOR
+from .lib.table import Table, environment
 
 COLUMNS = {"op": "s", "rival": "s", "ranks": "d", "dtype": "s", "size": "d", "count": "d", "time_us": ".2f"}
 COLUMNS |= {"least_us": ".2f", "algbw": ".3f", "busbw": ".3f", "times_gloo": ".1f", "times_mpi": ".2f"}

@@ -30,7 +30,7 @@ import torch.distributed as dist
 import axo
 from axo.comm.transports import meet
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
 OVERHEAD_US = 3.0

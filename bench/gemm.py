@@ -12,10 +12,10 @@ the tuner chooses among the layouts of the vendor library. Rivals are timed in t
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import time
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -30,8 +30,8 @@ from axo_kernels.tune.model_shapes import layers, parse_grid
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
-from . import arguments
-from .table import Table, environment
+from .lib import arguments
+from .lib.table import Table, environment
 
 COLUMNS = {
     "product": "s",
@@ -219,11 +219,6 @@ def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
         print(f"cupy: not measured ({str(error)[:80]})")
         return None
     return call
-
-
-def geometric_mean(values: list[float]) -> float:
-    """The mean of ratios."""
-    return math.exp(sum(math.log(value) for value in values) / len(values))
 
 
 if __name__ == "__main__":

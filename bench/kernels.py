@@ -40,11 +40,11 @@ from axo_kernels.gemm.matmul import describable, matmul_reference
 from axo_kernels.gemm.tiles import Config, candidates
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import relative_error
-from bench.tools.simulated import SimulatedCommunicator
 
 from . import gemm, overlap
-from . import verdicts as judge
-from .table import Table, environment
+from .lib import verdicts as judge
+from .lib.simulated import SimulatedCommunicator
+from .lib.table import Table, environment
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 CONFIGS = 6  # Triton configurations that the tuner tries for a product

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 COLUMNS = {
     "what": "s",

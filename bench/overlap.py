@@ -5,7 +5,7 @@
                                                                        on one GPU with NCCL 2.30 and MPS
 
 Simulated: the link's speed is chosen so that communication alone takes the given share of the vendor's product
-(bench.tools.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
+(bench.lib.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
 t_gemm: 1 is all hidden, 0 is serial, negative is slower than serial. Each row also has the own kernel's time with all
 flags set beforehand, and the error against the serial result. Over ranks the largest time counts.
 """
@@ -30,10 +30,10 @@ from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, sta
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
-from bench.tools.simulated import SimulatedCommunicator
 
-from . import arguments
-from .table import Table, environment
+from .lib import arguments
+from .lib.simulated import SimulatedCommunicator
+from .lib.table import Table, environment
 
 OPERATIONS = ("matmul_all_reduce", "matmul_reduce_scatter", "all_gather_matmul")
 COLUMNS = {

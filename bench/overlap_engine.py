@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 COLUMNS = {"overlap": "s", "grid": "s", "compute": ".1f", "comm": ".1f", "alone": ".1f", "off": ".1f", "on": ".1f"}
 COLUMNS |= {"exposed": ".1f", "left": ".1f", "hideable": ".1f", "cut": ".2f", "#wrong": "d"}

@@ -20,7 +20,7 @@ import torch
 
 from axo.grid import Grid
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 COLUMNS = {"grid": "s", "precision": "s", "steps": "d", "difference": ".1e", "limit": ".0e"}
 COLUMNS |= {"loss": ".4f", "serial": ".4f", "apart": ".1e", "#wrong": "d"}

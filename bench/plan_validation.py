@@ -30,7 +30,7 @@ from axo.perf.calibrate import spearman
 from axo.perf.layer_time import Run
 from axo.perf.workload import Workload
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 RANKS, A_HOST = 8, 2
 CONFIG = {

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "ranks": "d", "size": "d", "rounds": "d", "complete": "d", "reduce_ms": ".1f"}
 COLUMNS |= {"matmul_ms": ".1f", "both_ms": ".1f", "cost": ".3f"}

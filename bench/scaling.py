@@ -23,9 +23,9 @@ import torch
 
 from axo.grid import Grid
 
-from . import step_models as models
+from .lib import step_models as models
+from .lib.table import Table, environment
 from .step import COUNTED, LOSS_LIMIT, STEPS, batch, timed_step
-from .table import Table, environment
 
 COLUMNS = {"grid": "s", "ranks": "d", "hidden": "d", "tokens": "d", "ms": ".2f", "tokens_s": ".0f"}
 COLUMNS |= {"efficiency": ".3f", "comm": ".2f", "loss": ".4f"}

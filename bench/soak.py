@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 
-from .table import Table, environment
+from .lib.table import Table, environment
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = {"part": "s", "proof": "s", "tests": "d", "checks": "d", "failed": "d", "seconds": ".1f"}

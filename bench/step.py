@@ -28,8 +28,8 @@ import torch.distributed as dist
 
 from axo.perf.flops import narayanan
 
-from . import step_models as models
-from .table import Table, environment
+from .lib import step_models as models
+from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
 COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "over": ".2f", "mb": ".0f", "loss": ".4f"}

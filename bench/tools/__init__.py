@@ -1,1 +1,1 @@
-"""Tools of the benches: kernels compiled without a GPU and read as assembly, a simulated communicator."""
+"""Tools of the benches: kernels compiled without a GPU and read as assembly."""

@@ -23,7 +23,7 @@ import torch
 import axo
 from axo.comm.agree import ranks_that_differ
 from axo.launch import Rank, RankFailed, launch_local, set_threads
-from bench.table import Table, environment
+from bench.lib.table import Table, environment
 from examples.memorization import documents, figure, study
 from examples.memorization.documents import EPOCHS
 from examples.memorization.study import Settings

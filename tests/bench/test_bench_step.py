@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from bench import step, step_models
+from bench import step
+from bench.lib import step_models
 from tests.launcher import run_ranks
 
 OPTIONS: dict[str, Any] = {

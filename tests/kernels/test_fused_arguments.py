@@ -123,7 +123,7 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Target
     from axo_kernels.tune import choice
-    from bench.tools.simulated import SimulatedCommunicator
+    from bench.lib.simulated import SimulatedCommunicator
 
     cuda = torch.device("cuda", 0)
     comm = SimulatedCommunicator(2, 1e9, torch.device("cpu"))

@@ -15,7 +15,7 @@ from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import as_table, tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers, parse_grid
-from bench.tools.simulated import SimulatedCommunicator
+from bench.lib.simulated import SimulatedCommunicator
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

@@ -7,11 +7,10 @@ Goals: Triton alone against the vendor library over the GPT shapes (deep: K of a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from statistics import geometric_mean
 from typing import Any
 
 from axo_kernels.gemm.layout import Product
-
-from .gemm import geometric_mean
 
 Verdicts = dict[str, bool | str]
 Row = dict[str, Any]
