@@ -128,7 +128,7 @@ def test_a_section_that_dies_is_a_verdict():
 
 
 def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
-    from bench import verdicts
+    from bench.lib import verdicts
 
     shape = (2048, 4096, 4096)
     row = {"asked_share": 0.2, "operation": "matmul_all_reduce", "shape": "NT 2048x4096x4096 bfloat16", "chunks": 2}
@@ -144,7 +144,7 @@ def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
 
 
 def test_speed_is_judged_by_class():
-    from bench import verdicts
+    from bench.lib import verdicts
 
     gpt = [Product(layout, 4096, size, 4096, torch.bfloat16) for layout in ("NN", "NT", "TN") for size in (16384, 1024)]
     square = Product("NN", 8192, 8192, 8192, torch.bfloat16)
