@@ -27,7 +27,9 @@ def project(x: float, y: float, z: float) -> tuple[float, float]:
     return 330 + (x - z) * SIDE * math.cos(math.pi / 6), 250 + (x + z) * SIDE / 2 - y * SIDE
 
 
-def face(corner: tuple[int, int, int], across: tuple[int, int, int], up: tuple[int, int, int], name: str, text: str) -> str:
+def face(
+    corner: tuple[int, int, int], across: tuple[int, int, int], up: tuple[int, int, int], name: str, text: str
+) -> str:
     """One cell of a face of the cube, its label lying on it."""
     corners = [corner, add(corner, across), add(add(corner, across), up), add(corner, up)]
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in (project(*point) for point in corners))
@@ -79,9 +81,15 @@ def draw_grid(grid: Grid) -> str:
         text.append(f'<text x="560" y="{at}" fill="{colour}" font-size="{size}" font-weight="{weight}">{line}</text>')
         at += size + 11
     axes = []
-    for label, point in (("x", (grid.x / 2, 0, grid.z + 0.3)), ("z", (grid.x + 0.3, 0, grid.z / 2)), ("y", (-0.12, grid.y / 2, grid.z + 0.12))):
+    for label, point in (
+        ("x", (grid.x / 2, 0, grid.z + 0.3)),
+        ("z", (grid.x + 0.3, 0, grid.z / 2)),
+        ("y", (-0.12, grid.y / 2, grid.z + 0.12)),
+    ):
         a, b = project(*point)
-        axes.append(f'<text x="{a:.0f}" y="{b + 14:.0f}" text-anchor="middle" font-size="20" font-style="italic">{label}</text>')
+        axes.append(
+            f'<text x="{a:.0f}" y="{b + 14:.0f}" text-anchor="middle" font-size="20" font-style="italic">{label}</text>'
+        )
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="130 40 830 440" font-family="Helvetica, Arial, sans-serif">'
         f"<title>The product O = I W on a {grid.x}x{grid.y}x{grid.z} grid</title>"
@@ -113,7 +121,10 @@ def collective_bars() -> tuple[str, list[tuple[str, dict[str, float]]]]:
         whole = {size: by for size, by in times.items() if {"axo", "gloo", "mpi"} <= set(by)}
         if {1 << 10, 1 << 20, 1 << 28} <= set(whole):
             names = {1 << 10: "1 KiB", 1 << 20: "1 MiB", 1 << 28: "256 MiB"}
-            bars = [(names[size], {"Axo": whole[size]["axo"], "Gloo": whole[size]["gloo"], "Open MPI": whole[size]["mpi"]}) for size in names]
+            bars = [
+                (names[size], {"Axo": whole[size]["axo"], "Gloo": whole[size]["gloo"], "Open MPI": whole[size]["mpi"]})
+                for size in names
+            ]
             return f"{header['commit']}, {header['date']}", bars
     raise SystemExit("bench/results/collectives.jsonl has no run with axo, gloo and mpi at 1K, 1M and 256M")
 
@@ -125,7 +136,14 @@ def step_bars() -> tuple[str, list[tuple[str, dict[str, float]]]]:
         cases = [("z", "Axo 1x1x2x1", "FSDP2"), ("x", "Axo 2x1x1x1", "DTensor"), ("data", "Axo 1x1x1x2", "DDP")]
         if all((case, axo) in by for case, axo, _ in cases):
             return f"{header['commit']}, {header['date']}", [
-                (rival, {"Axo": by[case, axo], f"{rival} over Axo": by[case, f"{rival} axo"], f"{rival} over Gloo": by[case, f"{rival} gloo"]})
+                (
+                    rival,
+                    {
+                        "Axo": by[case, axo],
+                        f"{rival} over Axo": by[case, f"{rival} axo"],
+                        f"{rival} over Gloo": by[case, f"{rival} gloo"],
+                    },
+                )
                 for case, axo, rival in cases
             ]
     raise SystemExit("bench/results/step.jsonl has no run with the cases z, x and data")
@@ -148,7 +166,14 @@ def draw_rivals(path: Path) -> None:
                 ratio = time / times["Axo"]
                 colour = colours.get(name) or ("#d9a066" if name.endswith("over Axo") else "#b0b8c1")
                 axes.bar(group + (index - 1) * 0.27, ratio, 0.25, color=colour)
-                axes.text(group + (index - 1) * 0.27, ratio, f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}", ha="center", va="bottom", fontsize=8)
+                axes.text(
+                    group + (index - 1) * 0.27,
+                    ratio,
+                    f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}",
+                    ha="center",
+                    va="bottom",
+                    fontsize=8,
+                )
         axes.set_xticks(range(len(bars)), [label for label, _ in bars])
         axes.set_title(title, fontsize=11)
         axes.set_ylabel("time, in units of Axo's")
@@ -158,7 +183,14 @@ def draw_rivals(path: Path) -> None:
     one.legend(handles, ["Axo", "Gloo", "Open MPI"], frameon=False, fontsize=9)
     two.legend(handles, ["Axo", "PyTorch's scheme over Gloo", "the same over backend axo"], frameon=False, fontsize=9)
     two.set_ylim(0, 1.55 * max(max(times.values()) / times["Axo"] for _, times in right))
-    figure.text(0.5, -0.01, f"2 CPU cores; medians of runs in turns; bench/results, commits {left_source} and {right_source}", ha="center", fontsize=8, color=FAINT)
+    figure.text(
+        0.5,
+        -0.01,
+        f"2 CPU cores; medians of runs in turns; bench/results, commits {left_source} and {right_source}",
+        ha="center",
+        fontsize=8,
+        color=FAINT,
+    )
     figure.tight_layout()
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -264,6 +265,8 @@ def lock(descriptor: int) -> bool:
 
 def make_folder(folder: Path) -> None:
     """Make a folder and those above it, so that a loss of power does not undo it."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, f"{folder} {kind_of(folder)}")
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
