@@ -1,20 +1,17 @@
-// pybind11: conversion only, no logic. Python passes addresses, counts and codes; python/axo/collectives.py checks
-// them.
+// pybind11: conversion only, no logic. Python passes addresses, counts and codes; python/axo/comm checks them.
 //
 // The GIL is released around every call that enters the core, since any of them may wait: for a peer, for a lock, or
 // for the progress thread. Errors. axo::Error and its kinds become axo.errors.*, for torch's own pybind functions too
 // (one set of internals).
-#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-
-#include <condition_variable>
 
 #include "torch/bindings_calls.h"
 #include "base/flight_recorder.h"
 #include "device/nccl_api.h"
 #include "memory/reduce.h"
 #include "memory/shared_buffers.h"
+#include "torch/future_thread.h"
 
 namespace py = pybind11;
 
@@ -76,42 +73,6 @@ py::object exception_of(const Work& work) {
   return py::reinterpret_steal<py::object>(value);
 }
 
-// Operations that are complete, by the number that Python gave them. A thread of Python's takes them from here, so that
-// the core's threads never need the GIL.
-class Completed {
- public:
-  // Never destroyed: a thread may wait here when the process ends. A forked child has its own, since the one that it
-  // inherits counts a thread of the parent among those that wait.
-  static Completed& get() {
-    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { current_.store(new Completed); });
-    (void)registered;
-    Completed* self = current_.load();
-    if (self != nullptr) return *self;
-    auto* const made = new Completed;
-    if (current_.compare_exchange_strong(self, made)) return *made;
-    delete made;
-    return *self;
-  }
-  void add(std::uint64_t number) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      numbers_.push_back(number);
-    }
-    changed_.notify_one();
-  }
-  std::vector<std::uint64_t> take() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return !numbers_.empty(); });
-    return std::exchange(numbers_, {});
-  }
-
- private:
-  static inline std::atomic<Completed*> current_{nullptr};
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::uint64_t> numbers_;
-};
-
 void bind_work(py::module_& m) {
   using Release = py::call_guard<py::gil_scoped_release>;
   py::class_<Work, WorkPtr>(m, "Work")
@@ -124,12 +85,20 @@ void bind_work(py::module_& m) {
       .def("exception", &exception_of)
       .def("seconds", &Work::seconds, Release())
       .def("source", &Work::source, Release())
-      .def(
-          "announce",
-          [](Work& w, std::uint64_t number) { w.on_completion([number] { Completed::get().add(number); }); },
-          Release());
-  m.def("take_completed", [] { return Completed::get().take(); }, Release());
-  m.def("add_completed", [](std::uint64_t number) { Completed::get().add(number); }, Release());
+      // Calls `callback` on the thread of futures once the operation has ended, with or without an error.
+      .def("when_completed", [](Work& w, const py::function& callback) {
+        std::shared_ptr<PythonObject> kept = held(callback);
+        py::gil_scoped_release release;
+        w.on_completion([kept] {
+          FutureThread::post([kept] {
+            py::gil_scoped_acquire acquire;
+            PyObject* result = PyObject_CallNoArgs(kept->get());
+            if (result == nullptr) PyErr_WriteUnraisable(kept->get());
+            Py_XDECREF(result);
+          });
+        });
+      });
+  m.def("stop_futures", &FutureThread::stop, Release());
 }
 
 void bind_communicator(py::module_& m) {
@@ -141,7 +110,7 @@ void bind_communicator(py::module_& m) {
       .def("split", &Communicator::split, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Communicator::abort, py::call_guard<py::gil_scoped_release>())
       .def("shutdown", &Communicator::shutdown, py::call_guard<py::gil_scoped_release>());
-  bind_collectives<Communicator>(bound);
+  bind_collectives(bound);
 }
 
 // Memory of allocate_shared, as an object with the buffer protocol: whoever views it keeps it.
@@ -158,11 +127,12 @@ void bind_shared_memory(py::module_& m) {
       });
 }
 
-}  // namespace
-}  // namespace axo
-
-namespace axo {
-namespace {
+template <class Code>
+std::vector<std::string> names_of(int count) {
+  std::vector<std::string> names;
+  for (int code = 0; code < count; ++code) names.emplace_back(name_of(static_cast<Code>(code)));
+  return names;
+}
 
 // Lets Python's signal handlers run while its main thread waits in the core; what they raise ends the wait.
 void run_signal_handlers() {
@@ -184,7 +154,8 @@ PYBIND11_MODULE(_C, m) {
   axo::bind_shared_memory(m);
   m.def("group_start", &axo::group_start, py::call_guard<py::gil_scoped_release>());
   m.def("group_end", &axo::group_end, py::call_guard<py::gil_scoped_release>());
-  m.def("item_size", [](int dtype) { return axo::item_size(axo::dtype_of(dtype)); });
+  m.attr("DTYPES") = axo::names_of<axo::DType>(axo::kDTypeCount);  // in the order of their codes
+  m.attr("OPS") = axo::names_of<axo::ReduceOp>(axo::kReduceOpCount);
   m.def("can_reduce", [](int dtype, int op) { return axo::can_reduce(axo::dtype_of(dtype), axo::op_of(op)); });
   m.def("set_flight_directory", &axo::set_flight_directory, py::call_guard<py::gil_scoped_release>());
   m.def("write_flight_file", &axo::write_flight_file, py::call_guard<py::gil_scoped_release>());

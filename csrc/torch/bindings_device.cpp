@@ -96,27 +96,13 @@ py::object register_buffer(DeviceCommunicator& c, Address data, std::size_t byte
 void bind_device(py::module_& m) {
   bind_options(m);
   Bound bound(m, "DeviceCommunicator");
-  bind_collectives<DeviceCommunicator, Address, bool>(bound);
+  bind_collectives<Address, bool>(bound);
+  bind_collective<Address, bool>(bound, "all_reduce_scaled", &DeviceCommunicator::all_reduce_scaled);
+  bind_collective<Address, bool>(bound, "reduce_scatter_scaled", &DeviceCommunicator::reduce_scatter_scaled);
   bound.def("register_buffer", &register_buffer);
   m.def("device_memory", &device_memory);
   m.def("leave_devices", &DevicePeers::leave_all, py::call_guard<py::gil_scoped_release>());
   bound
-      .def("all_reduce_scaled",
-           [](DeviceCommunicator& c, Address in, Address out, std::size_t n, int dtype, double scale, bool b,
-              std::int64_t t, const py::object& keep, Address stream, bool after_caller) {
-             const auto call = [&](const CallOptions& o) {
-               return c.all_reduce_scaled(pointer(in), pointer(out), n, dtype_of(dtype), scale, o);
-             };
-             return launch(b, t, keep, call, stream, after_caller);
-           })
-      .def("reduce_scatter_scaled",
-           [](DeviceCommunicator& c, Address in, Address out, std::size_t n, int dtype, double scale, bool b,
-              std::int64_t t, const py::object& keep, Address stream, bool after_caller) {
-             const auto call = [&](const CallOptions& o) {
-               return c.reduce_scatter_scaled(pointer(in), pointer(out), n, dtype_of(dtype), scale, o);
-             };
-             return launch(b, t, keep, call, stream, after_caller);
-           })
       .def(
           "split",
           [](DeviceCommunicator& c, int color, int key, const std::string& name) {

@@ -1,8 +1,12 @@
-// C10dBackend: see torch/c10d_backend.h. Its life, and the collectives without parts; the others are in torch/c10d_collectives.cpp.
-// Each collective reads: checks, a Launch, buffers, one core call (or several as a group), end.
+// C10dBackend: see torch/c10d_backend.h. Its life and its communicators: of the host, of the GPU, and of pairs of ranks.
 #include "torch/c10d_launch.h"
 
 namespace axo {
+namespace {
+
+constexpr const char* kAborted = "aborted through torch.distributed";
+
+}  // namespace
 
 C10dBackend::C10dBackend(c10::intrusive_ptr<c10d::Store> store, std::string key,
                          std::shared_ptr<Communicator> communicator, Milliseconds timeout)
@@ -50,98 +54,107 @@ C10dBackend::WorkHandle C10dBackend::endCoalescing() {
   return work;
 }
 
-C10dBackend::WorkHandle C10dBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const at::Tensor& t = only("broadcast", tensors);
-  Launch launch(*this, c10d::OpType::BROADCAST, "axo:broadcast", tensors, opts.timeout, opts.asyncOp);
-  const auto [dtype, count] = moved(t);
-  const at::Tensor buffer = launch.out(t, true);
-  launch.parts.push_back(launch.core().broadcast(buffer.data_ptr(), count, dtype, int(opts.rootRank), launch.options));
-  return launch.end({t});
+std::shared_ptr<DeviceCommunicator> C10dBackend::connect(const std::string& key, int rank, int size,
+                                                         at::Device device) {
+  TORCH_CHECK(store_, "axo: this group has no store, over which the ranks of ", device, " could meet");
+  DeviceOptions options;
+  options.name = key.substr(4);  // without "axo/"
+  options.timeout = options_->timeout;
+  options.cancelled = cancelled_;
+  options.device = device.index();
+  // A connection of its own: the watchdog asks while the program may be waiting for a key.
+  return create_device_communicator(std::make_shared<C10dStore>(store_->clone()), key + "/device", rank, size, options);
 }
 
-C10dBackend::WorkHandle C10dBackend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
-  const at::Tensor& t = only("all_reduce", tensors);
-  const ReduceOp op = op_of(opts.reduceOp);
-  const auto [dtype, count] = reduced("all_reduce", t, op);
-  Launch launch(*this, c10d::OpType::ALLREDUCE, "axo:all_reduce", tensors, opts.timeout, opts.asyncOp);
-  const at::Tensor buffer = launch.out(t, true);
-  const auto factor = device_factor(opts.reduceOp, t);
-  const void* in = launch.in(factor ? buffer : premultiplied(buffer, opts.reduceOp));
-  launch.parts.push_back(launch.all_reduce(in, buffer.data_ptr(), count, dtype, op, factor));
-  return launch.end({t});
+std::shared_ptr<DeviceCommunicator> C10dBackend::made(std::shared_ptr<DeviceCommunicator>& place,
+                                                      std::shared_ptr<DeviceCommunicator> communicator) {
+  std::lock_guard<std::mutex> lock(device_mutex_);
+  place = std::move(communicator);
+  if (cancelled_->load()) place->abort(kAborted);  // abort() came before it was here to be seen
+  return place;
 }
 
-C10dBackend::WorkHandle C10dBackend::allreduce_coalesced(Tensors& tensors,
-                                                         const c10d::AllreduceCoalescedOptions& opts) {
-  const ReduceOp op = op_of(opts.reduceOp);
-  for (const at::Tensor& t : tensors) {
-    check("all_reduce_coalesced", t);
-    reduced("all_reduce_coalesced", t, op);
+Communicator& C10dBackend::communicator_of(at::Device device) {
+  if (device.is_cpu()) return *communicator_;
+  std::lock_guard<std::mutex> one(connect_mutex_);
+  std::shared_ptr<DeviceCommunicator> there = device_communicator();
+  if (!there) {
+    there = made(device_communicator_, connect(key_, getRank(), getSize(), device));
+    device_ = device;
   }
-  Launch launch(*this, c10d::OpType::ALLREDUCE_COALESCED, "axo:all_reduce_coalesced", tensors, opts.timeout,
-                opts.asyncOp, Launch::grouped_launch);
-  for (const at::Tensor& t : tensors) {
-    const auto [dtype, count] = reduced("all_reduce_coalesced", t, op);
-    const at::Tensor buffer = launch.out(t, true);
-    const auto factor = device_factor(opts.reduceOp, t);
-    const void* in = launch.in(factor ? buffer : premultiplied(buffer, opts.reduceOp));
-    launch.parts.push_back(launch.all_reduce(in, buffer.data_ptr(), count, dtype, op, factor));
+  TORCH_CHECK_VALUE(device == device_, "axo: a tensor on ", device, " in a group of ", device_,
+                    "; a process uses one GPU in a group");
+  return *there;
+}
+
+Communicator& C10dBackend::communicator_with(at::Device device, int& peer) {
+  // Several transfers at once may go round in a ring, where pairs would wait for each other: all ranks meet then.
+  if (device.is_cpu() || device_communicator() || coalesced_) return communicator_of(device);
+  TORCH_CHECK_VALUE(peer >= 0 && peer < getSize() && peer != getRank(), "axo: rank ", peer,
+                    " is not another rank of this group of ", getSize());
+  std::lock_guard<std::mutex> one(connect_mutex_);
+  const int low = std::min(peer, getRank()), high = std::max(peer, getRank());
+  std::shared_ptr<DeviceCommunicator>* place = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(device_mutex_);
+    place = &pairs_[peer];  // stays where it is when others come
   }
-  return launch.end(tensors);
+  if (!*place) {
+    const std::string key = key_ + "/pair" + std::to_string(low) + "-" + std::to_string(high);
+    made(*place, connect(key, getRank() == low ? 0 : 1, 2, device));
+  }
+  peer = peer == low ? 0 : 1;
+  return **place;
 }
 
-C10dBackend::WorkHandle C10dBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const at::Tensor& t = only("reduce", tensors);
-  const ReduceOp op = op_of(opts.reduceOp);
-  const auto [dtype, count] = reduced("reduce", t, op);
-  Launch launch(*this, c10d::OpType::REDUCE, "axo:reduce", tensors, opts.timeout, opts.asyncOp);
-  const void* in = launch.in(premultiplied(t, opts.reduceOp));
-  void* out = opts.rootRank == getRank() ? launch.out(t).data_ptr() : nullptr;
-  launch.parts.push_back(launch.core().reduce(in, out, count, dtype, op, int(opts.rootRank), launch.options));
-  return launch.end({t});
+std::shared_ptr<DeviceCommunicator> C10dBackend::device_communicator() {
+  std::lock_guard<std::mutex> lock(device_mutex_);
+  return device_communicator_;
 }
 
-C10dBackend::WorkHandle C10dBackend::barrier(const c10d::BarrierOptions& opts) {
-  at::Device device = opts.device && is_accelerator(*opts.device) ? *opts.device : at::Device(at::kCPU);
-  if (!device.is_cpu() && !device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
-  Launch launch(*this, c10d::OpType::BARRIER, "axo:barrier", {}, opts.timeout, opts.asyncOp, Launch::single_launch,
-                device);
-  launch.parts.push_back(launch.core().barrier(launch.options));
-  return launch.end({});
+std::vector<std::shared_ptr<Communicator>> C10dBackend::communicators() {
+  std::vector<std::shared_ptr<Communicator>> all;
+  std::lock_guard<std::mutex> lock(device_mutex_);
+  for (const auto& [peer, pair] : pairs_) {
+    if (pair) all.push_back(pair);
+  }
+  if (device_communicator_) all.push_back(device_communicator_);
+  all.push_back(communicator_);
+  return all;
 }
 
-void C10dBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
-  c10d::BarrierOptions blocking = opts;
-  blocking.asyncOp = false;
-  barrier(blocking);  // its Timeout names the ranks that have not arrived
+void C10dBackend::abort() {
+  cancelled_->store(true);  // frees a rank inside its first connection too
+  for (const auto& each : communicators()) each->abort(kAborted);
 }
 
-C10dBackend::WorkHandle C10dBackend::send(Tensors& tensors, int peer, int tag) {
-  const at::Tensor& t = only("send", tensors);
-  Launch launch(*this, c10d::OpType::SEND, "axo:send", tensors, axo::kNoTimeout, true, Launch::single_launch,
-                t.device(), &peer);
-  const auto [dtype, count] = moved(t);
-  launch.parts.push_back(launch.core().send(launch.in(t), count, dtype, peer, tag, launch.options));
-  return launch.end({t});
+void C10dBackend::shutdown() {
+  std::exception_ptr first;  // an interrupt, say: the others close all the same
+  for (const auto& each : communicators()) {
+    try {
+      each->shutdown();
+    } catch (...) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
 }
 
-C10dBackend::WorkHandle C10dBackend::recv(Tensors& tensors, int peer, int tag) {
-  const at::Tensor& t = only("recv", tensors);
-  Launch launch(*this, c10d::OpType::RECV, "axo:recv", tensors, axo::kNoTimeout, true, Launch::single_launch,
-                t.device(), &peer);
-  const auto [dtype, count] = moved(t);
-  launch.parts.push_back(launch.core().recv(launch.out(t).data_ptr(), count, dtype, peer, tag, launch.options));
-  return launch.end({t});
-}
-
-C10dBackend::WorkHandle C10dBackend::recvAnysource(Tensors& tensors, int tag) {
-  const at::Tensor& t = only("recv", tensors);
-  TORCH_CHECK_VALUE(t.device().is_cpu(), "recv: a tensor on ", t.device(), " cannot be received from any rank, since ",
-                    "NCCL and RCCL match messages by rank; pass src, or receive a CPU tensor");
-  Launch launch(*this, c10d::OpType::RECVANYSOURCE, "axo:recv_anysource", tensors, axo::kNoTimeout, true);
-  const auto [dtype, count] = moved(t);
-  launch.parts.push_back(launch.core().recv(launch.out(t).data_ptr(), count, dtype, kAnyPeer, tag, launch.options));
-  return launch.end({t});
+c10d::ErrorType C10dBackend::getError() {
+  std::exception_ptr failure;
+  for (const auto& each : communicators()) {
+    if (!failure) failure = each->failure();
+  }
+  if (!failure) return c10d::ErrorType::SUCCESS;
+  try {
+    std::rethrow_exception(failure);
+  } catch (const Timeout&) {
+    return c10d::ErrorType::TIMEOUT;
+  } catch (const PeerLost&) {
+    return c10d::ErrorType::REMOTE_ERROR;
+  } catch (const std::exception&) {
+    return c10d::ErrorType::COMM_ERROR;
+  }
 }
 
 }  // namespace axo

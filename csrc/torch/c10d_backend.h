@@ -11,12 +11,14 @@
 // as bytes; complex sums and averages go as their real and imaginary parts. A receive from any source is for CPU
 // tensors of ranks on one host.
 //
+// Sparse tensors (COO, on the CPU) can be summed and averaged: their elements are gathered, then added up by each rank.
+//
 // Completion. The list forms need copies after the operation; whoever first sees it complete makes them (wait,
-// isCompleted, or, when a future was asked for, the thread that completes futures). Futures are completed on one thread
-// of their own, since their callbacks may issue collectives, which the core's progress thread must not.
+// isCompleted, or, when a future was asked for, the thread that completes futures: torch/future_thread.h).
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -47,21 +49,14 @@ class C10dStore final : public Store {
 
 using Tensors = std::vector<at::Tensor>;
 
-// An empty list of tensors that a pending operation keeps alive. The core may let go of it on a thread of its own, and
-// a tensor that Python made may want the GIL to die: so what is let go waits for the next call or wait() of a caller.
-std::shared_ptr<Tensors> held_tensors();
-
-// A result that still has to be copied to where the caller wants it.
-struct Copy {
-  at::Tensor to;
-  at::Tensor from;
-};
+// What makes a result complete once its operations are: a copy to where the caller wants it, say.
+using Step = std::function<void()>;
 
 class C10dWork final : public c10d::Work {
  public:
   C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence);
   // May be called several times: a coalesced launch is one Work of many operations.
-  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies, at::Device device);
+  void start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device);
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -76,14 +71,14 @@ class C10dWork final : public c10d::Work {
 
  private:
   bool parts_completed() const;
-  void finish_copies();
+  void finish();
   void complete_future();
   void complete_future_in_order();  // of a device's streams
 
   std::vector<WorkPtr> parts_;
   Tensors outputs_;
-  std::vector<Copy> copies_;
-  std::mutex copies_mutex_;
+  std::vector<Step> last_steps_;
+  std::mutex finish_mutex_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   std::uint64_t sequence_;
@@ -105,6 +100,8 @@ class C10dBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return "axo"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return options_; }
   c10::intrusive_ptr<C10dOptions> own_options() { return options_; }
+  // That of CPU tensors, for whoever wants to issue on it too.
+  std::shared_ptr<Communicator> communicator() { return communicator_; }
   bool supportsSplitting() const override { return true; }
   bool supportsCoalescing() const override { return true; }
   void setTimeout(std::chrono::milliseconds timeout) override { options_->timeout = timeout; }
@@ -121,6 +118,7 @@ class C10dBackend final : public c10d::Backend {
 
   WorkHandle broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
   WorkHandle allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkHandle allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
   WorkHandle allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
   WorkHandle reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
   WorkHandle allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
@@ -149,6 +147,7 @@ class C10dBackend final : public c10d::Backend {
  private:
   struct Launch;  // one call on its way: options, works, copies (torch/c10d_launch.h)
 
+  void reduce_all(Launch& launch, const at::Tensor& t, const c10d::ReduceOp& op);
   void gather_into(Launch& launch, const at::Tensor& output, const at::Tensor& input);
   void gather_list(Launch& launch, const Tensors& outputs, const at::Tensor& input);
   void scatter_from(Launch& launch, const at::Tensor& output, const at::Tensor& input, const c10d::ReduceOp& op);

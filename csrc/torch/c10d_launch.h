@@ -13,6 +13,7 @@
 
 #include "torch/c10d_backend.h"
 #include "base/error.h"
+#include "torch/released.h"
 
 namespace axo {
 
@@ -143,23 +144,32 @@ inline bool consecutive(const Tensors& tensors) {
   return true;
 }
 
+// The options of a transfer: torch's have none.
+struct Pending {
+  Milliseconds timeout = kNoTimeout;
+  bool asyncOp = true;
+};
+
 // One call: buffers in and out as the core wants them (contiguous), and the works it becomes.
 struct C10dBackend::Launch {
   enum Kind { single_launch, grouped_launch };
 
-  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
-         bool async, Kind kind = single_launch)
-      : Launch(backend, type, title, inputs, timeout, async, kind,
+  template <class Options>
+  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, const Options& opts,
+         Kind kind = single_launch)
+      : Launch(backend, type, title, inputs, opts, kind,
                inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {}
 
-  // peer: its rank, for a transfer; becomes its rank in core().
-  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, Milliseconds timeout,
-         bool async, Kind kind, at::Device device, int* peer = nullptr)
+  // peer: its rank, for a transfer; becomes its rank in `communicator`.
+  template <class Options>
+  Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, const Options& opts,
+         Kind kind, at::Device device, int* peer = nullptr)
       : backend(backend),
         device(device),
         communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
         grouped(kind == grouped_launch),
-        held(held_tensors()) {
+        held(axo::held(std::make_unique<Tensors>())) {
+    Released::drain();
     for (const at::Tensor& t : inputs) {
       TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
                         "; those of one call are on one device");
@@ -168,9 +178,9 @@ struct C10dBackend::Launch {
     work = backend.coalesced_
                ? backend.coalesced_
                : c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
-    wait_here = !async && !backend.coalesced_;
+    wait_here = !opts.asyncOp && !backend.coalesced_;
     options.blocking = wait_here && !grouped;
-    options.timeout = timeout < Milliseconds::zero() ? backend.options_->timeout : timeout;
+    options.timeout = opts.timeout < Milliseconds::zero() ? backend.options_->timeout : opts.timeout;
     options.keep_alive = held;
     options.stream = current_stream(device);
     if (grouped) group_start();
@@ -182,18 +192,10 @@ struct C10dBackend::Launch {
     } catch (...) {  // the exception that ends this launch is the one to show
     }
   }
-  Communicator& core() { return communicator; }
-
-  // Reductions whose factor the device takes along; `in` holds the factor already when it does not.
-  WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                     std::optional<double> factor) {
-    if (!factor) return core().all_reduce(in, out, count, dtype, op, options);
-    return static_cast<DeviceCommunicator&>(core()).all_reduce_scaled(in, out, count, dtype, *factor, options);
-  }
-  WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                         std::optional<double> factor) {
-    if (!factor) return core().reduce_scatter(in, out, count, dtype, op, options);
-    return static_cast<DeviceCommunicator&>(core()).reduce_scatter_scaled(in, out, count, dtype, *factor, options);
+  // Calls a collective of the communicator, here the one of the tensors' device.
+  template <class C, class... Parameters, class... Arguments>
+  void issue(WorkPtr (C::*method)(Parameters...), Arguments... arguments) {
+    parts.push_back((static_cast<C&>(communicator).*method)(arguments..., options));
   }
 
   const void* in(const at::Tensor& t) {
@@ -206,7 +208,7 @@ struct C10dBackend::Launch {
     const at::Tensor& buffer = held->back();
     if (!buffer.is_same(t)) {
       if (filled) buffer.copy_(t);
-      copies.push_back({t, buffer});
+      copy(t, buffer);
     }
     return buffer;
   }
@@ -232,17 +234,20 @@ struct C10dBackend::Launch {
     const at::Tensor flat = held->back();
     int64_t start = 0;
     for (const at::Tensor& t : tensors) {
-      copies.push_back({t, flat.narrow(0, start, t.numel()).view(t.sizes())});
+      copy(t, flat.narrow(0, start, t.numel()).view(t.sizes()));
       start += t.numel();
     }
     return flat.data_ptr();
+  }
+  void copy(const at::Tensor& to, const at::Tensor& from) {
+    last_steps.push_back([to, from] { to.copy_(from); });
   }
   WorkHandle end(Tensors outputs) {
     if (grouped) {
       grouped = false;
       group_end();
     }
-    work->start(std::move(parts), std::move(outputs), std::move(copies), device);
+    work->start(std::move(parts), std::move(outputs), std::move(last_steps), device);
     if (wait_here) work->wait(::kNoTimeout);
     return work;
   }
@@ -262,7 +267,7 @@ struct C10dBackend::Launch {
   CallOptions options;
   std::shared_ptr<Tensors> held;
   std::vector<WorkPtr> parts;
-  std::vector<Copy> copies;
+  std::vector<Step> last_steps;
   c10::intrusive_ptr<C10dWork> work;
 };
 

@@ -1,60 +1,18 @@
 // C10dStore and C10dWork: see torch/c10d_backend.h.
-#include <pthread.h>
-
-#include <condition_variable>
-#include <deque>
+#include <algorithm>
+#include <chrono>
 #include <exception>
 #include <thread>
 
 #include "torch/c10d_launch.h"
+#include "torch/future_thread.h"
+#include "torch/released.h"
 
 namespace axo {
 
 namespace {
 
-// Completes futures, in order, on one thread that lives as long as the process. Started when the first is asked for.
-class FutureThread {
- public:
-  // Never destroyed: the thread may outlive static destruction. A forked child starts its own: it has inherited none.
-  static FutureThread& get() {
-    static const int registered = ::pthread_atfork(nullptr, nullptr, [] { current_.store(nullptr); });
-    (void)registered;
-    static std::mutex making;
-    std::lock_guard<std::mutex> lock(making);
-    if (current_.load() == nullptr) current_.store(new FutureThread);
-    return *current_.load();
-  }
-  // Whether the caller runs inside a future's callback.
-  static bool here() { return here_; }
-  void post(std::function<void()> job) {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      jobs_.push_back(std::move(job));
-    }
-    ready_.notify_one();
-  }
-
- private:
-  FutureThread() {
-    std::thread([this] { run(); }).detach();
-  }
-  void run() {
-    here_ = true;
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      ready_.wait(lock, [this] { return !jobs_.empty(); });
-      auto job = std::move(jobs_.front());
-      jobs_.pop_front();
-      lock.unlock();
-      job();
-    }
-  }
-  static inline std::atomic<FutureThread*> current_{nullptr};
-  static inline thread_local bool here_ = false;
-  std::mutex mutex_;
-  std::condition_variable ready_;
-  std::deque<std::function<void()>> jobs_;
-};
+constexpr std::chrono::microseconds kLongestPause{20000};
 
 // Runs `callback` once, when the last of `parts` is complete.
 void when_all_complete(const std::vector<WorkPtr>& parts, std::function<void()> callback) {
@@ -68,32 +26,7 @@ void when_all_complete(const std::vector<WorkPtr>& parts, std::function<void()> 
   }
 }
 
-class Released {
- public:
-  static void add(Tensors tensors) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    lists_.push_back(std::move(tensors));
-  }
-  static void drain() {
-    std::vector<Tensors> lists;  // dies after the lock is released
-    std::lock_guard<std::mutex> lock(mutex_);
-    lists.swap(lists_);
-  }
-
- private:
-  static inline std::mutex mutex_;
-  static inline std::vector<Tensors> lists_;
-};
-
 }  // namespace
-
-std::shared_ptr<Tensors> held_tensors() {
-  Released::drain();
-  return std::shared_ptr<Tensors>(new Tensors, [](Tensors* tensors) {
-    Released::add(std::move(*tensors));
-    delete tensors;
-  });
-}
 
 void C10dStore::set(const std::string& key, const std::string& value) {
   store_->set(key, std::vector<std::uint8_t>(value.begin(), value.end()));
@@ -107,14 +40,17 @@ bool C10dStore::has(const std::string& key) {
   }
 }
 
+// Looks now and then, since a store's own wait prints a warning for each time limit that passes, and each kind of store
+// throws another error then.
 std::string C10dStore::get(const std::string& key, Milliseconds timeout) {
-  try {
-    store_->wait({key}, timeout < Milliseconds::zero() ? store_->getTimeout() : timeout);
-  } catch (const c10::DistStoreError& e) {
-    throw Timeout("rendezvous: no rank has set key '" + key + "' within " + std::to_string(timeout.count()) +
-                  " ms; a rank died at start-up, or never came");
-  } catch (const c10::Error& e) {
-    throw Error("rendezvous: the store failed at key '" + key + "': " + e.what_without_backtrace());
+  const auto start = std::chrono::steady_clock::now();
+  const auto limit = timeout < Milliseconds::zero() ? store_->getTimeout() : timeout;
+  for (auto pause = std::chrono::microseconds(200); !has(key); pause = std::min(2 * pause, kLongestPause)) {
+    if (std::chrono::steady_clock::now() - start >= limit) {
+      throw Timeout("rendezvous: no rank has set key '" + key + "' within " + std::to_string(limit.count()) +
+                    " ms; a rank died at start-up, or never came");
+    }
+    std::this_thread::sleep_for(pause);
   }
   const std::vector<std::uint8_t> bytes = store_->get(key);
   return std::string(bytes.begin(), bytes.end());
@@ -131,11 +67,11 @@ void C10dStore::remove(const std::string& key) {
 C10dWork::C10dWork(int rank, c10d::OpType op, const char* title, const Tensors& inputs, std::uint64_t sequence)
     : c10d::Work(rank, op, title, inputs), sequence_(sequence) {}
 
-void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Copy> copies, at::Device device) {
+void C10dWork::start(std::vector<WorkPtr> parts, Tensors outputs, std::vector<Step> last_steps, at::Device device) {
   if (!device.is_cpu()) device_ = device;
   for (WorkPtr& part : parts) parts_.push_back(std::move(part));
   for (at::Tensor& output : outputs) outputs_.push_back(std::move(output));
-  for (Copy& copy : copies) copies_.push_back(std::move(copy));
+  for (Step& step : last_steps) last_steps_.push_back(std::move(step));
   if (recordFunctionEndCallback_) {  // the profiler is on
     when_all_complete(parts_, recordFunctionEndCallback_);
     recordFunctionEndCallback_ = nullptr;
@@ -151,7 +87,7 @@ bool C10dWork::parts_completed() const {
 
 bool C10dWork::isCompleted() {
   if (!parts_completed()) return false;
-  if (!exception()) finish_copies();
+  if (!exception()) finish();
   return true;
 }
 
@@ -181,7 +117,7 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
       part->wait_on(current_stream(device_));
     }
   }
-  finish_copies();
+  finish();
   if (future_ && !device_.is_cpu()) future_->wait();  // it made the copies, on a stream of its own
   Released::drain();
   return true;
@@ -194,11 +130,10 @@ int C10dWork::sourceRank() const {
   return c10d::Work::sourceRank();  // throws: not a recv, or not complete
 }
 
-void C10dWork::finish_copies() {
-  std::lock_guard<std::mutex> lock(copies_mutex_);
+void C10dWork::finish() {
+  std::lock_guard<std::mutex> lock(finish_mutex_);
   at::NoGradGuard no_grad;
-  for (const Copy& copy : copies_) copy.to.copy_(copy.from);
-  copies_.clear();
+  for (const Step& step : std::exchange(last_steps_, {})) step();
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
@@ -219,7 +154,7 @@ c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {
     complete_future();
   } else {
     auto self = c10::intrusive_ptr<C10dWork>::unsafe_reclaim_from_nonowning(this);
-    when_all_complete(parts_, [self] { FutureThread::get().post([self] { self->complete_future(); }); });
+    when_all_complete(parts_, [self] { FutureThread::post([self] { self->complete_future(); }); });
   }
   return future_;
 }
@@ -241,7 +176,7 @@ void C10dWork::complete_future_in_order() {
   const c10::Stream before = guard.exchangeStream(guard.getStreamFromGlobalPool(device_));
   try {
     for (const WorkPtr& part : parts_) part->wait_on(current_stream(device_));
-    finish_copies();
+    finish();
     future_->markCompleted(c10::IValue(outputs_));
   } catch (...) {
     future_->setErrorIfNeeded(std::current_exception());

@@ -63,12 +63,25 @@ class Rank:
 
     @classmethod
     def from_environment(cls) -> Rank | None:
-        """Read what torchrun sets; None outside of it."""
+        """Read what torchrun sets; None outside of it.
+
+        Raises:
+            ValueError: The variables are no ranks.
+        """
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        local = int(os.environ.get("LOCAL_RANK", rank))
-        return cls(rank, world, local, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
+        rank, world = _whole_number("RANK"), _whole_number("WORLD_SIZE")
+        if rank >= world:
+            raise ValueError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; use 0 to {world - 1}")
+        local = _whole_number("LOCAL_RANK", rank)
+        return cls(rank, world, local, _whole_number("LOCAL_WORLD_SIZE", world))
+
+
+def _whole_number(name: str, default: int = 0) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.strip().isdecimal():
+        raise ValueError(f"{name}={text!r} is not a whole number of at least 0; a launcher, such as torchrun, sets it")
+    return int(text)
 
 
 def set_threads(threads: int, local_ranks: int) -> None:

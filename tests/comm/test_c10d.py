@@ -134,6 +134,41 @@ def odd_dtypes_and_views():
         dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
 
 
+def sparse_sums():
+    """COO tensors: unequal numbers of elements, repeated ones, none at all, dense dims. Oracle: dense sums."""
+    rank, world = start()
+    dist.barrier()
+
+    def of_rank(r, dtype=torch.float32):
+        rows = torch.tensor([[0] * r + list(range(r)), list(range(r)) + [3] * r])  # rank 0 has none
+        return torch.sparse_coo_tensor(rows, torch.arange(2.0 * r).to(dtype) + r, (5, 4), dtype=dtype)
+
+    total = sum(of_rank(r).to_dense() for r in range(world))
+    for async_op in (False, True):
+        t = of_rank(rank)
+        work = dist.all_reduce(t, async_op=async_op)
+        if work is not None:
+            work.wait()
+        equal(t.to_dense(), total)
+        assert t.is_coalesced()
+    t = of_rank(rank, torch.float64)
+    equal(dist.all_reduce(t, async_op=True).get_future().wait()[0].to_dense(), total.double())
+    t = of_rank(rank)
+    dist.all_reduce(t, op=dist.ReduceOp.AVG)
+    equal(t.to_dense(), total / world)
+    hybrid = torch.sparse_coo_tensor(torch.tensor([[rank, 6]]), torch.ones(2, 3) + rank, (7, 3))
+    dist.all_reduce(hybrid)
+    dense = torch.zeros(7, 3)
+    for r in range(world):
+        dense[[r, 6]] += 1.0 + r
+    equal(hybrid.to_dense(), dense)
+    with pytest.raises(ValueError, match="max is not defined on sparse tensors"):
+        dist.all_reduce(t, op=dist.ReduceOp.MAX)
+    with pytest.raises(ValueError, match="have different shapes"):
+        dist.all_reduce(torch.zeros(5 + rank % 2, 4).to_sparse())
+    dist.barrier()
+
+
 def objects_and_groups():
     rank, world = start()
     objects = [None] * world
@@ -283,6 +318,23 @@ def ddp_equals_serial():
         torch.testing.assert_close(p.grad, expected, rtol=1e-5, atol=1e-6)
 
 
+def ddp_of_a_sparse_embedding_equals_serial():
+    rank, world = start()
+    words = torch.arange(6 * world).mul(7).remainder(11).view(world, 6)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Embedding(11, 4, sparse=True), nn.Linear(4, 2))
+    model = DistributedDataParallel(copy.deepcopy(serial))
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in (model, serial)]
+    for _ in range(2):
+        for module, batch, optimizer in ((model, words[rank], optimizers[0]), (serial, words, optimizers[1])):
+            optimizer.zero_grad()
+            module(batch).square().mean().backward()
+            optimizer.step()
+    assert model.module[0].weight.grad.is_sparse
+    for p, expected in zip(model.module.parameters(), serial.parameters(), strict=True):
+        torch.testing.assert_close(p, expected, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
 def fsdp2_equals_serial():
     from torch.distributed.fsdp import fully_shard
 
@@ -315,7 +367,14 @@ def zero_redundancy_and_join():
 
 
 CHECKS = [tensor_forms, list_forms, odd_dtypes_and_views, objects_and_groups, point_to_point, futures]
-CHECKS += [functional_collectives, ddp_equals_serial, fsdp2_equals_serial, zero_redundancy_and_join]
+CHECKS += [
+    sparse_sums,
+    ddp_of_a_sparse_embedding_equals_serial,
+    functional_collectives,
+    ddp_equals_serial,
+    fsdp2_equals_serial,
+    zero_redundancy_and_join,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

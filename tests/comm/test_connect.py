@@ -3,6 +3,7 @@
 What goes wrong must end on every rank with one clear error, soon, and leave nothing behind.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import axo
+from axo.comm import flight
 from tests.launcher import rank_outcomes, run_ranks
 
 # Far more than noticing a death takes (milliseconds), far less than any time limit of an operation: a busy machine
@@ -39,6 +41,23 @@ def two_grids_at_once():
     second.z.all_reduce(b)
     work.wait()
     return a.item(), b.item(), second.x.size
+
+
+def world_is_shared():
+    def communicators():
+        return sorted({(entry["communicator"], entry["id"]) for entry in map(json.loads, flight.lines())})
+
+    dist.init_process_group("axo")
+    before = communicators()
+    comms = axo.connect("2x1x1x1", timeout=7)
+    assert len(before) == 1 and len(communicators()) == 2, (before, communicators())  # the world's, and that of x
+    assert dist.get_world_size() == comms.world.all_reduce(torch.ones(1)).item() == comms.world.size
+    again = axo.connect("1x2x1x1", timeout=60)
+    assert len(communicators()) == 3
+    one = torch.ones(1)
+    comms.close()  # not the process group's, nor that of the other grid
+    dist.all_reduce(one)
+    assert again.world.all_reduce(one).item() == 4.0 and again.y.all_reduce(one).item() == 8.0
 
 
 def mesh_of_grid():
@@ -220,6 +239,10 @@ def test_axes_are_the_grids(grid):
 
 def test_two_grids_live_in_one_process():
     assert run_ranks(two_grids_at_once, 4) == [(4.0, 2.0, 2)] * 4
+
+
+def test_the_process_group_and_the_grid_share_the_world():
+    run_ranks(world_is_shared, 2)
 
 
 def test_device_mesh_agrees_with_the_coordinates():

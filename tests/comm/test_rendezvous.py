@@ -1,18 +1,24 @@
-"""A store that outlives its ranks, as torchrun's does: what one start leaves there, the next one does not read.
+"""How ranks meet: late, in vain, with a bad environment, and through a store that outlives them, as torchrun's does.
 
-Ranks are threads here; tests/integrations/litgpt/test_kills.py does it with torchrun.
+What one start leaves in a store, the next one does not read. Ranks are threads there;
+tests/integrations/litgpt/test_kills.py does it with torchrun.
 """
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import axo
 from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
+from tests.launcher import rank_outcomes, run_ranks
 
 RANKS = 4
 
@@ -76,6 +82,85 @@ def test_without_restarts_the_store_is_the_launchers(environment, monkeypatch):
     assert store_of_this_start(store, 1, 2, 0.1) is store
 
 
+def late_over_a_file(folder):
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("axo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    if rank == 1:
+        time.sleep(1.5)
+    with axo.connect("2x1x1x1") as comms:
+        return comms.x.all_reduce(torch.ones(1)).item()
+
+
+def test_a_late_rank_over_a_file_store(tmp_path):
+    assert run_ranks(late_over_a_file, 2, tmp_path) == [2.0, 2.0]
+
+
+def one_gives_up():
+    options = axo.DeviceOptions() if os.environ["RANK"] == "1" else None
+    axo.connect("3x1x1x1", device_options=options)
+
+
+def test_a_rank_that_gives_up_is_told_to_those_who_wait():
+    outcomes = rank_outcomes(one_gives_up, 3)
+    assert outcomes[1].error == "ValueError"
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error == "Aborted" and "rank 1 raised ValueError: connect: device_options" in outcome.message
+        assert outcome.seconds < 30  # not the 60 s of meeting_timeout
+
+
+def port_of_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize(
+    ("environment", "error", "message"),
+    [
+        ({"RANK": "abc"}, ValueError, r"RANK='abc' is not a whole number of at least 0"),
+        ({"RANK": "-1"}, ValueError, r"RANK='-1' is not a whole number of at least 0"),
+        ({"WORLD_SIZE": "0"}, ValueError, r"RANK=1 is not a rank of WORLD_SIZE=0"),
+        ({"RANK": "2"}, ValueError, r"RANK=2 is not a rank of WORLD_SIZE=2; use 0 to 1"),
+        ({"MASTER_PORT": "70000"}, ValueError, r"MASTER_PORT='70000' do not name a place to meet"),
+        ({"MASTER_ADDR": ""}, ValueError, r"MASTER_ADDR='' and MASTER_PORT='\d+' do not name a place to meet"),
+        ({}, Timeout, r"connect \(rank 1 of 2\): no store answers at 127.0.0.1:\d+ within 1 s \(.*refused"),
+        ({"MASTER_ADDR": "no-such-host.invalid"}, Timeout, r"no store answers at no-such-host.invalid:\d+ within 1 s"),
+        ({"MASTER_ADDR": "no-such-host.invalid", "RANK": "0"}, Timeout, r"rank 0 of 2\): no store answers at"),
+        ({"RANK": "0"}, Timeout, r"rank 0 of 2\): not all ranks reached the store at 127.0.0.1:\d+ within 1 s"),
+    ],
+)
+def test_a_bad_start_is_one_error_soon(environment, error, message, monkeypatch):
+    usual = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port_of_nobody()}
+    for name, value in (usual | environment).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    start = time.monotonic()
+    with pytest.raises(error, match=message) as caught:
+        axo.connect("2x1x1x1", meeting_timeout=1)
+    assert time.monotonic() - start < 15  # a busy machine; torch's own tries took a minute and more
+    assert "frame #" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+LATE = """
+import os, time
+import axo, torch
+if os.environ["RANK"] == "1":
+    time.sleep(1.5)
+with axo.connect("2x1x1x1") as comms:
+    comms.world.all_reduce(torch.ones(1))
+"""
+
+
+def test_waiting_for_a_late_rank_prints_nothing(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(LATE)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    done = subprocess.run(
+        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert not done.stderr.strip(), done.stderr
+
+
 PROGRAM = """
 import os, signal
 import axo
@@ -89,7 +174,7 @@ with axo.connect("1x1x1x2") as comms:
     total = comms.world.all_reduce(ones).item()
     with open(f"{os.environ['SEEN']}{comms.rank}", "w") as file:
         file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {total}")
-os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process (docs/notes/facts.md)
+os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process
 """
 
 

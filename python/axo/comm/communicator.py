@@ -47,7 +47,6 @@ from axo.errors import Error, Mismatch
 
 __all__ = ["Communicator", "group"]
 
-_DEFAULT_TIMEOUT = -1  # the communicator's own
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
 # The code of an operation, by a dtype's code and its name, where it is defined.
 _REDUCTIONS = {(DTYPES[dtype], op): OPS[op] for (dtype, op), defined in _REDUCES.items() if defined}
@@ -89,8 +88,20 @@ class Communicator:
         device: What it moves. transport: What moves it: ``"shared-memory"``, ``"nccl"``, ...; ``"none"`` for one rank.
     """
 
-    def __init__(self, core: Any, *, name: str, axis: str, device: torch.device | None = None) -> None:
-        self._core = core  # None: one rank
+    def __init__(
+        self,
+        core: _C.Communicator | None,
+        *,
+        name: str,
+        axis: str,
+        device: torch.device | None = None,
+        timeout: float | None = None,
+        borrowed: bool = False,
+    ) -> None:
+        self._core: Any = core  # None: one rank
+        self._timeout_ms = -1 if timeout is None else int(timeout * 1000)  # of each operation; -1: the core's own
+        self._timeout = timeout
+        self._borrowed = borrowed  # the core is a process group's, which closes it
         self.rank: int = core.rank if core is not None else 0
         self.size: int = core.size if core is not None else 1
         self.name = name
@@ -122,7 +133,7 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for this rank's pending operations, leave the peers, release memory. May be called again."""
-        if self._core is not None:
+        if self._core is not None and not self._borrowed:
             self._core.shutdown()
 
     def all_reduce(
@@ -338,7 +349,7 @@ class Communicator:
             return Work(self, None, None, ()) if async_op else None
         if counting.blocks:
             counting.record("barrier", self.axis, 0, 0)
-        return self._issue(self._barrier, (), None, (), None, None, async_op)
+        return self._issue(self._core.barrier, (), None, (), None, None, async_op)
 
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
         """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
@@ -355,10 +366,7 @@ class Communicator:
         if core is not None and core.size == 1:
             core.shutdown()
             core = None
-        return type(self)(core, name=name, axis=axis or self.axis, device=self.device)
-
-    def _barrier(self, blocking: bool, timeout_ms: int, _keep: Any) -> Any:
-        return self._core.barrier(blocking, timeout_ms)
+        return type(self)(core, name=name, axis=axis or self.axis, device=self.device, timeout=self._timeout)
 
     def _issue_scaled(
         self,
@@ -383,7 +391,7 @@ class Communicator:
         if not async_op and not open_group.depth:
             start = time.perf_counter()
             try:
-                call(*args, True, _DEFAULT_TIMEOUT, None)
+                call(*args, True, self._timeout_ms, None)
             except Mismatch as error:
                 self._spread(error)
                 raise
@@ -394,7 +402,7 @@ class Communicator:
                 with torch.no_grad():  # only where something is copied: it costs more than a small message
                     to.copy_(buffer)
             return result
-        return self._pending(Work(self, call(*args, False, _DEFAULT_TIMEOUT, keep), result, copies), result, async_op)
+        return self._pending(Work(self, call(*args, False, self._timeout_ms, keep), result, copies), result, async_op)
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
         watch.add(self.axis, time.perf_counter(), work)
@@ -495,7 +503,7 @@ def _close_all() -> None:
         return
     for communicator in list(_open):
         try:
-            communicator.close()
+            communicator._core.shutdown()
         except Error:
             pass  # a peer has gone already, and whoever waited for an operation has been told
     _C.leave_devices()  # groups of torch.distributed that nobody has destroyed

@@ -10,7 +10,6 @@ world; each axis with more than one rank is split from it. ``axo.comm.transports
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -22,14 +21,15 @@ from axo.comm.communicator import Communicator
 from axo.comm.device import DeviceOptions
 from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
-from axo.comm.rendezvous import gather, store_of_this_start
+from axo.comm.rendezvous import gather, give_up, launchers_store, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
-from axo.errors import Timeout
 from axo.grid import AXES, Coords, Grid
+from axo.launch import Rank
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
 _LONGEST_S = 1e9
+_MEETING = "axo/connect"  # where the ranks meet in the store
 
 
 class Attached(Protocol):
@@ -211,44 +211,89 @@ def connect(
         axo.Error: Another variable of the environment means nothing.
         axo.Timeout: A rank did not come; names it.
     """
-    grid = Grid.parse(grid) if isinstance(grid, str) else grid
-    place = resolve_device(device)
-    if device_options is not None and place.type == "cpu":
-        raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
     seconds = _in_seconds("timeout", timeout)
     meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
     owns_process_group = not dist.is_initialized()
-    if owns_process_group and ("RANK" not in os.environ or "WORLD_SIZE" not in os.environ):
-        return _connect_alone(grid, place)
-    check_settings()
-    if owns_process_group:
-        _init_process_group(seconds, meeting, place)
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if world_size > 1:
-        store = dist.distributed_c10d._get_default_store()
-        if not owns_process_group:
-            store = store_of_this_start(store, rank, world_size, meeting)
-            _gather_ranks(store, rank, world_size, meeting)
-        store = dist.PrefixStore("axo", store)
-        # How many times this rank has connected through this store: equal on all ranks, since connect is collective.
-        key = f"connect{store.add(f'connects/{rank}', 1)}"
-        world = meet(store, key, rank, world_size, place, seconds, device_options or DeviceOptions())
+    started = Rank.from_environment() if owns_process_group else None
+    if owns_process_group and started is None:
+        return _connect_alone(_grid(grid), _checked_device(device, device_options))
+    if started is not None:
+        rank, world_size = started.rank, started.world_size
+        store = launchers_store(rank, world_size, meeting)
     else:
-        world = alone("world", place)
-    # Every rank learns every rank's grid first, so that all of them raise the same error.
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        store = dist.distributed_c10d._get_default_store()
+    store = store_of_this_start(store, rank, world_size, meeting)
+    who = f"connect (rank {rank} of {world_size})"
     try:
-        _check_grids(grid, world, world_size)
-    except ValueError:
-        world.close()
-        if owns_process_group:
-            dist.destroy_process_group()
+        place = _checked_device(device, device_options)
+        check_settings()
+        mine = str(_grid(grid))
+    except Exception as error:
+        give_up(store, _MEETING, rank, f"rank {rank} raised {type(error).__name__}: {error}")
         raise
+    # Every rank learns every rank's grid first, so that all of them raise the same error.
+    hint = " (meeting_timeout=... waits longer)"
+    grid = _same_grid(gather(store, _MEETING, rank, world_size, meeting, who, mine, hint))
+    if started is not None:
+        dist.init_process_group(
+            _backends(place), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+        )
+    if world_size == 1:
+        world = alone("world", place)
+    else:
+        world = _world_of_process_group(place, seconds) or meet(
+            dist.PrefixStore(f"axo/world/{store.add(f'axo/worlds/{rank}', 1)}", store),
+            "connect",
+            rank,
+            world_size,
+            place,
+            seconds,
+            device_options or DeviceOptions(),
+        )
     return Communicators(grid, rank, world, owns_process_group, seconds)
+
+
+def _grid(grid: Grid | str) -> Grid:
+    return Grid.parse(grid) if isinstance(grid, str) else grid
+
+
+def _checked_device(device: str | torch.device, options: DeviceOptions | None) -> torch.device:
+    place = resolve_device(device)
+    if options is not None and place.type == "cpu":
+        raise ValueError("connect: device_options are for GPUs; leave them out with device='cpu'")
+    return place
+
+
+def _same_grid(grids: list[str]) -> Grid:
+    """The grid that all ranks ask for, checked against how many they are."""
+    for rank, other in enumerate(grids):
+        if other != grids[0]:
+            raise ValueError(f"connect: rank 0 asks for grid {grids[0]} and rank {rank} for {other}; pass one grid")
+    grid, world_size = Grid.parse(grids[0]), len(grids)
+    if grid.world_size != world_size:
+        fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
+        raise ValueError(
+            f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
+            f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
+        )
+    return grid
 
 
 def _backends(device: torch.device) -> str:
     """What init_process_group is told: object collectives travel as CPU tensors on any device."""
     return "axo" if device.type == "cpu" else f"cpu:axo,{device.type}:axo"
+
+
+def _world_of_process_group(device: torch.device, seconds: float) -> Communicator | None:
+    """The communicator of the default process group, where that is one of Axo's: it serves both."""
+    if device.type != "cpu":
+        return None
+    group = dist.distributed_c10d._get_default_group()
+    backend = group._get_backend(device) if device in group._device_types else None
+    if not isinstance(backend, _C.C10dBackend):
+        return None
+    return Communicator(backend.communicator, name="world", axis="world", timeout=seconds, borrowed=True)
 
 
 def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
@@ -267,49 +312,11 @@ def _in_seconds(name: str, time: float | timedelta) -> float:
     return seconds
 
 
-def _init_process_group(seconds: float, meeting: float, device: torch.device) -> None:
-    """``init_process_group`` with the launcher's variables; a rank that never comes is soon known by name."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=meeting))))
-    except dist.DistStoreError as error:
-        raise Timeout(
-            f"connect (rank {rank} of {world_size}): not all ranks reached the store at"
-            f" {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} within {meeting:g} s;"
-            f" a rank died at start-up, or never came ({error})"
-        ) from None
-    store = store_of_this_start(store, rank, world_size, meeting)
-    _gather_ranks(store, rank, world_size, meeting)
-    dist.init_process_group(
-        _backends(device), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
-    )
-
-
-def _gather_ranks(store: dist.Store, rank: int, world_size: int, meeting: float) -> None:
-    """Wait until every rank has come, before anything waits for longer."""
-    who, hint = f"connect (rank {rank} of {world_size})", " (meeting_timeout=... waits longer)"
-    gather(store, "axo/connect", rank, world_size, meeting, who, hint=hint)
-
-
-def _check_grids(grid: Grid, world: Communicator, world_size: int) -> None:
-    mine = torch.tensor([[grid.x, grid.y, grid.z, grid.data]], device=world.device)
-    grids = [Grid(*sizes) for sizes in world.all_gather(mine).tolist()]
-    for rank, other in enumerate(grids):
-        if other != grids[0]:
-            raise ValueError(f"connect: rank 0 asks for grid {grids[0]} and rank {rank} for {other}; pass one grid")
-    if grids[0].world_size != world_size:
-        fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
-        raise ValueError(
-            f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
-            f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
-        )
-
-
 def create_c10d_backend(options: Any) -> Any:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
     timeout_ms = int(options.timeout.total_seconds() * 1000)
-    name = str(options.group_id) or "default"
-    key = f"axo/{name}"
+    key = f"axo/{options.group_id or 'default'}"
+    name = str(options.group_id) if options.global_ranks_in_group else "world"  # the default group has no list
     rank, size = options.group_rank, options.group_size
     store = store_of_this_start(options.store, rank, size, options.timeout.total_seconds())
     core = create_core(store, key, rank, size, name, timeout_ms, options.global_ranks_in_group)

@@ -15,11 +15,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from axo.comm.communicator import _DEFAULT_TIMEOUT, Communicator
+from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
 from axo.comm.memory import DTYPES
 from axo.comm.work import Work, milliseconds, open_group
@@ -104,11 +105,12 @@ class DeviceCommunicator(Communicator):
 
     _plain = staticmethod(lambda array: None)  # no memory of the host is
 
-    def __init__(self, core: Any, *, name: str, axis: str, device: torch.device | None = None) -> None:
-        super().__init__(core, name=name, axis=axis, device=device)
+    _after_caller = True
+
+    @cached_property
+    def _place(self) -> tuple[int, int]:
         assert self.device.index is not None
-        self._place = (_C.device_type_code(self.device.type), self.device.index)
-        self._after_caller = True
+        return _C.device_type_code(self.device.type), self.device.index
 
     @property
     def current_stream(self) -> int:
@@ -191,12 +193,12 @@ class DeviceCommunicator(Communicator):
             if not async_op and not open_group.depth:
                 if not self._after_caller:
                     raise ValueError("signalled(): a blocking call follows the current stream; use async_op=True")
-                call(*args, True, _DEFAULT_TIMEOUT, None, stream, True)
+                call(*args, True, self._timeout_ms, None, stream, True)
                 with torch.no_grad():
                     for to, buffer in copies:
                         to.copy_(buffer)
                 return result
-            core = call(*args, False, _DEFAULT_TIMEOUT, keep, stream, self._after_caller)
+            core = call(*args, False, self._timeout_ms, keep, stream, self._after_caller)
         except Mismatch as error:
             self._spread(error)
             raise
@@ -205,9 +207,6 @@ class DeviceCommunicator(Communicator):
     def _alone(self, source: torch.Tensor, target: Any, result: Any, async_op: bool) -> Any:
         super()._alone(source, target, result, False)
         return DeviceWork(self, None, result, ()) if async_op else result
-
-    def _barrier(self, blocking: bool, timeout_ms: int, _keep: Any, stream: int = 0, after: bool = True) -> Any:
-        return self._core.barrier(blocking, timeout_ms, stream, after)
 
     def _issue_scaled(
         self,

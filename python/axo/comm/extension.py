@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+
 import torch
 
 try:
@@ -17,5 +19,8 @@ if _C.torch_version.split(".")[:2] != torch.__version__.split(".")[:2]:
         f"axo was built against torch {_C.torch_version} and runs with torch {torch.__version__}; "
         "rebuild with `pip install --no-build-isolation .`, in a checkout with `make build`"
     )
+
+# A thread that comes back from the core while the interpreter ends would take the process down.
+atexit.register(_C.stop_futures)
 
 __all__ = ["_C"]

@@ -20,32 +20,9 @@ if TYPE_CHECKING:
     from axo.comm.connect import Communicators
     from axo.comm.device import DeviceCommunicator
 
-# In the order of csrc/base/types.h.
-DTYPES = {
-    dtype: code
-    for code, dtype in enumerate(
-        (
-            torch.float64,
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-            torch.float8_e4m3fn,
-            torch.float8_e5m2,
-            torch.float8_e4m3fnuz,
-            torch.float8_e5m2fnuz,
-            torch.complex64,
-            torch.complex128,
-        )
-    )
-}
-OPS = {name: code for code, name in enumerate(("sum", "avg", "product", "min", "max", "band", "bor", "bxor"))}
-
+# The codes of the core, by torch's dtype and by the name of the operation (csrc/base/types.h).
+DTYPES: dict[torch.dtype, int] = {getattr(torch, name): code for code, name in enumerate(_C.DTYPES)}
+OPS: dict[str, int] = {name: code for code, name in enumerate(_C.OPS)}
 
 _CPU = torch.device("cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

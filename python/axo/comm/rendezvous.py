@@ -23,10 +23,12 @@ process-id namespace of Linux; a rank of another one, or of another host, can on
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -37,6 +39,58 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
 _EXITING = 4  # PF_EXITING in a thread's flags: set before the kernel frees the process's memory
 _NOT_COME = "they died at start-up, or call something else first"
+
+
+def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
+    """The store at MASTER_ADDR and MASTER_PORT. Opened here where this is rank 0 and no launcher has opened it.
+
+    Raises:
+        ValueError: The variables are missing, or no port. Timeout: Nobody answers there within ``seconds``, or not all
+            ranks have come.
+    """
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal() or int(port) >= 1 << 16:
+        raise ValueError(
+            f"connect: RANK and WORLD_SIZE are set, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} do not name a"
+            " place to meet; start the ranks with torchrun, or set all four"
+        )
+    who = f"connect (rank {rank} of {world_size})"
+    opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    start = time.monotonic()
+    problem = _wait_for_listener(address, int(port), opens, seconds)
+    if problem:
+        raise Timeout(
+            f"{who}: no store answers at {address}:{port} within {seconds:g} s ({problem}); MASTER_ADDR and MASTER_PORT"
+            " name the host of rank 0 and a port that is open there"
+        )
+    left = max(seconds - (time.monotonic() - start), 0.1)
+    try:
+        return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=left))))[0]
+    except RuntimeError as error:
+        raise Timeout(
+            f"{who}: not all ranks reached the store at {address}:{port} within {seconds:g} s; a rank died at start-up,"
+            f" or never came ({str(error).splitlines()[0]})"
+        ) from None
+
+
+def _wait_for_listener(address: str, port: int, opens: bool, seconds: float) -> str:
+    """Why nobody listens there after ``seconds``; "" when somebody does, or when this rank may open the port."""
+    problem = ["the name is being looked up"]
+
+    def look() -> None:
+        for waited in _looks():
+            try:
+                socket.create_connection((address, port), max(seconds - waited, 0.1)).close()
+                problem.clear()
+            except OSError as error:  # an unknown name, no way there, nobody
+                problem[:] = [] if opens and isinstance(error, ConnectionRefusedError) else [str(error)]
+            if not problem or waited >= seconds:
+                return
+
+    thread = threading.Thread(target=look, name="axo store", daemon=True)  # a look-up of a name has no time limit
+    thread.start()
+    thread.join(seconds + 1)
+    return "".join(problem)
 
 
 def gather(

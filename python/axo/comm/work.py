@@ -10,19 +10,14 @@ csrc/base/work.h.
 
 from __future__ import annotations
 
-import atexit
-import itertools
-import os
 import threading
 import time
-from collections.abc import Callable
 from numbers import Real
 from typing import Any, Protocol
 
 import torch
 
 from axo.comm.counting import watch
-from axo.comm.extension import _C
 from axo.errors import Error, Mismatch
 
 _LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
@@ -142,7 +137,7 @@ class Work:
         if self._core is None:
             future.set_result(self._result)
         else:
-            _completions.add(self._core, lambda: self._settle(future))
+            self._core.when_completed(lambda: self._settle(future))
         return future
 
     def _settle(self, future: torch.futures.Future) -> None:
@@ -179,46 +174,3 @@ class _OpenGroup(threading.local):
 
 
 open_group = _OpenGroup()
-
-
-_STOP = 0
-
-
-class _Completions:
-    def __init__(self) -> None:
-        self.reset()
-        os.register_at_fork(after_in_child=self.reset)  # the thread stays with the parent
-
-    def reset(self) -> None:
-        """Forget everything: nothing waits, no thread runs."""
-        self._lock = threading.Lock()
-        self._numbers = itertools.count(1)
-        self._waiting: dict[int, Callable[[], None]] = {}
-        self._thread: threading.Thread | None = None
-
-    def add(self, core: Any, callback: Callable[[], None]) -> None:
-        with self._lock:
-            number = next(self._numbers)
-            self._waiting[number] = callback
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="axo futures", daemon=True)
-                self._thread.start()
-                atexit.register(self._stop)
-        core.announce(number)
-
-    def _run(self) -> None:
-        while True:
-            for number in _C.take_completed():
-                if number == _STOP:
-                    return
-                self._waiting.pop(number)()
-
-    def _stop(self) -> None:
-        # A thread that comes back from the core while the interpreter ends would take the process down.
-        if self._thread is None:  # a forked child that used none
-            return
-        _C.add_completed(_STOP)
-        self._thread.join(timeout=5)
-
-
-_completions = _Completions()  # the core's list is one a process, and so is the thread that empties it
