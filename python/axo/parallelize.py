@@ -7,17 +7,16 @@ that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from axo.comm.agree import ranks_that_differ
+from axo.comm.connect import Communicators
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.overlap import Overlap, attach
-from axo.overlap.exchange import GRAD_REDUCE
 from axo.overlap.gradients import REDUCE_DTYPES
+from axo.overlap.route import GRAD_REDUCE
 from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
 
@@ -28,7 +27,7 @@ PLANS = ("litgpt", "auto")
 
 def parallelize(
     model: nn.Module,
-    comms: Any,
+    comms: Communicators,
     plan: str | dict[str, str] = "litgpt",
     *,
     grad_reduce: str = "mean",
@@ -101,7 +100,7 @@ def parallelize(
     return model
 
 
-def check_same_model(model: nn.Module, comms: Any) -> None:
+def check_same_model(model: nn.Module, comms: Communicators) -> None:
     """Compare names, shapes, dtypes and configuration of the model with the other ranks'.
 
     Raises:

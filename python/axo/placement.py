@@ -16,11 +16,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from axo.grid import AXES, Coords, Grid
+
+if TYPE_CHECKING:
+    from axo.comm.connect import Communicators
 
 Range = tuple[int, int]
 
@@ -95,10 +98,10 @@ class Placement:
     global_shape: tuple[int, ...]
     splits: tuple[tuple[str, ...], ...] = ()
     blocks: tuple[int, ...] | None = None
-    comms: Any = field(default=None, compare=False, repr=False)
+    comms: Communicators | None = field(default=None, compare=False, repr=False)
     copies: tuple[int, ...] | None = None
     block_dim: int = 0
-    zero: Any = field(default=None, compare=False, repr=False)
+    zero: object = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(int(size) for size in self.global_shape)
@@ -133,6 +136,17 @@ class Placement:
                 )
             if max(self.copies) == 1:
                 object.__setattr__(self, "copies", None)
+
+    @property
+    def communicators(self) -> Communicators:
+        """What the tensor's parts travel over.
+
+        Raises:
+            ValueError: The placement was made without ``comms``.
+        """
+        if self.comms is None:
+            raise ValueError(f"{self} knows no communicators; make it with comms=, or give grid and coordinates")
+        return self.comms
 
     @property
     def axes(self) -> frozenset[str]:
@@ -263,8 +277,6 @@ class Placement:
 
     def _where(self, grid: Grid | None, coords: Coords | None) -> tuple[Grid, Coords]:
         if grid is None or coords is None:
-            if self.comms is None and (grid is None or coords is None):
-                raise ValueError(f"{self} knows no communicators; give the grid and the coordinates")
-            grid = self.comms.grid if grid is None else grid
-            coords = self.comms.coords if coords is None else coords
+            grid = self.communicators.grid if grid is None else grid
+            coords = self.communicators.coords if coords is None else coords
         return grid, coords

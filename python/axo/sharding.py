@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from axo.comm.connect import Communicators
 from axo.grid import AXES, Coords
 from axo.placement import Placement, Range
 
@@ -50,7 +51,8 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, placement: Placement) -> torch.Tensor:
         ctx.placement = placement
-        comms, grid = placement.comms, placement.comms.grid
+        comms = placement.communicators
+        grid = comms.grid
         axes = [axis for axis in AXES if axis in placement.axes and grid.size(axis) > 1]
         if not axes:
             return local.clone()
@@ -104,7 +106,7 @@ def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 def gather_features(
     tensor: torch.Tensor,
-    comms: Any,
+    comms: Communicators,
     axis: str,
     features: int,
     blocks: tuple[int, ...] | None = None,
@@ -121,7 +123,9 @@ def gather_features(
     return _GatherFeatures.apply(tensor, comms, axis, where, dim)
 
 
-def cut_features(tensor: torch.Tensor, comms: Any, axis: str, features: int, *, dim: int = -1) -> torch.Tensor:
+def cut_features(
+    tensor: torch.Tensor, comms: Communicators, axis: str, features: int, *, dim: int = -1
+) -> torch.Tensor:
     """Take this rank's part of ``dim``: (..., features) -> (..., features/G); backward gathers over ``axis``.
 
     All ranks along the axis hold the same tensor, and get the same gradient.
@@ -138,7 +142,7 @@ def cut_features(tensor: torch.Tensor, comms: Any, axis: str, features: int, *, 
 
 class _CutFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, dim: int) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str, dim: int) -> torch.Tensor:
         ctx.comms, ctx.axis, ctx.features, ctx.dim = comms, axis, tensor.shape[dim], dim
         ((low, high),) = Placement((tensor.shape[dim],), ((axis,),), comms=comms).ranges(0)
         return tensor.narrow(dim, low, high - low).contiguous()
@@ -151,7 +155,9 @@ class _CutFeatures(torch.autograd.Function):
 
 class _GatherFeatures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str, features: Placement, dim: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str, features: Placement, dim: int
+    ) -> torch.Tensor:
         parts, longest = comms.grid.size(axis), features.max_local_shape()[0]
         shape = list(tensor.shape)
         moved = tensor.movedim(dim, -1)
@@ -182,7 +188,7 @@ class _GatherFeatures(torch.autograd.Function):
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
         grid, coords = comms.grid, comms.coords
         me, parts = coords.data * grid.z + coords.z, grid.z * grid.data
         ctx.rows = (0, tensor.shape[0])
@@ -258,6 +264,5 @@ def _placement(where: Any) -> Placement:
         placement = where.placements["weight"]
     else:
         raise ValueError(f"{type(where).__name__} is neither a placement nor a parallel layer")
-    if placement.comms is None:
-        raise ValueError(f"{placement} knows no communicators; make it with comms=")
+    _ = placement.communicators
     return placement

@@ -25,12 +25,13 @@ Not here: when the engine can hide a collective (``axo.overlap.exchange`` says).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
 from axo_kernels.comm.adapters import FusedCommunicator, adapt, gather_max
 from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import DTYPES, Product
@@ -72,7 +73,7 @@ class FusedProducts:
         calls: How many products ran fused.
     """
 
-    def __init__(self, comms: Any, tuner: Tuner | None, entries: dict[str, Any]) -> None:
+    def __init__(self, comms: Communicators, tuner: Tuner | None, entries: dict[str, Any]) -> None:
         self._comms = comms
         self._tuner = tuner
         self._entries = entries
@@ -103,7 +104,7 @@ class FusedProducts:
         for comm in self._adapted.values():
             comm.poll()
 
-    def choice(self, kind: str, site: Any, axis: str, product: Product, device: torch.device) -> Choice | None:
+    def choice(self, kind: str, site: Hashable, axis: str, product: Product, device: torch.device) -> Choice | None:
         """How to compute ``product`` with its collective over ``axis``; None: the layer's own way.
 
         ``kind`` is one of ``OPERATION``, ``site`` what all ranks call the place by; ``product`` has the largest share

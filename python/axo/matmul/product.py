@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
 from axo.matmul.products import LayerProducts, compute_dtype
 from axo.overlap import Overlap
 from axo.overlap.events import span
@@ -34,6 +35,7 @@ from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden
 from axo.placement import Placement
+from axo_kernels.tune.choice import Choice
 
 
 class DistributedMatmul:
@@ -53,7 +55,7 @@ class DistributedMatmul:
 
     def __init__(
         self,
-        comms: Any,
+        comms: Communicators,
         placement: Placement,
         *,
         in_axis: str | None,
@@ -142,7 +144,7 @@ class _Product(torch.autograd.Function):
                 room, shard = exchange.shard_room(how_weight, weight, rows.shape[1], grad)
                 with span(events, "compute", "dW", "", exchange.name):
                     products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
-                grad_weight = exchange.shard_gradient(how_weight, weight, room)
+                grad_weight = exchange.shard_gradient(weight, room)
             elif how_weight != SKIP:
                 room, grad_block = exchange.room(how_weight, weight, rows.shape[1], grad)
                 with span(events, "compute", "dW", "", exchange.name):
@@ -170,7 +172,12 @@ class _Gathering:
     """The forward product while its weight is gathered: called only if the engine has the block from nowhere else."""
 
     def __init__(
-        self, matmul: DistributedMatmul, choice: Any, rows: torch.Tensor, weight: torch.Tensor, bias: Any
+        self,
+        matmul: DistributedMatmul,
+        choice: Choice,
+        rows: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
     ) -> None:
         self.matmul, self.choice, self.rows, self.weight, self.bias = matmul, choice, rows, weight, bias
         self.output: torch.Tensor | None = None

@@ -28,7 +28,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from axo.comm.connect import Communicators
 from axo.matmul.fused import FusedProducts, Sum, published
 from axo.placement import Placement
 from axo.settings import default_of
@@ -65,7 +66,7 @@ class Products:
         fused: The products that run with their all-reduce.
     """
 
-    def __init__(self, comms: Any) -> None:
+    def __init__(self, comms: Communicators) -> None:
         self.mode, entries = _agreed(comms)
         self.calls: Counter[str] = Counter()
         self.tuner: Tuner | None = None
@@ -84,7 +85,7 @@ class Products:
     def __deepcopy__(self, memo: dict[int, Any]) -> Products:
         return self  # belongs to the communicators, as a copied layer does
 
-    def choice(self, site: Any, product: Product, device: torch.device) -> Choice:
+    def choice(self, site: Hashable, product: Product, device: torch.device) -> Choice:
         """How to compute ``product``; ``site`` is what all ranks call it by."""
         if self.tuner is None or product.dtype not in DTYPES or device.type not in ("cpu", "cuda"):
             return Choice("vendor", product.layout)
@@ -99,7 +100,7 @@ class Products:
         return found
 
 
-def products_of(comms: Any) -> Products:
+def products_of(comms: Communicators) -> Products:
     """The products of a grid, made once and kept with its communicators. Every rank must ask at some time."""
     found = comms.attached.get("products")
     if found is None:
@@ -119,7 +120,7 @@ class LayerProducts:
             products runs with a collective over z.
     """
 
-    def __init__(self, comms: Any, placement: Placement) -> None:
+    def __init__(self, comms: Communicators, placement: Placement) -> None:
         self.rows_agree = True
         self.products = products_of(comms)
         self._calls = self.products.calls
@@ -251,14 +252,14 @@ class LayerProducts:
         return run
 
 
-def _largest_share(comms: Any, placement: Placement) -> tuple[int, int]:
+def _largest_share(comms: Communicators, placement: Placement) -> tuple[int, int]:
     """The most rows and columns that a rank's block of the weight has: the same on all ranks."""
     whole, grid = placement.without("z"), comms.grid
     shapes = [whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)]
     return max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
 
 
-def _even_shares(comms: Any, placement: Placement) -> bool:
+def _even_shares(comms: Communicators, placement: Placement) -> bool:
     """Whether all blocks of the weight are of one size, and cut over z into equal shards. The same on all ranks."""
     whole, grid = placement.without("z"), comms.grid
     shapes = {whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)}
@@ -315,7 +316,7 @@ class _Alone(torch.autograd.Function):
 class _ModelRanks(FusedCommunicator):
     """The ranks of x, y and z that share one model, for decisions only: the axes one after the other."""
 
-    def __init__(self, comms: Any) -> None:
+    def __init__(self, comms: Communicators) -> None:
         grid, coords = comms.grid, comms.coords
         super().__init__(coords.x + grid.x * (coords.y + grid.y * coords.z), grid.x * grid.y * grid.z)
         self._lines = [comms.axis(axis) for axis in ("x", "y", "z") if grid.size(axis) > 1]
@@ -335,7 +336,7 @@ class _ModelRanks(FusedCommunicator):
         data.copy_(carried)
 
 
-def _agreed(comms: Any) -> tuple[str, dict[str, Any]]:
+def _agreed(comms: Communicators) -> tuple[str, dict[str, Any]]:
     """Rank 0's mode, and what it has on disk of fused products. The store alone is used: nobody has to come now."""
     mode = os.environ.get("AXO_TUNE") or default_of("AXO_TUNE")
     if mode != "off":

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
 from axo.grid import AXES
 
 
@@ -83,7 +84,7 @@ def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Any:
     return placement if own is None else own
 
 
-def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Any) -> list[torch.Tensor]:
+def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Communicators) -> list[torch.Tensor]:
     """What this rank counts of a gradient: nothing where it is not the first holder, less rows that others count."""
     placement = _placement(parameter, grad)
     split = frozenset() if placement is None else placement.axes
@@ -104,7 +105,7 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
     return norms.pow(norm_type).sum().reshape(1)
 
 
-def _max(total: torch.Tensor, comms: Any) -> torch.Tensor:
+def _max(total: torch.Tensor, comms: Communicators) -> torch.Tensor:
     """The largest over all ranks, nan above all: as bits, which order numbers >= 0 so; a max of floats may lose nan."""
     return comms.world.all_reduce(total.abs().view(torch.int64), "max").view(torch.float64)
 

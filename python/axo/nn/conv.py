@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
@@ -76,7 +77,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         transposed: bool = False,
         grad_reduce: str = "mean",
         gather_cache: str | int = "all",
@@ -111,6 +112,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         self.scatter_input, self.gather_output = scatter_input, gather_output
         overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
         self.exchange = Exchange(comms, placements["weight"], grad_reduce, overlap)
+        self.exchanges = (self.exchange,)
         if not bias:
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.grid import AXES
 
 _REMEMBERED = 1 << 14  # calls between a forward and its recomputation: micro-batches times uses of the layer
@@ -38,7 +39,12 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self, p: float = 0.5, inplace: bool = False, *, comms: Any, split: tuple[str, ...] = ("y", "z", "data")
+        self,
+        p: float = 0.5,
+        inplace: bool = False,
+        *,
+        comms: Communicators,
+        split: tuple[str, ...] = ("y", "z", "data"),
     ) -> None:
         super().__init__()
         if not 0.0 <= p <= 1.0:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
@@ -61,7 +62,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         grad_reduce: str = "mean",
         sequence_parallel: bool = False,
         gather_output: bool = False,
@@ -81,6 +82,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         self.max_norm, self.norm_type = None, norm_type
         self.scale_grad_by_freq = self.sparse = False
         self.exchange = Exchange(comms, placement, grad_reduce)
+        self.exchanges = (self.exchange,)
         self.gather_output = gather_output
         self.scatters_tokens = sequence_parallel and comms.grid.x > 1
         self.vocabulary = (placement.without("z").ranges(0) or [(num_embeddings, num_embeddings)])[0]

@@ -1,45 +1,19 @@
 """First values: equal to the serial layer's for the same seed, shard by shard, whatever the seeds of the other ranks.
 
-Rank 0 of the grid is the source. Its generator's state goes to all ranks; each builds one whole layer at a time under
-that state, keeps its shards and drops the rest. Afterwards rank 0's generator stands where the serial program's would,
-and the generators of the others are as before. So a rank never holds more than one whole layer.
+Rank 0 of the grid is the source. Its generator's state goes to all ranks (``axo.nn.generator``); each builds one whole
+layer at a time under that state, keeps its shards and drops the rest. So a rank never holds more than one whole layer.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from axo.comm.agree import check_same_layers
-
-
-@contextlib.contextmanager
-def source_generator(comms: Any, device: torch.device) -> Iterator[None]:
-    """Run the body under the state of rank 0's default generator for ``device``. Every rank must enter it."""
-    if comms.grid.world_size == 1:
-        yield
-        return
-    read, write = generator_access(device)
-    before = read()
-    state = before.to(comms.device, copy=True)
-    comms.world.broadcast(state, root=0)
-    write(state.cpu())
-    try:
-        yield
-    finally:
-        if comms.rank != 0:
-            write(before)
-
-
-def generator_access(device: torch.device) -> tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], None]]:
-    if device.type in ("cpu", "meta"):
-        return torch.get_rng_state, torch.set_rng_state
-    module = getattr(torch, device.type)
-    return lambda: module.get_rng_state(device), lambda state: module.set_rng_state(state, device)
+from axo.nn.generator import source_generator
+from axo.nn.layer import ParallelLayer, check_same_layers
 
 
 def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with_names: bool = False) -> nn.Module:
@@ -60,11 +34,11 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
     Raises:
         ValueError: The model holds no parallel layer, or the ranks' models differ.
     """
-    comms: Any = next((module.comms for module in model.modules() if hasattr(module, "load_serial")), None)
-    if comms is None:
+    parallel = [module for module in model.modules() if isinstance(module, ParallelLayer)]
+    if not parallel:
         raise ValueError(f"init_weights: {type(model).__name__} holds no parallel layer; call axo.parallelize first")
-    layers = [module for module in model.modules() if hasattr(module, "load_serial") and module.placements]
-    check_same_layers(layers, comms, "init_weights")
+    comms = parallel[0].comms
+    check_same_layers([layer for layer in parallel if layer.placements], comms, "init_weights")
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     with source_generator(comms, comms.device), torch.no_grad():
         _init_module(model, "", fill, comms.device, tied_parameters(model))
@@ -111,7 +85,7 @@ def _init_module(
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
         make_room(module, device, ties)
-    if hasattr(module, "load_serial"):
+    if isinstance(module, ParallelLayer):
         _init_layer(module, name, fill, was_meta)
         return
     fill(module, name)
@@ -119,7 +93,7 @@ def _init_module(
         _reset(module)
 
 
-def _init_layer(layer: Any, name: str, fill: Callable[[nn.Module, str], Any], was_meta: bool) -> None:
+def _init_layer(layer: ParallelLayer, name: str, fill: Callable[[nn.Module, str], Any], was_meta: bool) -> None:
     """Fill the serial layer that ``layer`` stands for and keep this rank's part of what was touched."""
     if not layer.placements:
         return

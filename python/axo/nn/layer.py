@@ -10,15 +10,17 @@ Not here: any arithmetic of a layer.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from axo.comm.agree import check_same_layers
+from axo.comm.agree import ranks_that_differ
+from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
-from axo.nn.init import source_generator
+from axo.nn.generator import source_generator
+from axo.overlap.exchange import Exchange
 from axo.placement import Placement
 from axo.sharding import unshard
 
@@ -29,6 +31,7 @@ class ParallelLayer(nn.Module):
     Attributes:
         comms: The communicators of the grid.
         placements: Parameter name -> :class:`axo.Placement`.
+        exchanges: What issues its collectives; the first is that of its weight.
         feature_dim: Which dim of activations holds the features: the last, or the channels of a convolution.
         in_axis, out_axis: The axes that split the features of input and output; None: not split.
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
@@ -36,6 +39,7 @@ class ParallelLayer(nn.Module):
         in_features_whole, out_features_whole: Features over all ranks; None where the input has none (token ids).
     """
 
+    exchanges: tuple[Exchange, ...] = ()
     feature_dim = -1
     in_axis: str | None = None
     out_axis: str | None = None
@@ -44,7 +48,7 @@ class ParallelLayer(nn.Module):
     in_features_whole: int | None = None
     out_features_whole: int | None = None
 
-    def _start(self, comms: Any, name: str | None, placements: dict[str, Placement]) -> None:
+    def _start(self, comms: Communicators, name: str | None, placements: dict[str, Placement]) -> None:
         """Take the place of ``nn.Module.__init__`` (the classes of torch.nn would allocate whole weights)."""
         nn.Module.__init__(self)
         self.comms = comms
@@ -86,18 +90,19 @@ class ParallelLayer(nn.Module):
             serial.reset_parameters()
             self.load_serial(serial)
 
+    def described(self) -> str:
+        """What ranks that build this layer together must have in common."""
+        dtypes = [getattr(self, name).dtype for name in self.placements]
+        options = [(exchange.op, exchange.overlap) for exchange in self.exchanges]
+        return f"{type(self).__name__} {self.placements} {dtypes} {options}"
+
     def _gathers(self, input_grad: bool) -> int:
         """How often the weight is gathered in a step."""
-        return 2 if input_grad and self._exchange().engine.overlap.gather_cache in ("none", 0) else 1
-
-    def _exchange(self) -> Any:
-        """What issues this layer's collectives."""
-        layer: Any = self
-        return layer.exchange if hasattr(layer, "exchange") else layer.matmul.exchange
+        return 2 if input_grad and self.exchanges[0].engine.overlap.gather_cache in ("none", 0) else 1
 
     def _reduced(self, calls: list[cost.Call]) -> list[cost.Call]:
         """The calls with gradients in the dtype that this layer's engine reduces them in."""
-        dtype = self._exchange().engine.reduce_dtype
+        dtype = self.exchanges[0].engine.reduce_dtype
         return calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
 
     def full_weight(self) -> torch.Tensor:
@@ -135,9 +140,26 @@ class ParallelLayer(nn.Module):
         self._tag()
 
 
-def default_device(device: torch.device | str | None, comms: Any) -> torch.device:
+def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:
     """``device`` if given, else torch's default device if one was set, else that of the communicators."""
     if device is not None:
         return torch.device(device)
     default = torch.get_default_device()
     return default if default.type != "cpu" else comms.device
+
+
+def check_same_layers(layers: Sequence[ParallelLayer], comms: Communicators, owner: str) -> None:
+    """Compare what the ranks have built: sizes, splits, dtypes and options of each parallel layer.
+
+    Two layers of different sizes can have shards of shapes that fit each other: they would run, and compute nonsense.
+
+    Raises:
+        ValueError: They differ; on every rank.
+    """
+    differ = ranks_that_differ(comms, "\n".join(layer.described() for layer in layers))
+    if differ:
+        shown = "; ".join(f"{layer}, {getattr(layer, next(iter(layer.placements))).dtype}" for layer in layers[:3])
+        raise ValueError(
+            f"{owner}: ranks {differ} have built something else than rank 0; give every rank the same sizes, dtypes and"
+            f" options (this rank: {shown})"
+        )

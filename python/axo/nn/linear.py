@@ -18,11 +18,11 @@ Not here: re-layout of activations; convolutions.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
@@ -72,7 +72,7 @@ class Linear(ParallelLayer, nn.Linear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         transposed: bool = False,
         grad_reduce: str = "mean",
         gather_cache: str | int = "all",
@@ -116,6 +116,7 @@ class Linear(ParallelLayer, nn.Linear):
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
+        self.exchanges = (self.matmul.exchange,)
         if not bias:
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.placement import chunk_bounds
@@ -41,7 +42,7 @@ class CrossEntropyLoss(nn.Module):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         *,
-        comms: Any,
+        comms: Communicators,
         vocab_size: int | None = None,
         columns: int | None = None,
         inplace_backward: bool = False,
@@ -80,7 +81,7 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     *,
-    comms: Any,
+    comms: Communicators,
     vocab_size: int | None = None,
     columns: int | None = None,
     inplace_backward: bool = False,
@@ -135,7 +136,7 @@ def _check(weight: Any, reduction: str, label_smoothing: float) -> None:
 
 class _Options:
     def __init__(
-        self, comms: Any, columns: int, classes: int, ignore_index: int, smoothing: float, inplace: bool
+        self, comms: Communicators, columns: int, classes: int, ignore_index: int, smoothing: float, inplace: bool
     ) -> None:
         self.comms, self.columns, self.classes = comms, columns, classes
         self.ignore_index, self.smoothing, self.inplace = ignore_index, smoothing, inplace

@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
@@ -43,7 +44,7 @@ class _Norm(ParallelLayer):
         parameters: tuple[str, ...],
         device: torch.device | str | None,
         dtype: torch.dtype | None,
-        comms: Any,
+        comms: Communicators,
         axis: str | None,
         sum_grad_over: tuple[str, ...],
         grad_reduce: str,
@@ -62,6 +63,7 @@ class _Norm(ParallelLayer):
         self.local_features = placement.local_shape()[0]
         self.sum_grad_over = sum_grad_over
         self.exchange = Exchange(comms, placement, grad_reduce)
+        self.exchanges = (self.exchange,)
         for absent in {"weight", "bias"} - set(parameters):
             self.register_parameter(absent, None)
         self._add_parameters(default_device(device, comms), dtype)
@@ -131,7 +133,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         axis: str | None = "y",
         sum_grad_over: tuple[str, ...] = (),
         grad_reduce: str = "mean",
@@ -180,7 +182,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         axis: str | None = "y",
         sum_grad_over: tuple[str, ...] = (),
         grad_reduce: str = "mean",

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
-from axo.nn.init import generator_access
+from axo.nn.generator import generator_access
 
 
 class SharedRandomness:
@@ -24,7 +25,7 @@ class SharedRandomness:
         split: The axes over which what the module computes is split.
     """
 
-    def __init__(self, comms: Any, split: tuple[str, ...]) -> None:
+    def __init__(self, comms: Communicators, split: tuple[str, ...]) -> None:
         self._stream = Dropout(0.5, comms=comms, split=split)
         self._device = comms.device
         self._states: list[torch.Tensor | None] = []

@@ -18,6 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement
@@ -26,7 +27,7 @@ from axo.placement import Placement
 class Replicated:
     """Mixed into the class of a module whose own parameters are whole on every rank."""
 
-    comms: Any
+    comms: Communicators
     exchange: Exchange
     placements: dict[str, Placement]
 
@@ -86,7 +87,7 @@ class _Reduce:
         return self
 
 
-def replicate(module: nn.Module, comms: Any, grad_reduce: str = "mean") -> nn.Module:
+def replicate(module: nn.Module, comms: Communicators, grad_reduce: str = "mean") -> nn.Module:
     """Keep a module as it is, its own parameters replicated on all ranks with rank 0's values. Every rank must call it.
 
     A parameter that another module has and that has a placement already (a tied one) is left alone.
@@ -108,12 +109,13 @@ def replicate(module: nn.Module, comms: Any, grad_reduce: str = "mean") -> nn.Mo
     kept: Any = module
     kept.comms, kept.placements = comms, placements
     kept.exchange = Exchange(comms, Placement((1,), comms=comms), grad_reduce)
+    kept.exchanges = (kept.exchange,)
     kept._attach()
     return module
 
 
 @torch.no_grad()
-def _from_rank_0(tensor: torch.Tensor, comms: Any) -> None:
+def _from_rank_0(tensor: torch.Tensor, comms: Communicators) -> None:
     value = tensor.detach().to(comms.device, copy=True).contiguous()
     if value.numel():
         tensor.copy_(comms.world.broadcast(value, root=0))

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
 from axo.matmul.product import refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.overlap.exchange import Exchange
@@ -27,14 +28,16 @@ from axo.overlap.gradients import SKIP
 from axo.placement import check_divides
 
 
-def gather_sequence(tensor: torch.Tensor, comms: Any, axis: str = "x") -> torch.Tensor:
+def gather_sequence(tensor: torch.Tensor, comms: Communicators, axis: str = "x") -> torch.Tensor:
     """Gather tokens over ``axis``, in the dtype of autocast: (..., s/G, h) -> (..., s, h); backward reduce-scatters."""
     if comms.grid.size(axis) == 1:
         return tensor
     return _Gather.apply(tensor.to(compute_dtype(tensor)), comms, axis)
 
 
-def scatter_sequence(tensor: torch.Tensor, comms: Any, axis: str = "x", *, owner: str = "Linear") -> torch.Tensor:
+def scatter_sequence(
+    tensor: torch.Tensor, comms: Communicators, axis: str = "x", *, owner: str = "Linear"
+) -> torch.Tensor:
     """Add up partial sums and keep this rank's tokens: (..., s, h) -> (..., s/G, h); backward all-gathers.
 
     Raises:
@@ -51,7 +54,7 @@ def scatter_sequence(tensor: torch.Tensor, comms: Any, axis: str = "x", *, owner
 class GatherTokens:
     """A forward hook, before a module or after it, that gathers the tokens of its first argument or of its output."""
 
-    def __init__(self, comms: Any) -> None:
+    def __init__(self, comms: Communicators) -> None:
         self.comms = comms
 
     def __call__(self, module: Any, args: tuple[Any, ...], *output: torch.Tensor) -> Any:
@@ -65,7 +68,7 @@ class GatherTokens:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
         ctx.comms, ctx.axis = comms, axis
         return _all_gather(tensor, comms, axis)
 
@@ -77,7 +80,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
         ctx.comms, ctx.axis = comms, axis
         return _reduce_scatter(tensor, comms, axis)
 
@@ -87,7 +90,7 @@ class _Scatter(torch.autograd.Function):
         return _all_gather(grad, ctx.comms, ctx.axis), None, None
 
 
-def _all_gather(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+def _all_gather(tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
     parts, tokens, features = comms.grid.size(axis), tensor.shape[-2], tensor.shape[-1]
     batch = tensor.shape[:-2].numel()
     gathered = comms.axis(axis).all_gather(tensor.reshape(batch, tokens, features).contiguous())
@@ -96,7 +99,7 @@ def _all_gather(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
     return torch.ops.aten._unsafe_view(whole, [*tensor.shape[:-2], parts * tokens, features])
 
 
-def _reduce_scatter(tensor: torch.Tensor, comms: Any, axis: str) -> torch.Tensor:
+def _reduce_scatter(tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
     parts, tokens, features = comms.grid.size(axis), tensor.shape[-2] // comms.grid.size(axis), tensor.shape[-1]
     batch = tensor.shape[:-2].numel()
     by_rank = tensor.reshape(batch, parts, tokens, features).transpose(0, 1).reshape(parts * batch, tokens, features)

@@ -6,89 +6,9 @@
 here is global. See ``options`` for what can be switched, ``engine`` for when things happen.
 """
 
-from __future__ import annotations
-
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
-
-from torch import nn
-
 from axo.overlap.engine import Engine
 from axo.overlap.events import Event, Events
-from axo.overlap.gradients import REDUCE_DTYPES
+from axo.overlap.model import attach, engines, exchanges, record
 from axo.overlap.options import Overlap, cache_limits
-from axo.overlap.step_check import watch
-from axo.overlap.zero import STAGES
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]
-
-
-def exchanges(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """(module name, Exchange) of each parallel layer in ``model``; a layer may have several."""
-    for name, module in model.named_modules():
-        own = getattr(module, "exchange", None) or getattr(getattr(module, "matmul", None), "exchange", None)
-        for found in (own, *getattr(module, "exchanges", ())):
-            if found is not None and hasattr(found, "engine"):
-                yield name, found
-
-
-def engines(model: nn.Module) -> list[Engine]:
-    """The engines of the layers in ``model``, each once."""
-    return list(dict.fromkeys(exchange.engine for _, exchange in exchanges(model)))
-
-
-def attach(
-    model: nn.Module, comms: Any, overlap: Overlap | None = None, *, zero: int = 0, reduce_dtype: Any = None
-) -> None:
-    """Give the parallel layers of ``model`` one engine, whose passes are the forward passes of ``model``.
-
-    Layers of one repeated block (an entry of an ``nn.ModuleList`` or ``nn.Sequential``) are gathered together.
-    ``zero`` and ``reduce_dtype`` are as for ``axo.parallelize``.
-
-    Raises:
-        ValueError: ``zero`` is not a stage, or ``reduce_dtype`` not a dtype for it.
-    """
-    if zero not in STAGES or isinstance(zero, bool):
-        raise ValueError(f"zero={zero!r} is not known; use 0, 1 or 2, and the axis z for what ZeRO-3 does")
-    if reduce_dtype not in REDUCE_DTYPES:
-        raise ValueError(f"reduce_dtype={reduce_dtype} is not supported; use one of {REDUCE_DTYPES}")
-    if comms.grid.world_size == 1:
-        return
-    engine = Engine(comms, overlap or Overlap(), zero, reduce_dtype)
-    for name, exchange in exchanges(model):
-        exchange.engine = engine
-        exchange.name = name
-        block = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
-        exchange.group = block[0] if block else name
-    if engine.zero is not None:
-        _cut_state(model, engine.zero)
-    engine.root_at(model)
-    watch(engine)
-
-
-def _cut_state(model: nn.Module, zero: Any) -> None:
-    """Let the placements of all parameters say what cuts their optimizer state."""
-    for module in model.modules():
-        placements: dict[str, Any] = getattr(module, "placements", {})
-        for name, placement in placements.items():
-            placements[name] = replace(placement, zero=zero)
-            parameter: Any = module._parameters.get(name)
-            if getattr(parameter, "placement", None) is placement:
-                parameter.placement = placements[name]
-
-
-@contextmanager
-def record(model: nn.Module) -> Iterator[Events]:
-    """Record what the engines of ``model`` issue, wait for and compute inside the block; see ``axo.overlap.events``."""
-    events: Events = []
-    found = engines(model)
-    for engine in found:
-        engine.events = events
-    try:
-        yield events
-    finally:
-        for engine in found:
-            engine.events = None

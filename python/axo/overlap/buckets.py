@@ -6,33 +6,29 @@ axis after the other. Where its parts are still on their way (reduce-scattered o
 until the next bucket of the kind closes, or for the end of backward: what is issued when depends on sizes and order
 alone, never on time.
 
-``DataAxis`` is what the engine wants of it, so that something else can take the shards reduced over z from here on
-(ZeRO-2, ``axo.overlap.scatter``: a reduce-scatter over data, and a gradient for this rank's rows only).
+With ZeRO-2 the last stage is a reduce-scatter, so that each rank gets its rows of each gradient: a closed bucket of
+gradients ``[r_i, c_i]`` is packed as ``[Gdata, sum of ceil(r_i / Gdata) c_i]``, for each rank its rows of every
+gradient, the shorter padded with zeros.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
+from axo.comm.work import Work
 from axo.overlap.events import Pending
+from axo.overlap.pool import Pool
+from axo.overlap.route import Copies, Stage
+from axo.placement import chunk_bounds, chunk_size
 
-Stage = tuple[str, str]  # axis, op
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
-
-class Copies(NamedTuple):
-    """Rows that ``holders`` hold too, each of which has its own part of their gradient."""
-
-    rows: list[tuple[int, int]]
-    holders: Any
-
-    def start(self, tensor: torch.Tensor, first: int, rows: int) -> list[Any]:
-        """Begin to add the parts up, in place; ``tensor`` holds ``rows`` rows from row ``first`` on."""
-        spans = [(max(a, first) - first, min(b, first + rows) - first) for a, b in self.rows]
-        return [self.holders.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in spans if a < b]
+Kind = tuple[torch.dtype, torch.device, tuple[Stage, ...]]
 
 
 class Slot:
@@ -43,7 +39,7 @@ class Slot:
 
     __slots__ = ("arriving", "bucket", "copies", "first", "parameter", "rows", "tensor")
 
-    def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, bucket: Any) -> None:
+    def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, bucket: Bucket) -> None:
         self.parameter, self.tensor, self.rows, self.bucket = parameter, tensor, rows, bucket
         self.first = 0
         self.arriving: Pending | None = None
@@ -55,31 +51,13 @@ class Slot:
         return found if self.bucket.exact else found.clone()
 
 
-class DataAxis(Protocol):
-    """What takes gradients from where they are complete over z (or local, for what z replicates)."""
-
-    def slot(self, parameter: torch.Tensor, shape: tuple[int, ...], rows: int, like: torch.Tensor, stages: Any) -> Slot:
-        """Room for a gradient that is then reduced over ``stages``."""
-
-    def ready(self, slot: Slot, arriving: Pending | None = None) -> None:
-        """The slot is filled, or will be when ``arriving`` is complete."""
-
-    def drain(self) -> None:
-        """Issue what is closed: whoever calls is about to use the same communicators."""
-
-    def finish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Complete everything; (parameter, gradient) in the order of the slots."""
-
-    def drop(self) -> None:
-        """Forget everything (an exception in backward)."""
-
-
 class Bucket:
     """Gradients of one kind in one buffer."""
 
-    def __init__(self, kind: Any, stages: tuple[Stage, ...], capacity: int, like: torch.Tensor, pool: Any) -> None:
+    def __init__(self, kind: Kind, capacity: int, pool: Pool) -> None:
+        dtype, device, stages = kind
         self.kind, self.stages, self.capacity = kind, list(stages), capacity
-        self.buffer = pool.take((capacity,), like.dtype, like.device)
+        self.buffer = pool.take((capacity,), dtype, device)
         self.used = 0
         self.slots: list[Slot] = []
         self.under_way: Pending | None = None
@@ -98,7 +76,7 @@ class Bucket:
                 slot.arriving.wait()
                 slot.arriving = None
 
-    def advance(self, engine: Any) -> bool:
+    def advance(self, engine: Engine) -> bool:
         """Wait for the reduction under way and issue the next; False when none is left."""
         if self.under_way is not None:
             self.under_way.wait()
@@ -110,30 +88,78 @@ class Bucket:
         self.under_way = Pending(engine, work, part, name, axis, f"{len(self.slots)} gradients")
         return True
 
-    def start(self, engine: Any, axis: str, op: str) -> tuple[Any, torch.Tensor, str]:
+    def start(self, engine: Engine, axis: str, op: str) -> tuple[Work, torch.Tensor, str]:
         """Issue one reduction: its work, what it completes, and its name."""
         part = self.buffer[: self.used]
         return engine.comms.axis(axis).all_reduce(part, op, async_op=True), part, "all_reduce"
 
 
-class AllReduceBuckets:
-    """The plain data axis: every rank gets the whole gradient of its shard.
+class ScatteredBucket(Bucket):
+    """A bucket whose reduction over data is a reduce-scatter."""
+
+    _scattered = False
+
+    @property
+    def exact(self) -> bool:
+        return self._scattered or super().exact
+
+    def start(self, engine: Engine, axis: str, op: str) -> tuple[Work, torch.Tensor, str]:
+        if axis != "data":
+            return super().start(engine, axis, op)
+        ranks, mine = engine.comms.grid.data, engine.comms.coords.data
+        sizes = [chunk_size(slot.rows, ranks) * _row(slot) for slot in self.slots]
+        like, total = self.buffer, sum(sizes)
+        parts = engine.pool.take((ranks, total), like.dtype, like.device)
+        result = engine.pool.take((total,), like.dtype, like.device)
+        for slot, part, piece in zip(self.slots, parts.split(sizes, 1), result.split(sizes), strict=True):
+            _pack(slot.tensor[: slot.rows], part)
+            low, high = chunk_bounds(slot.rows, ranks, mine)
+            shape = (chunk_size(slot.rows, ranks), *slot.tensor.shape[1:])
+            slot.tensor, slot.first, slot.rows = piece.view(shape), low, high - low
+        self.buffer = result  # lets go of the whole gradients
+        self._scattered = True
+        work = engine.comms.data.reduce_scatter(parts.view(-1), result, op=op, async_op=True)
+        return work, result, "reduce_scatter"
+
+
+def _row(slot: Slot) -> int:
+    return math.prod(slot.tensor.shape[1:])
+
+
+def _pack(gradient: torch.Tensor, part: torch.Tensor) -> None:
+    """(r, ...) -> (ranks, ceil(r / ranks) * row), each line one rank's rows."""
+    ranks, rows = part.shape[0], gradient.shape[0]
+    if rows % ranks == 0:
+        part.copy_(gradient.reshape(ranks, -1))
+        return
+    for index in range(ranks):
+        low, high = chunk_bounds(rows, ranks, index)
+        flat = gradient[low:high].reshape(-1)
+        part[index, : flat.numel()].copy_(flat)
+        part[index, flat.numel() :].zero_()
+
+
+class Buckets:
+    """The gradients of one backward pass, once they are complete over z (or as they come, where z replicates).
 
     Args:
         engine: Communicators, pool and record.
         bucket_bytes: Size at which a bucket closes; 0: each gradient by itself.
+        scatter: Every rank gets its rows of each gradient (ZeRO-2); else all of them.
     """
 
-    def __init__(self, engine: Any, bucket_bytes: int) -> None:
+    def __init__(self, engine: Engine, bucket_bytes: int, *, scatter: bool = False) -> None:
         self._engine, self._bytes = engine, bucket_bytes
-        self._open: dict[Any, Bucket] = {}
+        self._bucket = ScatteredBucket if scatter else Bucket
+        self._open: dict[Kind, Bucket] = {}
         self._closed: list[Bucket] = []
         self._slots: list[Slot] = []
-        self._sizes: dict[Any, list[int]] = {}  # of each kind: elements of its buckets in the last backward
+        self._sizes: dict[Kind, list[int]] = {}  # of each kind: elements of its buckets in the last backward
 
     def slot(
         self, parameter: torch.Tensor, shape: tuple[int, ...], rows: int, like: torch.Tensor, stages: tuple[Stage, ...]
     ) -> Slot:
+        """Room for a gradient that is then reduced over ``stages``."""
         kind = (like.dtype, like.device, stages)
         size = math.prod(shape)
         bucket = self._open.get(kind)
@@ -141,7 +167,7 @@ class AllReduceBuckets:
             self._close(kind)
             bucket = None
         if bucket is None:
-            bucket = self._open[kind] = self.bucket(kind, stages, self._capacity(kind, size), like)
+            bucket = self._open[kind] = self._bucket(kind, self._capacity(kind, size), self._engine.pool)
         tensor = bucket.buffer[bucket.used : bucket.used + size].view(shape)
         slot = Slot(parameter, tensor, rows, bucket)
         bucket.used += size
@@ -149,16 +175,13 @@ class AllReduceBuckets:
         self._slots.append(slot)
         return slot
 
-    def bucket(self, kind: Any, stages: tuple[Stage, ...], capacity: int, like: torch.Tensor) -> Bucket:
-        """An empty bucket."""
-        return Bucket(kind, stages, capacity, like, self._engine.pool)
-
     def ready(self, slot: Slot, arriving: Pending | None = None) -> None:
+        """The slot is filled, or will be when ``arriving`` is complete."""
         slot.arriving = arriving
         if slot.bucket.used == slot.bucket.capacity:
             self._close(slot.bucket.kind)
 
-    def _capacity(self, kind: Any, size: int) -> int:
+    def _capacity(self, kind: Kind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, stages = kind
         if not any(axis == "data" for axis, _ in stages):
@@ -167,7 +190,7 @@ class AllReduceBuckets:
         number = sum(bucket.kind == kind for bucket in self._closed)
         return max(size, sizes[number] if number < len(sizes) else self._bytes // dtype.itemsize)
 
-    def _close(self, kind: Any) -> None:
+    def _close(self, kind: Kind) -> None:
         bucket = self._open.pop(kind)
         if not bucket.stages:
             return
@@ -180,12 +203,14 @@ class AllReduceBuckets:
             bucket.advance(self._engine)
 
     def drain(self) -> None:
+        """Issue what is closed: whoever calls is about to use the same communicators."""
         for bucket in self._closed:
             if bucket.under_way is None and bucket.stages:
                 bucket.wait_for_parts()
                 bucket.advance(self._engine)
 
     def finish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Complete everything; (parameter, gradient) in the order of the slots."""
         for kind in list(self._open):
             self._close(kind)
         running = list(self._closed)
@@ -215,4 +240,5 @@ class AllReduceBuckets:
             yield slot.parameter, slot.gradient()
 
     def drop(self) -> None:
+        """Forget everything (an exception in backward)."""
         self._open, self._closed, self._slots = {}, [], []

@@ -8,29 +8,30 @@ clipping do neither). During a backward pass the zeros are away.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from axo.overlap.gathers import version_of
+from axo.overlap.route import Route, Stage
 
 _HALF = (torch.bfloat16, torch.float16)
 
 
-class Local:
+class Deferred:
     """A gradient of micro-batches that were not synchronised: unreduced, and how to reduce it.
 
     Args:
-        exchange: Whose gradient it is.
+        route: Of the layer whose gradient it is.
         parameter: What it is the gradient of, or of whose block.
         grad: That of the first micro-batch; halves are added up in fp32.
         stages: What it is reduced over, for what z replicates; None: the gradient of a block.
     """
 
-    __slots__ = ("_mark", "_seen", "_was_zero", "exchange", "parameter", "stages", "tensor", "version")
+    __slots__ = ("_mark", "_seen", "_was_zero", "parameter", "route", "stages", "tensor", "version")
 
-    def __init__(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: Any) -> None:
-        self.exchange, self.parameter, self.stages = exchange, parameter, stages
+    def __init__(
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...] | None
+    ) -> None:
+        self.route, self.parameter, self.stages = route, parameter, stages
         self.tensor = grad.float() if grad.dtype in _HALF else grad
         self.version = version_of(parameter)
         self._mark: torch.Tensor | None = None
@@ -45,7 +46,7 @@ class Local:
         """
         if self.version != version_of(self.parameter):
             raise RuntimeError(
-                f"no_sync: {self.exchange.name or 'a parameter'} has changed while gradients of earlier micro-batches"
+                f"no_sync: {self.route.name or 'a parameter'} has changed while gradients of earlier micro-batches"
                 " wait to be reduced; run the last backward of a step outside of axo.no_sync, before optimizer.step()"
             )
 

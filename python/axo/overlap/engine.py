@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from axo.overlap.buckets import AllReduceBuckets
+from axo.comm.connect import Communicators
+from axo.overlap.buckets import Buckets
 from axo.overlap.events import Events
 from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits
 from axo.overlap.pool import Pool
-from axo.overlap.scatter import ScatterBuckets
 from axo.overlap.zero import Zero
 
 _in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -50,7 +50,7 @@ class _End:
 
 
 class Engine:
-    """Runs the overlap of one model; layers made by hand have one each.
+    """Runs the overlap of one model; a layer that is in no attached model has one of its own.
 
     Attributes:
         overlap: The options.
@@ -63,13 +63,15 @@ class Engine:
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
-    def __init__(self, comms: Any, overlap: Overlap, zero: int = 0, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, comms: Communicators, overlap: Overlap, zero: int = 0, reduce_dtype: torch.dtype | None = None
+    ) -> None:
         self.comms, self.overlap, self.reduce_dtype = comms, overlap, reduce_dtype
         self.zero = Zero(self, zero) if zero and comms.grid.data > 1 else None
         self.pool = Pool()
         self.gathers = Gathers(self, *cache_limits(overlap.gather_cache))
-        buckets = ScatterBuckets if self.zero is not None and zero == 2 else AllReduceBuckets
-        self.gradients = Gradients(self, buckets(self, overlap.bucket_bytes))
+        scatter = self.zero is not None and zero == 2
+        self.gradients = Gradients(self, Buckets(self, overlap.bucket_bytes, scatter=scatter))
         self.events: Events | None = None
         self.synchronizing = True
         self.awaits_backward = False

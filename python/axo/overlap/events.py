@@ -12,7 +12,14 @@ Waits that find their collective complete are not recorded.
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from axo.comm.work import Work
+
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
 
 class Event(NamedTuple):
@@ -58,8 +65,9 @@ class Pending:
 
     __slots__ = ("_engine", "_names", "_work", "tensor")
 
-    def __init__(self, engine: Any, work: Any, tensor: Any, op: str, axis: str, layer: str) -> None:
-        self._engine, self._work, self.tensor, self._names = engine, work, tensor, (op, axis, layer)
+    def __init__(self, engine: Engine, work: Work, tensor: torch.Tensor, op: str, axis: str, layer: str) -> None:
+        self._engine, self.tensor, self._names = engine, tensor, (op, axis, layer)
+        self._work: Work | None = work
         add(engine.events, "issue", op, axis, layer)
 
     def done(self) -> bool:
@@ -71,7 +79,7 @@ class Pending:
             self._work = None
         return True
 
-    def wait(self) -> Any:
+    def wait(self) -> torch.Tensor:
         """Block until it has completed; its tensor."""
         if self._work is not None:
             events = self._engine.events

@@ -1,10 +1,11 @@
 """Gathered weights: when they are gathered (OAG), and how long they are kept (the gather cache).
 
 A pass is one forward of the model, in training or not, or one backward with its recomputations. The order in which
-layers ask for weights that are not kept is recorded in each pass and foretold in the next one of its kind: when a layer
-asks, the rest of its block and the whole next block are issued, a block's gathers as one group. A layer that comes out
-of turn gathers for itself; what was foretold and not used is dropped at the end of the pass, and the record is always
-that of the last pass. Ranks along z run the same program, so they foretell the same.
+layers ask for weights that are not kept is recorded in each pass; the next pass of its kind is expected to ask in the
+same order. So when a layer asks, the gathers of the rest of its model block and of the whole next block are issued, a
+block's as one group. A layer that comes out of turn gathers for itself; what was gathered ahead and not used is dropped
+at the end of the pass, and the record is always that of the last pass. Ranks along z run the same program, so they
+expect the same order.
 
 A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
 run of a reentrantly checkpointed block, and a recomputation. A weight that has changed since it was gathered (its
@@ -15,12 +16,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from axo.comm.communicator import group
-from axo.overlap.events import Pending
+from axo.overlap.events import Pending, span
+from axo.overlap.modes import hidden
+from axo.overlap.route import Route
+
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
 TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"
 _in_backward: Any = torch._C._current_graph_task_id
@@ -77,18 +83,20 @@ class Gathers:
         engine: Its overlap options and record.
     """
 
-    def __init__(self, engine: Any, layers: float, size: float) -> None:
+    def __init__(self, engine: Engine, layers: float, size: float) -> None:
         self._engine = engine
         self._layers, self._bytes = layers, size
-        self._admitted: dict[Any, int] = {}  # exchange -> bytes: what the cache has room for
-        self._held: dict[Any, _Held] = {}
-        self._between: dict[Any, Gathered] = {}  # kept by a no_sync backward for the next micro-batch
+        self._admitted: dict[Route, int] = {}  # bytes: what the cache has room for
+        self._held: dict[Route, _Held] = {}
+        self._between: dict[Route, Gathered] = {}  # kept by a no_sync backward for the next micro-batch
         self._pass: str | None = None
-        self._asked: list[Any] = []  # exchanges of this pass, in order
-        self._orders: dict[str, list[Any]] = {}
+        self._asked: list[Route] = []  # of this pass, in order
+        self._orders: dict[str, list[Route]] = {}
         self._position = 0
-        self._ahead: dict[Any, Gathered] = {}
+        self._ahead: dict[Route, Gathered] = {}
         self._steps = 0
+        self._last: dict[Route, weakref.ref[Gathered]] = {}  # the weight gathered last, if somebody keeps it
+        self._asked_for: dict[Route, tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}  # by its last gather
 
     def outdate(self) -> None:
         """An optimizer has stepped: what is gathered is no longer what the weights are."""
@@ -105,7 +113,7 @@ class Gathers:
         self._ahead.clear()
 
     def end(self) -> None:
-        """The pass is over: its order is what the next one of its kind foretells."""
+        """The pass is over: its order is what the next one of its kind expects."""
         if self._pass is not None:
             self._orders[self._pass] = self._asked
         self._pass, self._asked = None, []
@@ -123,7 +131,7 @@ class Gathers:
 
     def forward(
         self,
-        exchange: Any,
+        route: Route,
         weight: torch.Tensor,
         dtype: torch.dtype,
         *,
@@ -138,63 +146,64 @@ class Gathers:
             wanted: Backward will want the block.
             gather: Gives the block where it would be gathered now and waited for.
         """
-        found = self._kept(exchange, weight, dtype)
+        found = self._kept(route, weight, dtype)
         if found is None:
-            found = self._ask(exchange, weight, dtype, gather)
+            found = self._ask(route, weight, dtype, gather)
         block = found.wait()
         if _in_backward() != -1:
             if recording and wanted:
-                self._hold(exchange, found, first_run=False)
+                self._hold(route, found, first_run=False)
                 self._engine.arm()
         elif recording:
-            if wanted and self._admit(exchange, block):
+            if wanted and self._admit(route, block):
                 return block, found
-        elif self._pass == TRAINING and self._admit(exchange, block):
-            self._hold(exchange, found, first_run=True)
+        elif self._pass == TRAINING and self._admit(route, block):
+            self._hold(route, found, first_run=True)
         return block, None
 
     def backward(
-        self, exchange: Any, node_holds: Gathered | None, weight: torch.Tensor, dtype: torch.dtype
+        self, route: Route, node_holds: Gathered | None, weight: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """The block for a product of backward."""
         found = node_holds
         if found is None or not found.matches(weight, dtype):
-            found = self._kept(exchange, weight, dtype) or self._ask(exchange, weight, dtype)
-        if not self._engine.synchronizing and exchange in self._admitted:
-            self._between[exchange] = found
+            found = self._kept(route, weight, dtype) or self._ask(route, weight, dtype)
+        if not self._engine.synchronizing and route in self._admitted:
+            self._between[route] = found
         return found.wait()
 
-    def release(self, exchange: Any) -> None:
+    def release(self, route: Route) -> None:
         """One use in backward is over."""
-        held = self._held.get(exchange)
+        held = self._held.get(route)
         if held is not None:
             held.uses -= 1
             if held.uses <= 0:
-                del self._held[exchange]
+                del self._held[route]
 
     # --- how ------------------------------------------------------------------------------------------------------
 
-    def _kept(self, exchange: Any, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
-        found = exchange.gathered() if exchange.gathered is not None else None
+    def _kept(self, route: Route, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
+        last = self._last.get(route)
+        found = None if last is None else last()
         if found is None or found.steps != self._steps or not found.matches(weight, dtype):
             return None
         return found
 
-    def _hold(self, exchange: Any, found: Gathered, *, first_run: bool) -> None:
-        held = self._held.get(exchange)
+    def _hold(self, route: Route, found: Gathered, *, first_run: bool) -> None:
+        held = self._held.get(route)
         if held is None or held.gathered is not found:
-            held = self._held[exchange] = _Held(found)
+            held = self._held[route] = _Held(found)
         if first_run or not held.first_run:  # a recomputation is the use that its first run has counted
             held.uses += 1
         held.first_run |= first_run
 
-    def _admit(self, exchange: Any, block: torch.Tensor) -> bool:
-        if exchange not in self._admitted:
+    def _admit(self, route: Route, block: torch.Tensor) -> bool:
+        if route not in self._admitted:
             if len(self._admitted) >= self._layers:
                 return False
             if sum(self._admitted.values()) + block.nbytes > self._bytes:
                 return False
-            self._admitted[exchange] = block.nbytes
+            self._admitted[route] = block.nbytes
         return True
 
     @property
@@ -204,61 +213,81 @@ class Gathers:
 
     def _ask(
         self,
-        exchange: Any,
+        route: Route,
         weight: torch.Tensor,
         dtype: torch.dtype,
         gather: Callable[[], torch.Tensor] | None = None,
     ) -> Gathered:
-        found = self._ahead.pop(exchange, None)
+        found = self._ahead.pop(route, None)
         if found is not None and not found.matches(weight, dtype):
             found = None
         looks_ahead = self.looks_ahead
         if found is None and gather is not None and not looks_ahead:
             found = Gathered(weight, dtype, gather(), None)
         elif found is None:
-            found = exchange.start_gather(weight, dtype, blocking=not looks_ahead)
+            found = self._start(route, weight, dtype, blocking=not looks_ahead)
         if self._pass is not None:
-            self._asked.append(exchange)
-            exchange.last_asked = (weakref.ref(weight), dtype)  # a view is gone by the next pass: never foretold
+            self._asked.append(route)
+            self._asked_for[route] = weakref.ref(weight), dtype  # a view is gone by the next pass: never gathered ahead
             if looks_ahead:
-                self._look_ahead(exchange)
+                self._look_ahead(route)
         found.steps = self._steps
-        exchange.gathered = weakref.ref(found)
+        self._last[route] = weakref.ref(found)
         return found
 
-    def _look_ahead(self, exchange: Any) -> None:
-        """Issue the rest of the block of ``exchange`` and the next block."""
+    def _look_ahead(self, route: Route) -> None:
+        """Issue the rest of the block of ``route`` and the next block."""
         order = self._orders.get(self._pass or "", [])
         try:
-            self._position = order.index(exchange, self._position) + 1
+            self._position = order.index(route, self._position) + 1
         except ValueError:
             return  # out of turn
-        blocks, current = [], exchange.group
-        batch: list[Any] = []
+        blocks, current = [], route.together
+        batch: list[Route] = []
         for other in order[self._position :]:
-            if other.group != current:
+            if other.together != current:
                 blocks.append(batch)
                 if len(blocks) == 2:
                     break
-                batch, current = [], other.group
+                batch, current = [], other.together
             batch.append(other)
         else:
             blocks.append(batch)
         for batch in blocks:
             self._issue(batch)
 
-    def _issue(self, batch: list[Any]) -> None:
+    def _issue(self, batch: list[Route]) -> None:
         wanted = []
-        for exchange in dict.fromkeys(batch):
-            weight = exchange.last_asked[0]()
-            dtype = exchange.last_asked[1]
-            if weight is None or exchange in self._ahead or self._kept(exchange, weight, dtype) is not None:
+        for route in dict.fromkeys(batch):
+            weight_of, dtype = self._asked_for[route]
+            weight = weight_of()
+            if weight is None or route in self._ahead or self._kept(route, weight, dtype) is not None:
                 continue
-            wanted.append((exchange, weight, dtype))
+            wanted.append((route, weight, dtype))
         if len(wanted) > 1:
             with group():
-                for exchange, weight, dtype in wanted:
-                    self._ahead[exchange] = exchange.start_gather(weight, dtype)
+                for route, weight, dtype in wanted:
+                    self._ahead[route] = self._start(route, weight, dtype)
         else:
-            for exchange, weight, dtype in wanted:
-                self._ahead[exchange] = exchange.start_gather(weight, dtype)
+            for route, weight, dtype in wanted:
+                self._ahead[route] = self._start(route, weight, dtype)
+
+    def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
+        """Gather this rank's rows over z, in ``dtype``."""
+        engine = self._engine
+        with hidden():
+            shard, rows = weight.detach().flatten(1), route.padded_rows // route.size("z")
+            if shard.dtype != dtype or shard.shape[0] != rows or not shard.is_contiguous():
+                source = engine.pool.take((rows, shard.shape[1]), dtype, shard.device)
+                source[: shard.shape[0]].copy_(shard)
+                source[shard.shape[0] :].zero_()
+                shard = source
+            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, shard.device)
+            block = whole[: route.block_rows]
+        names = "all_gather", "z", route.name
+        if blocking:
+            with span(engine.events, "wait", *names):
+                engine.comms.z.all_gather(shard, whole)
+            return Gathered(weight, dtype, block, None)
+        work = engine.comms.z.all_gather(shard, whole, async_op=True)
+        return Gathered(weight, dtype, block, Pending(engine, work, block, *names))

@@ -8,26 +8,31 @@ Where autograd wants the gradient itself (``autograd.grad``, a weight that is no
 Without synchronisation (``axo.no_sync``) gradients are summed where they are, unreduced, until the next backward that
 synchronises.
 
-Not here: what is done on which axis (``axo.overlap.exchange`` says it), buckets (``buckets``).
+Not here: what is done on which axis (``axo.overlap.route`` says it), buckets (``buckets``).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from axo.overlap.buckets import DataAxis, Slot, Stage
-from axo.overlap.deferred import Local
-from axo.overlap.events import Pending
+from axo.overlap.buckets import Buckets, Slot
+from axo.overlap.deferred import Deferred
+from axo.overlap.events import Pending, span
+from axo.overlap.route import Route, Stage
+
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+Room = torch.Tensor | Slot  # what a product may put a gradient into
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
-def how(node: Any, index: int) -> str:
+def how(node: torch.autograd.graph.Node, index: int) -> str:
     """What the backward pass under way wants of the gradient of input ``index`` of ``node``, a leaf in most cases.
 
     SKIP: nothing. LATER: that it is in ``.grad`` when backward returns. NOW: the gradient itself.
@@ -48,72 +53,72 @@ class Gradients:
 
     Args:
         engine: Its communicators, pool and record.
-        data: Where gradients go from z.
+        buckets: Where gradients go from z.
     """
 
-    def __init__(self, engine: Any, data: DataAxis) -> None:
+    def __init__(self, engine: Engine, buckets: Buckets) -> None:
         self._engine = engine
-        self.data = data
-        self.local: dict[int, Local] = {}
+        self.buckets = buckets
+        self.deferred: dict[int, Deferred] = {}
         self._hooks: dict[int, list[tuple[Any, dict[int, Any]]]] = {}  # each parameter's: its dicts, what they held
         self._arriving: deque[Pending] = deque()
         self._count = 0
 
     def forget_zeroed(self) -> None:
         """Drop gradients of micro-batches that ``zero_grad`` was to throw away."""
-        if self.local:
-            self.local = {key: local for key, local in self.local.items() if not local.zeroed()}
+        if self.deferred:
+            self.deferred = {key: each for key, each in self.deferred.items() if not each.zeroed()}
 
     def begin(self) -> None:
         """A backward pass begins."""
         self.forget_zeroed()
-        for local in self.local.values():
-            local.unwatch()
+        for each in self.deferred.values():
+            each.unwatch()
 
-    def room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Any:
+    def room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Room:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
-        shape = (exchange.padded_rows, columns)
-        last = exchange.size("z") == 1 and self._reduced_in(like) == like.dtype
+        shape = (route.padded_rows, columns)
+        last = route.size("z") == 1 and self._reduced_in(like) == like.dtype
         if last and self._engine.synchronizing:
-            return self.data.slot(parameter, shape, exchange.shard_rows, like, exchange.weight_stages)
+            return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
         return self._engine.pool.take(shape, like.dtype, like.device)
 
-    def add_weight(self, exchange: Any, parameter: torch.Tensor, room: Any) -> None:
+    def add_weight(self, route: Route, parameter: torch.Tensor, room: Room) -> None:
         """The gradient of the block is there, in what ``room`` gave or in any padded buffer: reduce it in time."""
         self._begin(parameter)
         buffer = room.tensor if isinstance(room, Slot) else room
         if not self._engine.synchronizing:
-            self._add_local(exchange, parameter, buffer, None)
+            self._defer(route, parameter, buffer, None)
             return
         if not isinstance(room, Slot):
             room = buffer = self.cast(room)
-        self._take_local(parameter, buffer)
-        self._send_weight(exchange, parameter, room)
+        self._take_deferred(parameter, buffer)
+        self._send_weight(route, parameter, room)
 
     def takes_shard_of(self, parameter: torch.Tensor) -> bool:
         """Whether this gradient goes over z by itself: not in ``no_sync``, and not with what that has left."""
-        return self._engine.synchronizing and id(parameter) not in self.local
+        return self._engine.synchronizing and id(parameter) not in self.deferred
 
-    def shard_room(self, exchange: Any, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
+    def shard_room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
         """Where a gradient goes that its product reduces over z: this rank's rows."""
         self._begin(parameter)
-        shape = (exchange.shard_rows, columns)
-        return self.data.slot(parameter, shape, exchange.shard_rows, like, exchange.weight_stages)
+        shape = (route.shard_rows, columns)
+        return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
 
-    def add_shard(self, exchange: Any, slot: Slot) -> None:
+    def add_shard(self, route: Route, slot: Slot) -> None:
         """What ``shard_room`` gave is filled."""
-        slot.copies = exchange.weight_copies()
-        self.data.ready(slot)
+        slot.copies = route.weight_copies
+        self.buckets.ready(slot)
 
-    def add_vector(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
+    def add_vector(self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
         """The gradient of a parameter that z and data replicate: reduce it over ``stages`` in time."""
         self._begin(parameter)
         if not self._engine.synchronizing:
-            self._add_local(exchange, parameter, grad, stages)
+            self._defer(route, parameter, grad, stages)
             return
         grad = self.cast(grad)
-        self._take_local(parameter, grad)
-        self._send_vector(exchange, parameter, grad, stages)
+        self._take_deferred(parameter, grad)
+        self._send_vector(route, parameter, grad, stages)
 
     def _reduced_in(self, grad: torch.Tensor) -> torch.dtype:
         wanted = self._engine.reduce_dtype
@@ -137,45 +142,59 @@ class Gradients:
                 if table:
                     table.clear()
 
-    def _send_weight(self, exchange: Any, parameter: torch.Tensor, room: Any) -> None:
-        if exchange.size("z") == 1:
-            slot = room
-            if not isinstance(room, Slot):
-                slot = self.data.slot(parameter, room.shape, exchange.shard_rows, room, exchange.weight_stages)
+    def _send_weight(self, route: Route, parameter: torch.Tensor, room: Room) -> None:
+        if isinstance(room, Slot) or route.size("z") == 1:
+            if isinstance(room, Slot):
+                slot = room
+            else:
+                slot = self.buckets.slot(parameter, tuple(room.shape), route.shard_rows, room, route.weight_stages)
                 slot.tensor.copy_(room)
-            slot.copies = exchange.weight_copies()
-            self.data.ready(slot)
+            slot.copies = route.weight_copies
+            self.buckets.ready(slot)
             return
-        rows = exchange.padded_rows // exchange.size("z")
-        slot = self.data.slot(parameter, (rows, room.shape[1]), exchange.shard_rows, room, exchange.weight_stages)
-        slot.copies = exchange.weight_copies()
-        pending = exchange.start_scatter(room, slot.tensor)
-        self.data.ready(slot, pending)
+        rows = route.padded_rows // route.size("z")
+        slot = self.buckets.slot(parameter, (rows, room.shape[1]), route.shard_rows, room, route.weight_stages)
+        slot.copies = route.weight_copies
+        pending = self._start_scatter(route, room, slot.tensor)
+        self.buckets.ready(slot, pending)
         if pending is None:
             return
         while self._arriving and self._arriving[0].done():
             self._arriving.popleft()  # lets go of the buffer it was scattered from
         self._arriving.append(pending)
 
-    def _send_vector(
-        self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]
-    ) -> None:
-        slot = self.data.slot(parameter, tuple(grad.shape), grad.shape[0], grad, stages)
-        slot.copies = exchange.vector_copies()
-        slot.tensor.copy_(grad)
-        self.data.ready(slot)
+    def _start_scatter(self, route: Route, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
+        """Reduce-scatter the padded gradient of the block over z, into ``out``; None when that is done already."""
+        engine = self._engine
+        names = "reduce_scatter", "z", route.name
+        if not engine.overlap.reduce_scatter:
+            with span(engine.events, "wait", *names):
+                engine.comms.z.reduce_scatter(buffer, out, op=route.op)
+            return None
+        work = engine.comms.z.reduce_scatter(buffer, out, op=route.op, async_op=True)
+        return Pending(engine, work, out, *names)
 
-    def _add_local(self, exchange: Any, parameter: torch.Tensor, grad: torch.Tensor, stages: Any) -> None:
-        old = self.local.get(id(parameter))
+    def _send_vector(
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]
+    ) -> None:
+        slot = self.buckets.slot(parameter, tuple(grad.shape), grad.shape[0], grad, stages)
+        slot.copies = route.vector_copies
+        slot.tensor.copy_(grad)
+        self.buckets.ready(slot)
+
+    def _defer(
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...] | None
+    ) -> None:
+        old = self.deferred.get(id(parameter))
         if old is None:
-            self.local[id(parameter)] = Local(exchange, parameter, grad, stages)
+            self.deferred[id(parameter)] = Deferred(route, parameter, grad, stages)
             return
         old.check_unchanged()
         old.tensor.add_(grad)
 
-    def _take_local(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    def _take_deferred(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Add what micro-batches without synchronisation have left to ``grad``, in place."""
-        old = self.local.pop(id(parameter), None) if self.local else None
+        old = self.deferred.pop(id(parameter), None) if self.deferred else None
         if old is None:
             return
         old.check_unchanged()
@@ -184,22 +203,22 @@ class Gradients:
         else:
             grad.copy_(old.tensor.add_(grad))
 
-    def _send_left(self) -> None:
+    def _send_deferred(self) -> None:
         """Reduce what only the micro-batches without synchronisation have used."""
-        for left in list(self.local.values()):
+        for left in list(self.deferred.values()):
             left.check_unchanged()
             if left.stages is None:
-                self._send_weight(left.exchange, left.parameter, self.cast(left.tensor))
+                self._send_weight(left.route, left.parameter, self.cast(left.tensor))
             else:
-                self._send_vector(left.exchange, left.parameter, self.cast(left.tensor), left.stages)
-        self.local.clear()
+                self._send_vector(left.route, left.parameter, self.cast(left.tensor), left.stages)
+        self.deferred.clear()
 
     def finish(self) -> None:
         """Complete all gradients and put them into ``.grad``."""
-        if self._engine.synchronizing and self.local:
-            self._send_left()
+        if self._engine.synchronizing and self.deferred:
+            self._send_deferred()
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for parameter, grad in self.data.finish():
+        for parameter, grad in self.buckets.finish():
             if id(parameter) in totals:  # used twice
                 totals[id(parameter)][1].add_(grad)
             else:
@@ -213,8 +232,8 @@ class Gradients:
         give = _give if zero is None else zero.give
         for parameter, grad in totals.values():
             _deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
-        for local in self.local.values():
-            local.watch()
+        for each in self.deferred.values():
+            each.watch()
 
     def _cast(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""
@@ -241,12 +260,12 @@ class Gradients:
         """
         count, self._count = self._count, 0
         if count:
-            self.local.clear()
-        for local in self.local.values():
-            local.watch()
+            self.deferred.clear()
+        for each in self.deferred.values():
+            each.watch()
         self._give_hooks_back()
         self._arriving.clear()
-        self.data.drop()
+        self.buckets.drop()
         return count
 
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from axo.overlap import engines
+from axo.comm.connect import Communicators
+from axo.overlap.model import engines
 
 
 @contextmanager
@@ -41,7 +41,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             engine.synchronizing = True
 
 
-def token_weight(tokens: int | torch.Tensor, comms: Any) -> torch.Tensor:
+def token_weight(tokens: int | torch.Tensor, comms: Communicators) -> torch.Tensor:
     """The factor for this rank's mean loss that makes averaged gradients those of the mean over all data ranks' tokens.
 
     Args:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
+
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` whose overflow flag is that of any rank. Every rank must call it alike.
@@ -29,7 +31,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: int = 2000,
         enabled: bool = True,
         *,
-        comms: Any,
+        comms: Communicators,
     ) -> None:
         device = comms.device.type if device is None else device
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)

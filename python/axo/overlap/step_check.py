@@ -9,12 +9,15 @@ model goes. After a step nothing gathered before is used again, though versions 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
-def watch(engine: Any) -> None:
+
+def watch(engine: Engine) -> None:
     """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
     seen = weakref.ref(engine)
 
@@ -23,11 +26,11 @@ def watch(engine: Any) -> None:
         if engine is None:
             return
         engine.gradients.forget_zeroed()
-        if not (engine.gradients.local or engine.awaits_backward):
+        if not (engine.gradients.deferred or engine.awaits_backward):
             return
         mine = {id(parameter) for parameter in engine.parameters()}  # those of a meta model are made anew
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
-        if any(id(p) in engine.gradients.local for p in stepped):
+        if any(id(p) in engine.gradients.deferred for p in stepped):
             raise RuntimeError(
                 "step(): gradients of micro-batches inside axo.no_sync wait to be reduced; run the last backward of the"
                 " step outside of it"

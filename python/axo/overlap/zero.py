@@ -1,6 +1,6 @@
 """ZeRO on the data axis: of G data ranks each keeps 1/G of the optimizer's state (stage 1), and of the gradients (2).
 
-    backward   gradients are all-reduced over data (1), or reduce-scattered in buckets (2: ``axo.overlap.scatter``)
+    backward   gradients are all-reduced over data (1), or reduce-scattered in buckets (2)
     step       each rank updates its rows of each parameter
     then       all-gather of the updated rows over data, in buckets, the next packed while one is under way
 
@@ -21,12 +21,15 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axo.placement import chunk_bounds, chunk_size
+
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
 
 STAGES = (0, 1, 2)
 # Optimizers by name whose step on a part of a tensor is not that part of the step on all of it.
@@ -51,7 +54,7 @@ class Zero:
         stage: 1 or 2.
     """
 
-    def __init__(self, engine: Any, stage: int) -> None:
+    def __init__(self, engine: Engine, stage: int) -> None:
         self.stage = stage
         self._engine = weakref.ref(engine)
         self._narrowed: list[_Narrowed] = []
@@ -161,7 +164,7 @@ class Zero:
                 size += bytes_here
             yield bucket
 
-    def _start_gather(self, engine: Any, bucket: list[torch.Tensor]) -> Callable[[], None]:
+    def _start_gather(self, engine: Engine, bucket: list[torch.Tensor]) -> Callable[[], None]:
         first, ranks = bucket[0], self._ranks
         sizes = [self._longest(parameter) for parameter in bucket]
         mine = engine.pool.take((sum(sizes),), first.dtype, first.device)
@@ -210,11 +213,8 @@ class Zero:
             if parameter.grad is not None and self.mine(parameter) and parameter.grad.shape == parameter.shape:
                 self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
         aside, self._aside = self._aside, {}
-        for parameter, grad in aside.values():
-            if parameter.grad is None:
-                self.put(parameter, grad)
-            else:
-                self.put(parameter, grad.add_(parameter.grad))
+        for owner, grad in aside.values():
+            self.put(owner, grad if owner.grad is None else grad.add_(owner.grad))
 
     def give(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Make a finished gradient the parameter's; with stage 2 it is of this rank's rows."""

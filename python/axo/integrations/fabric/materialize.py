@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from axo.integrations.fabric.recorded_init import AsBuilt
-from axo.nn.init import make_room, source_generator, tied_parameters
+from axo.nn.generator import source_generator
+from axo.nn.init import make_room, tied_parameters
 
 
 def is_parallel(model: nn.Module) -> bool:

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axo.nn.init import generator_access
+from axo.nn.generator import generator_access
 
 
 class _Fill(NamedTuple):

@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from axo.nn.init import source_generator
+from axo.nn.generator import source_generator
 
 _FILES = ("copy_config_files", "save_hyperparameters", "save_prompt_style")
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LT_STRATEGY", "LT_ACCELERATOR")

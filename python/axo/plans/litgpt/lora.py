@@ -173,7 +173,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         for name, exchange in zip(self.placements, self.exchanges, strict=True):
             parameter = getattr(self, name)
             calls += cost.replicated_grad(parameter.numel(), itemsize)
-            copies = exchange.vector_copies()
+            copies = exchange.vector_copies
             calls += [
                 cost.Call(
                     cost.BACKWARD, "all_reduce", str(self.out_axis), (b - a) * self.r, itemsize,

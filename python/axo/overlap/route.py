@@ -1,0 +1,90 @@
+"""Over which axes the tensors of one layer travel, and how many rows they have on this rank. No communication here.
+
+    weight gather    this rank's rows -> its block            all-gather over z      [rows/Gz, c] -> [rows, c]
+    weight gradient  of the block -> of this rank's rows      reduce-scatter over z, then all-reduce over data
+    vector gradient  of a tensor that z replicates            all-reduce over z, then over data
+
+An axis of size 1 does not appear. Rows that do not divide over z travel in a buffer padded to ``Gz * ceil(rows / Gz)``;
+since bounds follow ``torch.chunk`` the padding is the tail of that buffer, and the block is a view of its head.
+
+Rows that neighbours along x hold too (``Placement.copies``) get their gradients summed over those ranks last.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from axo.comm.communicator import Communicator
+from axo.comm.connect import Communicators
+from axo.comm.work import Work
+from axo.placement import Placement, Range, chunk_size
+
+GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
+Stage = tuple[str, str]  # axis, op
+
+
+class Copies(NamedTuple):
+    """Rows that ``holders`` hold too, each of which has its own part of their gradient."""
+
+    rows: list[Range]
+    holders: Communicator
+
+    def start(self, tensor: torch.Tensor, first: int, rows: int) -> list[Work]:
+        """Begin to add the parts up, in place; ``tensor`` holds ``rows`` rows from row ``first`` on."""
+        spans = [(max(a, first) - first, min(b, first + rows) - first) for a, b in self.rows]
+        return [self.holders.all_reduce(tensor[a:b], "sum", async_op=True) for a, b in spans if a < b]
+
+
+class Route:
+    """The axes and sizes of one layer.
+
+    Args:
+        comms: The communicators of the grid.
+        placement: Where the weight lies; its rows are sharded over z innermost.
+        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+
+    Attributes:
+        name: What records and messages call the layer.
+        together: Layers that are equal in this are gathered as one group.
+        block_rows, shard_rows, padded_rows: Of the weight: after the gather, on this rank, and as they travel.
+        weight_stages, vector_stages: What the gradient of this rank's rows, or of what z replicates, is reduced over.
+        weight_copies, vector_copies: The rows that neighbours hold too: of this rank's weight, or of its block.
+
+    Raises:
+        ValueError: ``grad_reduce`` is not known.
+    """
+
+    def __init__(self, comms: Communicators, placement: Placement, grad_reduce: str = "mean") -> None:
+        if grad_reduce not in GRAD_REDUCE:
+            raise ValueError(f"grad_reduce={grad_reduce!r} is not known; use 'mean' or 'sum'")
+        self.comms = comms
+        self.op = GRAD_REDUCE[grad_reduce]
+        self.name = ""
+        self.together = ""
+        whole, grid, coords = placement.without("z"), comms.grid, comms.coords
+        self.block_rows = whole.local_shape(grid, coords)[0]
+        self.shard_rows = placement.local_shape(grid, coords)[0]
+        self.padded_rows = grid.z * chunk_size(self.block_rows, grid.z)
+        self.weight_stages = self._stages("data")
+        self.vector_stages = self._stages("z", "data")
+        self.weight_copies: Copies | None = None
+        self.vector_copies: Copies | None = None
+        shared = whole.copied_rows(grid, coords)
+        if shared:  # the same on all ranks of the outer axis, so all of them come here
+            holders = comms.neighbours(placement.splits[0][0], max(placement.copies or (1,)))
+            mine = placement.copied_rows(grid, coords)
+            self.weight_copies = Copies(mine, holders) if mine else None
+            self.vector_copies = Copies(shared, holders)
+
+    def _stages(self, *axes: str) -> tuple[Stage, ...]:
+        return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
+
+    def size(self, axis: str | None) -> int:
+        """Ranks along ``axis``; 1 for no axis."""
+        return 1 if axis is None else self.comms.grid.size(axis)
+
+    def stages_of(self, sum_over: tuple[str, ...]) -> tuple[Stage, ...]:
+        """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""
+        return tuple((axis, "sum") for axis in sum_over if self.size(axis) > 1) + self.vector_stages
