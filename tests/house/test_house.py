@@ -117,6 +117,36 @@ def test_imports_go_down_only():
     assert not wrong, "\n".join(wrong)
 
 
+# What one room passes to the next, by the name of the parameter or attribute; such a thing has a class or a Protocol.
+SEAMS = {"comms", "communicator", "exchange", "exchanges", "engine", "route", "placement", "placements", "gradients"}
+SEAMS |= {"gathers", "pool", "bucket", "buckets", "overlap", "matmul", "products", "layer", "norm"}
+TYPED_ROOMS = ("overlap", "matmul", "nn", "comm")
+
+
+def test_no_any_at_the_seams():
+    wrong = []
+    for path in (path for room in TYPED_ROOMS for path in (AXO / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = None
+            if isinstance(node, ast.arg):
+                named = node.arg
+            elif isinstance(node, ast.AnnAssign):
+                named = getattr(node.target, "id", getattr(node.target, "attr", None))
+            if named is None or named.lstrip("_") not in SEAMS or node.annotation is None:
+                continue
+            if re.search(r"\bAny\b", ast.unparse(node.annotation)):
+                wrong.append(f"{place(path, node.lineno)}: {named}: {ast.unparse(node.annotation)}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_packages_export_and_hold_no_logic():
+    for room in ("overlap", "matmul", "nn"):
+        path = AXO / room / "__init__.py"
+        for node in ast.parse(path.read_text()).body:
+            plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr)
+            assert plain, f"{place(path, node.lineno)}: an __init__ exports names; put the rest into a module of its own"
+
+
 def test_only_the_runtime_imports_the_extension():
     allowed = {AXO / "comm" / "extension.py"}
     users = {path for path in sources(".py") for _, name in imports_of(path) if name == "axo._C"}

@@ -37,6 +37,7 @@ class _Norm(ParallelLayer):
     centered: bool
     unit_offset = False
     features: int  # h
+    eps: float | None
 
     def _build(
         self,
@@ -281,6 +282,6 @@ def _scale(weight: torch.Tensor, norm: _Norm, wide: torch.dtype) -> torch.Tensor
     return 1 + weight.to(wide) if norm.unit_offset else weight.to(wide)
 
 
-def _epsilon(norm: Any, wide: torch.dtype) -> float:
+def _epsilon(norm: _Norm, wide: torch.dtype) -> float:
     """What keeps the root from zero; torch's default for RMSNorm is the epsilon of the dtype computed in."""
     return torch.finfo(wide).eps if norm.eps is None else norm.eps
