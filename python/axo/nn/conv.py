@@ -18,6 +18,7 @@ Not here: groups where x or y is above 1 (refused), 1-D and 3-D convolutions, se
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -133,6 +134,8 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         """
         if self.scatter_input and self.in_axis is not None and input.dim() >= 3:
             input = cut_features(input, self.comms, self.in_axis, self.in_channels, dim=-3)
+        if input.dtype is not self.weight.dtype:
+            self._check_dtype(input, self.weight)
         channels = self.weight.shape[1] * self.groups
         if input.dim() not in (3, 4) or input.shape[-3] != channels:
             raise ValueError(
@@ -146,6 +149,8 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             output = F.conv2d(batch, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
         else:
             output = _Convolution.apply(batch, self.weight, self.bias, self, padding, torch.is_grad_enabled())
+        if self.first_pass:
+            self._first_pass(input, output)
         if self.gather_output and self.out_axis is not None:
             output = gather_features(output, self.comms, self.out_axis, self.out_channels, dim=-3)
         return output if input.dim() == 4 else output.squeeze(0)
@@ -219,7 +224,7 @@ class _Convolution(torch.autograd.Function):
         needs_input, needs_weight = ctx.needs_input_grad[:2]
         batch = input.to(dtype)
         block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
-        block = block.view(-1, *weight.shape[1:])
+        block = block.view(exchange.block_rows, *weight.shape[1:])
         partial = exchange.size(layer.in_axis) > 1
         shift = None if bias is None else bias.to(dtype)
         with no_autocast(input.device), span(exchange.engine.events, "compute", "forward", "", exchange.name):
@@ -259,7 +264,8 @@ class _Convolution(torch.autograd.Function):
                 ctx.held = None
                 exchange.release_block()
             if how_weight != SKIP:
-                room, grad_block = exchange.room(how_weight, weight, weight[:1].numel(), grad_output)
+                columns = math.prod(weight.shape[1:])  # this rank may have no rows
+                room, grad_block = exchange.room(how_weight, weight, columns, grad_output)
                 like = grad_output.new_empty(1).expand(shape)
                 with span(events, "compute", "dW", "", exchange.name):
                     grad_block.copy_(_convolution_backward(ctx, grad_output, batch, like, 1).flatten(1))

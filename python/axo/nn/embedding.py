@@ -20,6 +20,7 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
+from axo.nn import chain
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import scatter_sequence
 from axo.overlap.exchange import Exchange
@@ -107,6 +108,8 @@ class Embedding(ParallelLayer, nn.Embedding):
         output = _Lookup.apply(
             input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over, torch.is_grad_enabled()
         )
+        if self.first_pass:
+            chain.leave(output, self)
         if self.scatters_tokens:
             output = scatter_sequence(output, self.comms, owner=self.label())
         return gather_features(output, self.comms, "y", self.embedding_dim) if self.gather_output else output

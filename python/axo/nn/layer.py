@@ -19,6 +19,7 @@ from torch import nn
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
+from axo.nn import chain
 from axo.nn.generator import source_generator
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement
@@ -32,6 +33,7 @@ class ParallelLayer(nn.Module):
         comms: The communicators of the grid.
         placements: Parameter name -> :class:`axo.Placement`.
         exchanges: What issues its collectives; the first is that of its weight.
+        first_pass: Whether the layers that its input comes from are still to be checked (``axo.nn.chain``).
         feature_dim: Which dim of activations holds the features: the last, or the channels of a convolution.
         in_axis, out_axis: The axes that split the features of input and output; None: not split.
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
@@ -40,6 +42,7 @@ class ParallelLayer(nn.Module):
     """
 
     exchanges: tuple[Exchange, ...] = ()
+    first_pass = True
     feature_dim = -1
     in_axis: str | None = None
     out_axis: str | None = None
@@ -71,6 +74,26 @@ class ParallelLayer(nn.Module):
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The layer of torch.nn that this one stands for: whole, on one rank, its parameters not filled yet."""
         raise NotImplementedError
+
+    def _check_dtype(self, input: torch.Tensor, weight: torch.Tensor) -> None:
+        """Refuse what torch's layer refuses: dtypes that differ where autocast does not make them one.
+
+        Raises:
+            RuntimeError: As torch's layer does.
+        """
+        if torch.is_autocast_enabled(input.device.type):
+            if all(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in (input, weight)):
+                return
+        raise RuntimeError(
+            f"{self.label()}: the input is {input.dtype} and the weight {weight.dtype}, which must be the same (autocast"
+            " joins floats, but for float64); convert the input with input.to(layer.weight.dtype)"
+        )
+
+    def _first_pass(self, input: torch.Tensor, output: torch.Tensor) -> None:
+        """Check once that the layers which ``input`` comes from fit this one, and leave word of this one."""
+        chain.leave(output, self)
+        if chain.check(input, self):
+            self.first_pass = False
 
     def load_serial(self, serial: nn.Module, names: Iterable[str] | None = None) -> None:
         """Copy this rank's shards out of a whole layer: all of them, or those of ``names``."""
@@ -112,7 +135,8 @@ class ParallelLayer(nn.Module):
 
     def label(self) -> str:
         """``Linear 'mlp.fc'``: how messages call this layer."""
-        return f"{type(self).__name__} {self.name!r}" if self.name else type(self).__name__
+        name = self.name or (self.exchanges[0].name if self.exchanges else "")
+        return f"{type(self).__name__} {name!r}" if name else type(self).__name__
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)

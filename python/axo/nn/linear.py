@@ -133,6 +133,8 @@ class Linear(ParallelLayer, nn.Linear):
         Raises:
             ValueError: The input's last dim is not this rank's part of in_features.
         """
+        if input.dtype is not self.weight.dtype:
+            self._check_dtype(input, self.weight)
         if self.scatter_input and self.in_axis is not None and input.dim():
             input = cut_features(input, self.comms, self.in_axis, self.in_features)
         if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
@@ -145,6 +147,8 @@ class Linear(ParallelLayer, nn.Linear):
             output = scatter_sequence(self.matmul(input, self.weight, None), self.comms, owner=self.label())
             return output if self.bias is None else add_bias(output, self.bias, self.matmul.exchange)
         output = self.matmul(input, self.weight, self.bias)
+        if self.first_pass:
+            self._first_pass(input, output)
         if self.gather_output and self.out_axis is not None:
             output = gather_features(
                 output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies

@@ -103,6 +103,7 @@ def cross_entropy(
 
     Raises:
         ValueError: An option or shape is wrong, or the ranks' columns are not a cut of ``columns``.
+        RuntimeError: The logits are no floats.
         IndexError: A target is neither ``ignore_index`` nor of the vocabulary.
     """
     _check(weight, reduction, label_smoothing)
@@ -111,6 +112,8 @@ def cross_entropy(
             f"cross_entropy: targets of shape {tuple(target.shape)} do not fit logits of shape {tuple(input.shape)};"
             " the classes are the last dim of the logits"
         )
+    if not input.is_floating_point():
+        raise RuntimeError(f"cross_entropy: the logits are {input.dtype}; they must be floating point")
     columns = input.shape[-1] * comms.grid.x if columns is None else columns
     classes = columns if vocab_size is None else vocab_size
     if not 0 < classes <= columns:

@@ -80,7 +80,19 @@ class _Norm(ParallelLayer):
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.local_features}, this"
                 f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.size(self.out_axis)}"
             )
-        return _Normalize.apply(input, self.weight, self.bias, self)
+        if self.weight is None or input.dtype is not self.weight.dtype:
+            self._check_norm_dtype(input)
+        output = _Normalize.apply(input, self.weight, self.bias, self)
+        if self.first_pass:
+            self._first_pass(input, output)
+        return output
+
+    def _check_norm_dtype(self, input: torch.Tensor) -> None:
+        """torch's norms take halves beside fp32 weights; no integers, and LayerNorm no fp64 beside other weights."""
+        wide = torch.float64 in (input.dtype, input.dtype if self.weight is None else self.weight.dtype)
+        if not input.is_floating_point() or (self.centered and wide and self.weight is not None):
+            weight = "" if self.weight is None else f" and the weight {self.weight.dtype}"
+            raise RuntimeError(f"{self.label()}: the input is {input.dtype}{weight}; give both one floating dtype")
 
     def cost(self, rows: int, *, recompute: bool = False) -> list[cost.Call]:
         """Count this layer's collectives on this rank in one step.
