@@ -45,10 +45,10 @@ def wrong_chains(grid):
             second(F.relu(first(x)) + 1)
             pytest.fail(what)
     convolutions = [axo.nn.Conv2d(8, 8, 1, comms=comms, name=name) for name in "ab"]
-    with pytest.raises(ValueError, match="Conv2d 'b' .*comes from Conv2d 'a'"):
+    with pytest.raises(ValueError, match=r"Conv2d 'b' .*comes from Conv2d 'a'"):
         convolutions[1](convolutions[0](torch.rand(2, 8 // comms.grid.y, 3, 3)).relu())
     table = axo.nn.Embedding(16, 8, comms=comms, name="wte")
-    with pytest.raises(ValueError, match="Linear 'b' .*comes from Embedding 'wte'"):
+    with pytest.raises(ValueError, match=r"Linear 'b' .*comes from Embedding 'wte'"):
         axo.nn.Linear(8, 8, comms=comms, transposed=True, name="b")(table(torch.arange(4)))
 
 

@@ -33,9 +33,9 @@ def compare(grid):
                     expected = refused(serial, torch.ones(shape, dtype=dtype))
                     found = refused(layer, torch.ones(local, dtype=dtype))
                 assert found == expected, (layer, dtype, autocast)
-    with pytest.raises(RuntimeError, match="the input is torch.int64 and the weight torch.float32"):
+    with pytest.raises(RuntimeError, match=r"the input is torch.int64 and the weight torch.float32"):
         cases[0][0](torch.ones(2, 8 // y, dtype=torch.int64))
-    with pytest.raises(RuntimeError, match="the logits are torch.int64"):
+    with pytest.raises(RuntimeError, match=r"the logits are torch.int64"):
         axo.nn.cross_entropy(torch.ones(2, 4, dtype=torch.int64), torch.tensor([0, 1]), comms=comms)
 
 

@@ -20,9 +20,12 @@ def cases(comms):
     yield "linear", lambda: axo.nn.Linear(4, x, comms=comms), lambda: nn.Linear(4, x), rows
     yield "linear, transposed", lambda: axo.nn.Linear(4, y, comms=comms, transposed=True), lambda: nn.Linear(4, y), rows
     yield "convolution", lambda: axo.nn.Conv2d(4, x, 3, comms=comms), lambda: nn.Conv2d(4, x, 3), images
-    yield "convolution without bias", lambda: axo.nn.Conv2d(4, 3 * x, 1, bias=False, comms=comms), (
-        lambda: nn.Conv2d(4, 3 * x, 1, bias=False)
-    ), images
+    yield (
+        "convolution without bias",
+        lambda: axo.nn.Conv2d(4, 3 * x, 1, bias=False, comms=comms),
+        (lambda: nn.Conv2d(4, 3 * x, 1, bias=False)),
+        images,
+    )
     yield "embedding", lambda: axo.nn.Embedding(3, 4, comms=comms), lambda: nn.Embedding(3, 4), ids
 
 

@@ -24,7 +24,8 @@ _KEEPS_FEATURES = frozenset(
     for name in (
         *("Add", "Sub", "Mul", "Div", "Neg", "Pow", "Exp", "Sqrt", "Abs", "Clamp", "Maximum", "Minimum", "Where"),
         *("Gelu", "Relu", "LeakyRelu", "Elu", "Silu", "Mish", "Softplus", "Sigmoid", "Tanh", "LogSigmoid", "Erf"),
-        *("Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clone", "ToCopy", "NativeDropout", "MaskedFill", "Alias"),
+        *("Hardtanh", "Hardswish", "Hardsigmoid", "Threshold", "Clone", "ToCopy", "NativeDropout"),
+        *("MaskedFill", "Alias"),
     )
     for number in (0, 1)
 )
@@ -52,7 +53,7 @@ def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
             raise ValueError(
                 f"{_shown(layer)} takes features {_split(layer.in_axis)}, but its input comes from {_shown(before)},"
                 f" which leaves them {_split(before.out_axis)}; a normal layer takes y and leaves x, a transposed one"
-                " takes x and leaves y, a norm both y by default: let them alternate (transposed=True, or axis= of a norm)"
+                " takes x and leaves y, a norm keeps its axis: let them alternate (transposed=True, axis= of a norm)"
             )
     return True
 

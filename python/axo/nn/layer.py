@@ -85,8 +85,8 @@ class ParallelLayer(nn.Module):
             if all(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in (input, weight)):
                 return
         raise RuntimeError(
-            f"{self.label()}: the input is {input.dtype} and the weight {weight.dtype}, which must be the same (autocast"
-            " joins floats, but for float64); convert the input with input.to(layer.weight.dtype)"
+            f"{self.label()}: the input is {input.dtype} and the weight {weight.dtype}, which must be the same"
+            " (autocast joins floats, but for float64); convert the input with input.to(layer.weight.dtype)"
         )
 
     def _first_pass(self, input: torch.Tensor, output: torch.Tensor) -> None:
