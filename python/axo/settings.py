@@ -50,7 +50,8 @@ VARIABLES = (
     Variable(
         "AXO_CHECK",
         "0",
-        "1: the GPU transport compares operations and their order across ranks (the host always does).",
+        "1: the GPU transport compares operations and their order across ranks (the host always does), and a model made"
+        " by axo.parallelize compares its input over x and y in every training step (else in the first).",
     ),
 )
 

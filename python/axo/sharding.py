@@ -234,7 +234,7 @@ def to_dtensor(parameter: torch.Tensor) -> Any:
         )
     mesh = comms.checkpoint_mesh
     dim_of = {axis: dim for dim, axes in enumerate(placement.splits) for axis in axes}
-    placements = [Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in mesh.mesh_dim_names]
+    placements = [Shard(dim_of[axis]) if axis in dim_of else Replicate() for axis in mesh.mesh_dim_names or ()]
     shape = torch.Size(placement.global_shape)
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(parameter.detach(), mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -144,7 +144,7 @@ def test_packages_export_and_hold_no_logic():
         path = AXO / room / "__init__.py"
         for node in ast.parse(path.read_text()).body:
             plain = isinstance(node, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr)
-            assert plain, f"{place(path, node.lineno)}: an __init__ exports names; put the rest into a module of its own"
+            assert plain, f"{place(path, node.lineno)}: an __init__ only exports; the rest goes into a module"
 
 
 def test_only_the_runtime_imports_the_extension():

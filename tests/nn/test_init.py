@@ -46,6 +46,28 @@ def test_first_values_equal_serial():
     run_ranks(first_values, 8, "2x2x2x1")
 
 
+def draws_after_a_layer(grid):
+    comms = axo.connect(grid)
+    for seed in (0, 7 + comms.coords.data):  # one seed for all, and one for each data rank
+        torch.manual_seed(seed)
+        axo.nn.Linear(16, 32, comms=comms)
+        axo.nn.LayerNorm(16, comms=comms)
+        drawn = torch.randn(4).repeat(comms.grid.x, 1)
+        for axis in ("x", "y", "z"):
+            found = comms.axis(axis).all_gather(drawn)
+            assert torch.equal(found[: len(drawn)].expand_as(found[-len(drawn) :]), found[-len(drawn) :]), axis
+        if seed == 0:
+            torch.manual_seed(0)
+            nn.Linear(16, 32)
+            nn.LayerNorm(16)
+            assert torch.equal(drawn[0], torch.randn(4)), "not where the serial program stands"
+
+
+def test_building_a_layer_moves_generators_alike():
+    """After one seed everywhere, x and y peers go on to draw the same batch."""
+    run_ranks(draws_after_a_layer, 8, "2x2x1x2")
+
+
 def scaled_by_name(module, name):
     """As litgpt's pretrain: another deviation for the projections."""
     if isinstance(module, nn.Linear | nn.Embedding):

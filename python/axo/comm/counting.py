@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 
@@ -90,6 +91,17 @@ class _Active:
     def close(self, counts: CollectiveCounts) -> None:
         with self._lock:
             self.blocks = tuple(block for block in self.blocks if block is not counts)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Count nothing inside: for collectives of a check, which are no part of what is counted."""
+        with self._lock:
+            blocks, self.blocks = self.blocks, ()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.blocks += blocks
 
     def record(self, op: str, axis: str, elements: int, item_size: int) -> None:
         for block in self.blocks:

@@ -103,7 +103,7 @@ class Products:
 def products_of(comms: Communicators) -> Products:
     """The products of a grid, made once and kept with its communicators. Every rank must ask at some time."""
     found = comms.attached.get("products")
-    if found is None:
+    if not isinstance(found, Products):
         found = comms.attached["products"] = Products(comms)
     return found
 

@@ -34,7 +34,7 @@ _KEEPS_FEATURES = frozenset(
 def leave(output: torch.Tensor, layer: ParallelLayer) -> None:
     """Note in the history of ``output`` that ``layer`` made it."""
     if output.grad_fn is not None:
-        output.grad_fn.metadata["axo_layer"] = layer, output.shape[layer.feature_dim]
+        _notes(output.grad_fn)["axo_layer"] = layer, output.shape[layer.feature_dim]
 
 
 def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
@@ -62,7 +62,7 @@ def _makers(node: torch.autograd.graph.Node) -> Iterator[tuple[ParallelLayer, in
     waiting, seen = [node], {node}
     while waiting:
         node = waiting.pop()
-        made = node.metadata.get("axo_layer")
+        made = _notes(node).get("axo_layer")
         if made is not None:
             yield made
         elif node.name() in _KEEPS_FEATURES:
@@ -70,6 +70,10 @@ def _makers(node: torch.autograd.graph.Node) -> Iterator[tuple[ParallelLayer, in
                 if other is not None and other not in seen:
                     seen.add(other)
                     waiting.append(other)
+
+
+def _notes(node: torch.autograd.graph.Node) -> dict[str, tuple[ParallelLayer, int]]:
+    return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
 
 
 def _ranks_over(layer: ParallelLayer, axis: str | None) -> str | None:

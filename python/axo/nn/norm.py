@@ -37,7 +37,6 @@ class _Norm(ParallelLayer):
     centered: bool
     unit_offset = False
     features: int  # h
-    eps: float | None
 
     def _build(
         self,
@@ -296,4 +295,5 @@ def _scale(weight: torch.Tensor, norm: _Norm, wide: torch.dtype) -> torch.Tensor
 
 def _epsilon(norm: _Norm, wide: torch.dtype) -> float:
     """What keeps the root from zero; torch's default for RMSNorm is the epsilon of the dtype computed in."""
-    return torch.finfo(wide).eps if norm.eps is None else norm.eps
+    eps: float | None = norm.eps  # type: ignore[assignment]
+    return torch.finfo(wide).eps if eps is None else eps

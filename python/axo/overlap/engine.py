@@ -12,6 +12,7 @@ an exception, and the inner passes of reentrant checkpointing find their outer o
 
 from __future__ import annotations
 
+import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -27,6 +28,7 @@ from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits
 from axo.overlap.pool import Pool
+from axo.overlap.step_check import check_same_inputs
 from axo.overlap.zero import Zero
 
 _in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
@@ -59,6 +61,7 @@ class Engine:
         pool: Buffers.
         zero: What cuts optimizer state over data, if anything does.
         events: The record under way, if any.
+        compares_inputs: The next training step begins by comparing the model's input over x and y.
         synchronizing: False inside ``axo.no_sync``.
         awaits_backward: The last forward pass in training had no backward yet.
     """
@@ -73,6 +76,7 @@ class Engine:
         scatter = self.zero is not None and zero == 2
         self.gradients = Gradients(self, Buckets(self, overlap.bucket_bytes, scatter=scatter))
         self.events: Events | None = None
+        self.compares_inputs = False
         self.synchronizing = True
         self.awaits_backward = False
         self._rooted = False
@@ -90,7 +94,7 @@ class Engine:
     def root_at(self, model: torch.nn.Module) -> None:
         """Let the forward passes of ``model`` begin and end passes of this engine."""
         self._rooted, self._root = True, weakref.ref(model)
-        model.register_forward_pre_hook(self._before_forward)
+        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         model.register_forward_hook(self._after_forward)
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
@@ -98,10 +102,13 @@ class Engine:
         root = None if self._root is None else self._root()
         return iter(()) if root is None else root.parameters()
 
-    def _before_forward(self, model: torch.nn.Module, inputs: Any) -> None:
+    def _before_forward(self, model: torch.nn.Module, inputs: Any, named: Any) -> None:
         if self.zero is not None:
             self.zero.restore()
         if _in_backward() == -1:
+            if self.compares_inputs and torch.is_grad_enabled():
+                self.compares_inputs = os.environ.get("AXO_CHECK") == "1"
+                check_same_inputs(self.comms, _tensors((inputs, named)))
             self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
 
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:

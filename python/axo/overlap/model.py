@@ -40,11 +40,13 @@ def attach(
     *,
     zero: int = 0,
     reduce_dtype: torch.dtype | None = None,
+    same_inputs: bool = False,
 ) -> None:
     """Give the parallel layers of ``model`` one engine, whose passes are the forward passes of ``model``.
 
     Layers of one repeated block (an entry of an ``nn.ModuleList`` or ``nn.Sequential``) are gathered together.
-    ``zero`` and ``reduce_dtype`` are as for ``axo.parallelize``.
+    ``zero`` and ``reduce_dtype`` are as for ``axo.parallelize``. ``same_inputs``: the model takes the same input on all
+    ranks along x and y, which its first training step checks.
 
     Raises:
         ValueError: ``zero`` is not a stage, or ``reduce_dtype`` not a dtype for it.
@@ -61,6 +63,7 @@ def attach(
         exchange.join(engine, name, block[0] if block else name)
     if engine.zero is not None:
         _cut_state(model, engine.zero)
+    engine.compares_inputs = same_inputs and comms.grid.x * comms.grid.y > 1
     engine.root_at(model)
     watch(engine)
 

@@ -1,17 +1,30 @@
-"""Refuse an optimizer step that has no gradients to use, before anything is changed.
+"""Refuse steps that cannot be right, before anything is changed: of the optimizer, and the first one of the model.
 
 torch lets ``step`` pass over parameters without gradients in silence. Where none of a model's parameters has one, and
 its last forward pass in training was not followed by a backward, or gradients still wait for a backward outside of
 ``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
 model goes. After a step nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
+
+An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
+train nothing, and are refused.
+
+A model made by a plan takes the same input on all ranks along x and y. Rows that differ there would be mixed in
+silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
 """
 
 from __future__ import annotations
 
+import hashlib
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from axo.comm.connect import Communicators
+from axo.comm.counting import active as counting
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -48,3 +61,58 @@ def watch(engine: Engine) -> None:
 
     for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(stepped)):
         weakref.finalize(engine, handle.remove)
+
+
+Replaced = list[tuple[str, "weakref.ref[nn.Parameter]"]]
+
+
+def parameters_of(model: nn.Module) -> Replaced:
+    """The parameters that ``model`` has now, by name; whoever asks does not keep them alive."""
+    return [(name, weakref.ref(parameter)) for name, parameter in model.named_parameters()]
+
+
+def watch_replaced(model: nn.Module, before: Replaced) -> None:
+    """Refuse steps of optimizers that hold parameters of ``before`` which ``model`` no longer has."""
+    kept = {id(parameter) for parameter in model.parameters()}
+    gone = [(name, each) for name, each in before if each() is not None and id(each()) not in kept]
+    if not gone:
+        return
+
+    def check(optimizer: Any, args: Any, options: Any) -> None:
+        names = {id(each()): name for name, each in gone if each() is not None}
+        held = [p for group in optimizer.param_groups for p in group["params"]] if names else []
+        lost = [names[id(p)] for p in held if id(p) in names]
+        if lost:
+            raise RuntimeError(
+                f"step(): this optimizer was made before axo.parallelize and holds {len(lost)} parameters that the"
+                f" model no longer has ({lost[0]!r} among them), so it would train nothing; make the optimizer after"
+                " axo.parallelize, from model.parameters()"
+            )
+
+    weakref.finalize(model, register_optimizer_step_pre_hook(check).remove)
+
+
+def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> None:
+    """Compare a model's inputs over x and y.
+
+    Raises:
+        ValueError: They differ; on every rank of the axis.
+    """
+    digest = hashlib.blake2b(digest_size=7)
+    for tensor in tensors:
+        if tensor.layout == torch.strided and not tensor.is_meta:
+            digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+    mine = torch.tensor([int.from_bytes(digest.digest(), "little")], dtype=torch.int64, device=comms.device)
+    for axis in ("x", "y"):
+        if comms.grid.size(axis) == 1:
+            continue
+        with counting.paused():
+            found = comms.axis(axis).all_gather(mine).tolist()
+        differ = [rank for rank, each in enumerate(found) if each != found[0]]
+        if differ:
+            raise ValueError(
+                f"forward: the input on {axis}={', '.join(map(str, differ))} differs from that on {axis}=0; ranks along"
+                " x and y work on the same rows (only z and data split the batch): give the sampler comms.data and"
+                " comms.z alone, or cut a batch by axo.shard_batch(batch, comms)"
+            )

@@ -1,0 +1,76 @@
+"""Steps that cannot be right are refused: an optimizer of the serial model, and rows that differ along x or y."""
+
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import axo
+from tests.launcher import run_ranks
+
+
+def model_of():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+def early_optimizer(grid):
+    comms = axo.connect(grid)
+    model = model_of()
+    early = torch.optim.SGD(model.parameters(), lr=0.1)
+    axo.parallelize(model, comms, plan="auto")
+    model(torch.ones(4, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"made before axo.parallelize and holds 4 parameters .*'0.weight'"):
+        early.step()
+    del early
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    other = torch.nn.Linear(2, 2)  # an optimizer of something else is none of ours
+    other(torch.ones(1, 2)).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("grid", ["1x1x1x1", "2x1x1x1", "1x1x2x1"])
+def test_an_optimizer_made_before_parallelize_is_refused(grid):
+    run_ranks(early_optimizer, axo.Grid.parse(grid).world_size, grid)
+
+
+def rows_that_differ(grid, always):
+    os.environ["AXO_CHECK"] = "1" if always else "0"
+    comms = axo.connect(grid)
+    model = axo.parallelize(model_of(), comms, plan="auto")
+    rows = comms.coords.z + 2 * comms.coords.data  # as it should be
+    with axo.count_collectives() as counts:
+        model(torch.full((4, 8), float(rows))).sum().backward()
+    assert all(op != "all_gather" for (op, axis) in counts if axis == "x"), counts  # a check is not counted
+    with torch.no_grad():
+        model(torch.full((4, 8), float(comms.rank)))  # of no training step
+    wrong = torch.full((4, 8), float(comms.coords.x))
+    if always:
+        with pytest.raises(ValueError, match=r"the input on x=1 differs from that on x=0"):
+            model(wrong)
+    else:
+        model(wrong).sum().backward()
+        again = axo.parallelize(model_of(), comms, plan="auto")
+        with pytest.raises(ValueError, match=r"the input on x=1 differs .*axo.shard_batch"):
+            again(input=wrong)
+
+
+@pytest.mark.parametrize("always", [False, True])
+def test_rows_that_differ_along_x_are_refused(always):
+    run_ranks(rows_that_differ, 4, "2x1x2x1", always)
+
+
+def test_a_model_without_blocks_is_refused():
+    run_ranks(without_blocks, 2, "2x1x1x1")
+
+
+def without_blocks(grid):
+    from litgpt.config import Config
+    from litgpt.model import GPT
+
+    comms = axo.connect(grid)
+    for layers in (0, -1):
+        model = GPT(Config(n_layer=layers, n_head=2, n_embd=16, vocab_size=32, padded_vocab_size=32))
+        with pytest.raises(ValueError, match=f"n_layer={layers} is a model without blocks"):
+            axo.parallelize(model, comms)
