@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 import axo
 from tests.launcher import run_ranks
+from tests.nn.support import my_rows
 
 
 def round_trips(grids):
@@ -94,3 +95,26 @@ def activations(grid):
 
 def test_activations_and_errors():
     run_ranks(activations, 8, "2x2x2x1")
+
+
+def batches(grid):
+    comms = axo.connect(grid)
+    batch = {"ids": torch.arange(8), "pair": (torch.arange(16).view(8, 2), ["a"]), "name": "x"}
+    mine = axo.shard_batch(batch, comms)
+    expected = my_rows(comms, batch["ids"])
+    assert torch.equal(mine["ids"], expected) and torch.equal(mine["pair"][0], my_rows(comms, batch["pair"][0]))
+    assert mine["pair"][1] == ["a"] and mine["name"] == "x"
+    with pytest.raises(ValueError, match=r"use a multiple of 4 rows"):
+        axo.shard_batch(torch.zeros(6, 2), comms)
+    layer = axo.nn.Linear(8, 8, comms=comms)
+    with pytest.raises(ValueError, match=r"Parameter is neither .*pass its .placement"):
+        axo.unshard(layer.weight, layer.weight)
+    with pytest.raises(ValueError, match="no gradient"):
+        axo.unshard_grad(layer.weight)
+    with pytest.warns(UserWarning, match=r"call axo.overlap.attach\(model, comms\)"):
+        layer(torch.ones(2, 8 // comms.grid.y)).sum().backward()
+    assert axo.unshard_grad(layer.weight).shape == (8, 8)
+
+
+def test_a_batch_is_cut_over_data_and_z():
+    run_ranks(batches, 8, "2x1x2x2")

@@ -84,8 +84,9 @@ def parallelize(
     for name, module in model.named_modules():
         if isinstance(module, ParallelLayer):
             raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
-    if getattr(getattr(model, "config", None), "n_layer", 1) < 1:
-        raise ValueError(f"parallelize: n_layer={model.config.n_layer} is a model without blocks; use at least 1")
+    layers = getattr(getattr(model, "config", None), "n_layer", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise ValueError(f"parallelize: n_layer={layers} is a model without blocks; use at least 1")
     check_same_model(model, comms)
     before = parameters_of(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)

@@ -2,6 +2,8 @@
 
     shard(full, where)            cut; no communication                      differentiable
     unshard(local, where)         gather over the axes that split it         backward takes this rank's part
+    unshard_grad(p)               the whole gradient of a parameter, after backward
+    shard_batch(batch, comms)     this rank's rows of a whole batch, over data and z; no communication
     shard_input(layer, t)         rows over (data, z), features over the layer's in axis; no communication
     unshard_output(layer, t)      the inverse for what the layer returns     backward takes this rank's part
     to_dtensor(p)                 a parameter seen as a DTensor; no communication
@@ -47,6 +49,21 @@ def unshard(local: torch.Tensor, where: Any) -> torch.Tensor:
     return _Unshard.apply(local, placement)
 
 
+def unshard_grad(parameter: torch.Tensor) -> torch.Tensor:
+    """Gather the whole gradient of a parameter, as backward has left it in ``.grad``. Every rank must call it.
+
+    Raises:
+        ValueError: The parameter has no gradient, or no placement.
+    """
+    grad = parameter.grad
+    if grad is None:
+        raise ValueError("unshard_grad: the parameter has no gradient; call it after backward")
+    where = getattr(grad, "placement", None) or getattr(parameter, "placement", None)  # ZeRO-2's has its own
+    if where is None:
+        raise ValueError("unshard_grad: the tensor has no placement on a grid; pass a parameter of a parallel layer")
+    return unshard(grad, where)
+
+
 class _Unshard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, placement: Placement) -> torch.Tensor:
@@ -69,6 +86,38 @@ class _Unshard(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.placement.take(grad_output).contiguous(), None
+
+
+def shard_batch(batch: Any, comms: Communicators) -> Any:
+    """Cut a whole batch for a model made by ``axo.parallelize``: this rank's rows (dim 0), over data and z.
+
+    Ranks along x and y get the same rows. The same by a sampler:
+    ``DistributedSampler(data, num_replicas=grid.z * grid.data, rank=coords.z + grid.z * coords.data)``.
+
+    Args:
+        batch: A tensor ``(rows, ...)``, or dicts, lists and tuples of such; what is no tensor stays as it is.
+        comms: What ``axo.connect`` returned.
+
+    Raises:
+        ValueError: The rows do not divide over data and z.
+    """
+    if isinstance(batch, torch.Tensor):
+        grid, coords = comms.grid, comms.coords
+        parts = grid.z * grid.data
+        if not batch.dim() or batch.shape[0] % parts:
+            raise ValueError(
+                f"shard_batch: a tensor of shape {tuple(batch.shape)} has no rows that divide over data={grid.data} x"
+                f" z={grid.z}; use a multiple of {parts} rows, or cut it yourself and weight the losses by"
+                " axo.token_weight"
+            )
+        rows = batch.shape[0] // parts
+        return batch.narrow(0, rows * (coords.z + grid.z * coords.data), rows)
+    if isinstance(batch, dict):
+        return {key: shard_batch(value, comms) for key, value in batch.items()}
+    if isinstance(batch, list | tuple):
+        parts_of = [shard_batch(each, comms) for each in batch]
+        return type(batch)(*parts_of) if hasattr(batch, "_fields") else type(batch)(parts_of)
+    return batch
 
 
 def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -263,6 +312,7 @@ def _placement(where: Any) -> Placement:
     elif isinstance(getattr(where, "placements", None), dict):
         placement = where.placements["weight"]
     else:
-        raise ValueError(f"{type(where).__name__} is neither a placement nor a parallel layer")
+        hint = "; pass its .placement" if hasattr(where, "placement") else ""
+        raise ValueError(f"{type(where).__name__} is neither a placement nor a parallel layer{hint}")
     _ = placement.communicators
     return placement

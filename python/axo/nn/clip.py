@@ -12,13 +12,13 @@ Semantics of ``torch.nn.utils.clip_grad_norm_``.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES
+from axo.placement import Placement
 
 
 def clip_grad_norm_(
@@ -45,37 +45,62 @@ def clip_grad_norm_(
         RuntimeError: The norm is not finite and error_if_nonfinite is set.
     """
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"clip_grad_norm_: norm_type={norm_type} is not supported; use a positive number or inf")
-    comms = _communicators(parameters)
-    if comms is None:
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
-    counted = [part for p in parameters if p.grad is not None for part in _counted_here(p, p.grad, comms)]
-    total = _local_total(counted, norm_type, comms.device)
-    if comms.grid.world_size > 1:
-        total = _max(total, comms) if math.isinf(norm_type) else comms.world.all_reduce(total, "sum")
-    norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"clip_grad_norm_: the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped; pass"
-            " error_if_nonfinite=False to go on"
-        )
+    norm = total_norm(
+        [(p, p.grad) for p in parameters if p.grad is not None],
+        norm_type,
+        error_if_nonfinite,
+        "clip_grad_norm_",
+        _communicators(parameters, "clip_grad_norm_"),
+    )
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
         torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
-def _communicators(parameters: list[torch.Tensor]) -> Any:
+def total_norm(
+    owned: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    caller: str,
+    comms: Communicators | None = None,
+) -> torch.Tensor:
+    """The common norm over all ranks of tensors, given with the parameters whose they are. Every rank must call it.
+
+    Args:
+        owned: (parameter, its gradient); or (parameter, the parameter itself).
+        norm_type, error_if_nonfinite: As for :func:`clip_grad_norm_`.
+        caller: How messages call what is computed.
+        comms: Of the grid; None: that of the parameters. Where no parameter is on a grid, this rank's norm.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"{caller}: norm_type={norm_type} is not supported; use a positive number or inf")
+    comms = comms or _communicators([parameter for parameter, _ in owned], caller)
+    if comms is None:
+        return torch.nn.utils.get_total_norm([tensor for _, tensor in owned], norm_type, error_if_nonfinite)
+    counted = [part for parameter, tensor in owned for part in _counted_here(parameter, tensor.detach(), comms)]
+    total = _local_total(counted, norm_type, comms.device)
+    if comms.grid.world_size > 1:
+        total = _max(total, comms) if math.isinf(norm_type) else comms.world.all_reduce(total, "sum")
+    norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"{caller}: the {norm_type}-norm of the gradients is {float(norm)}, so they cannot be clipped; pass"
+            " error_if_nonfinite=False to go on"
+        )
+    return norm
+
+
+def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communicators | None:
     placements = [getattr(p, "placement", None) for p in parameters]
-    found = [placement.comms for placement in placements if placement is not None]
+    found = [placement.communicators for placement in placements if placement is not None]
     if any(comms is not found[0] for comms in found):
-        raise ValueError("clip_grad_norm_: the parameters lie on different grids; clip each grid by itself")
+        raise ValueError(f"{caller}: the parameters lie on different grids; clip each grid by itself")
     return found[0] if found else None
 
 
-def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Any:
+def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Placement | None:
     """How the gradient lies: as the parameter, or (ZeRO-2) cut once more, over data."""
     own = getattr(grad, "placement", None)
     placement = getattr(parameter, "placement", None)

@@ -19,7 +19,7 @@ from torch import nn
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
-from axo.nn import chain
+from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement
@@ -70,6 +70,8 @@ class ParallelLayer(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None:
                 parameter.placement = placement
+        if self.comms.grid.world_size > 1:
+            torch_utils.know(self)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         """The layer of torch.nn that this one stands for: whole, on one rank, its parameters not filled yet."""

@@ -20,6 +20,7 @@ from torch import nn
 
 from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
+from axo.nn import torch_utils
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement
 
@@ -34,6 +35,7 @@ class Replicated:
     def _attach(self) -> None:
         """Give each own parameter its placement and the reduction of its gradient."""
         module: Any = self
+        torch_utils.know(module)
         for name, placement in self.placements.items():
             parameter = getattr(module, name)
             if getattr(parameter, "placement", None) is placement:

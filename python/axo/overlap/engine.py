@@ -79,7 +79,7 @@ class Engine:
         self.compares_inputs = False
         self.synchronizing = True
         self.awaits_backward = False
-        self._rooted = False
+        self._rooted = self._hinted = False
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_End] | None = None
 
@@ -137,6 +137,14 @@ class Engine:
             self.zero.begin_backward()
         if self._rooted:
             self.gathers.begin(BACKWARD)
+        elif not self._hinted and self.comms.grid.z * self.comms.grid.data > 1:
+            self._hinted = True
+            warnings.warn(
+                "axo: a layer that is in no attached model hides little of its communication; call"
+                " axo.overlap.attach(model, comms) once for a model made by hand",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def finish_backward(self) -> None:
         """Complete all gradients; nothing of this pass is left."""

@@ -102,7 +102,7 @@ def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> 
     for tensor in tensors:
         if tensor.layout == torch.strided and not tensor.is_meta:
             digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
-            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy())
+            digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     mine = torch.tensor([int.from_bytes(digest.digest(), "little")], dtype=torch.int64, device=comms.device)
     for axis in ("x", "y"):
         if comms.grid.size(axis) == 1:
