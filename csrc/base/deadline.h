@@ -1,4 +1,4 @@
-// Time limits as points in time, and how long ago one was.
+// The clock, time limits as points in time, and how long ago one was.
 #pragma once
 
 #include <algorithm>
@@ -9,6 +9,8 @@
 
 namespace axo {
 
+using Clock = std::chrono::steady_clock;
+
 // Negative is "no limit": a year, as is all that is longer, since sums of clocks overflow after 292 of them.
 inline Milliseconds limited(Milliseconds timeout) {
   constexpr Milliseconds kLongest = std::chrono::hours(24 * 365);
@@ -16,16 +18,16 @@ inline Milliseconds limited(Milliseconds timeout) {
 }
 
 // When `timeout` will have passed since `start`.
-inline std::chrono::steady_clock::time_point deadline_after(
-    Milliseconds timeout, std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now()) {
+inline Clock::time_point deadline_after(
+    Milliseconds timeout, Clock::time_point start = Clock::now()) {
   return start + limited(timeout);
 }
 
 // "0.123 s", for errors that say how long somebody waited.
-inline std::string seconds_since(std::chrono::steady_clock::time_point start) {
+inline std::string seconds_since(Clock::time_point start) {
   char text[32];
   std::snprintf(text, sizeof(text), "%.3f s",
-                std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+                std::chrono::duration<double>(Clock::now() - start).count());
   return text;
 }
 

@@ -11,12 +11,10 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "progress/engine.h"
 #include "base/error.h"
 #include "base/identity.h"
 
 namespace axo {
-namespace host {
 namespace {
 
 // Set by the signal handler, which may do no more than that.
@@ -42,7 +40,7 @@ void append_quoted(std::string* to, const std::string& text) {
   *to += '"';
 }
 
-double seconds(FlightEntry::Time t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
+double seconds(Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
 
 // RANK as torchrun sets it, or null.
 std::string world_rank() {
@@ -52,9 +50,9 @@ std::string world_rank() {
   return rank >= 0 && end != text ? std::to_string(rank) : "null";
 }
 
-void append_time(std::string* to, const char* key, FlightEntry::Time t) {
+void append_time(std::string* to, const char* key, Clock::time_point t) {
   char text[64];
-  if (t == FlightEntry::Time{}) {
+  if (t == Clock::time_point{}) {
     std::snprintf(text, sizeof(text), ", \"%s\": null", key);
   } else {
     std::snprintf(text, sizeof(text), ", \"%s\": %.9f", key, seconds(t));
@@ -64,26 +62,30 @@ void append_time(std::string* to, const char* key, FlightEntry::Time t) {
 
 }  // namespace
 
-std::uint64_t FlightRecorder::issued(const FlightEntry& entry) {
+std::uint64_t FlightRecorder::issued(const Operation& operation, std::uint64_t sequence, Clock::time_point time) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ring_[next_ % kEntries] = entry;
+  Entry& entry = ring_[next_ % kEntries];
+  entry = Entry{};
+  entry.operation = operation;
+  entry.sequence = sequence;
+  entry.issued = time;
   return next_++;
 }
 
-// Null when the ring has overwritten it.
-FlightEntry* FlightRecorder::find(std::uint64_t number) {
-  return number + kEntries >= next_ ? &ring_[number % kEntries] : nullptr;
+// Null when the ring has overwritten it, or never had it.
+FlightRecorder::Entry* FlightRecorder::find(std::uint64_t number) {
+  return number < next_ && number + kEntries >= next_ ? &ring_[number % kEntries] : nullptr;
 }
 
 void FlightRecorder::started(std::uint64_t number) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (FlightEntry* e = find(number)) e->started = std::chrono::steady_clock::now();
+  if (Entry* e = find(number)) e->started = Clock::now();
 }
 
 void FlightRecorder::ended(std::uint64_t number, bool failed) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (FlightEntry* e = find(number)) {
-    e->ended = std::chrono::steady_clock::now();
+  if (Entry* e = find(number)) {
+    e->ended = Clock::now();
     e->failed = failed;
   }
 }
@@ -94,23 +96,24 @@ void FlightRecorder::failure(const std::string& text) {
 }
 
 void FlightRecorder::append_lines(std::string* to) const {
-  const auto now = std::chrono::steady_clock::now();
+  const auto now = Clock::now();
   const double epoch =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count() - seconds(now);
-  std::string where = ", \"id\": \"" + std::to_string(id_) + "\", \"rank\": " + std::to_string(rank_) +
-                      ", \"size\": " + std::to_string(size_) + ", \"world_rank\": " + world_rank() + ", \"host\": ";
+  std::string where = ", \"id\": \"" + std::to_string(id_) + "\", \"rank\": " + std::to_string(member_.rank) +
+                      ", \"size\": " + std::to_string(member_.size) + ", \"world_rank\": " + world_rank() + ", \"host\": ";
   append_quoted(&where, host_name());
   where += ", \"pid\": " + std::to_string(::getpid());
   std::lock_guard<std::mutex> lock(mutex_);
   for (std::uint64_t i = next_ > kEntries ? next_ - kEntries : 0; i < next_; ++i) {
-    const FlightEntry& e = ring_[i % kEntries];
-    const bool ended = e.ended != FlightEntry::Time{}, started = e.started != FlightEntry::Time{};
+    const Entry& e = ring_[i % kEntries];
+    const bool ended = e.ended != Clock::time_point{}, started = e.started != Clock::time_point{};
     *to += "{\"communicator\": ";
-    append_quoted(to, name_);
-    *to += where + ", \"op\": \"" + e.op + "\", \"sequence\": " + std::to_string(e.sequence) + ", \"dtype\": \"" +
-           name_of(e.dtype) + "\", \"count\": " + std::to_string(e.count) + ", \"reduce\": ";
-    *to += e.reduce ? "\"" + std::string(e.reduce) + "\"" : "null";
-    *to += ", \"root\": " + (e.root < 0 ? "null" : std::to_string(e.root)) + ", \"tag\": " + std::to_string(e.tag) +
+    append_quoted(to, member_.name);
+    const Operation& o = e.operation;
+    *to += where + ", \"op\": \"" + name_of(o.kind) + "\", \"sequence\": " + std::to_string(e.sequence) +
+           ", \"dtype\": \"" + name_of(o.dtype) + "\", \"count\": " + std::to_string(o.count) + ", \"reduce\": ";
+    *to += o.reduces() ? "\"" + std::string(name_of(o.op)) + "\"" : "null";
+    *to += ", \"root\": " + (o.root < 0 ? "null" : std::to_string(o.root)) + ", \"tag\": " + std::to_string(o.tag) +
            ", \"state\": \"" +
            (e.failed  ? "failed"
             : ended   ? "done"
@@ -131,6 +134,18 @@ void FlightRecorder::append_lines(std::string* to) const {
     }
     *to += "}\n";
   }
+}
+
+FlightLog& FlightLog::get() {
+  static std::mutex mutex;
+  static FlightLog* log = new FlightLog;  // never destroyed: threads of the core outlive statics
+  static int pid = ::getpid();
+  std::lock_guard<std::mutex> lock(mutex);
+  if (pid != ::getpid()) {
+    log = new FlightLog;
+    pid = ::getpid();
+  }
+  return *log;
 }
 
 void FlightLog::add(const std::shared_ptr<FlightRecorder>& recorder) {
@@ -155,7 +170,7 @@ void FlightLog::set_directory(const std::string& directory, int signal) {
 }
 
 void FlightLog::poll() {
-  if (g_asked.exchange(false, std::memory_order_relaxed)) write();
+  if (g_asked.exchange(false, std::memory_order_relaxed)) get().write();
 }
 
 std::string FlightLog::lines() {
@@ -192,14 +207,12 @@ std::string FlightLog::write() {
   return path;
 }
 
-}  // namespace host
-
 void set_flight_directory(const std::string& directory, int signal) {
-  host::Engine::get().flight().set_directory(directory, signal);
+  FlightLog::get().set_directory(directory, signal);
 }
 
-std::string write_flight_file() { return host::Engine::get().flight().write(); }
+std::string write_flight_file() { return FlightLog::get().write(); }
 
-std::string flight_lines() { return host::Engine::get().flight().lines(); }
+std::string flight_lines() { return FlightLog::get().lines(); }
 
 }  // namespace axo

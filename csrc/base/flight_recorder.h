@@ -10,14 +10,14 @@
 // is written to disk before a directory is set.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
 
-#include "base/types.h"
+#include "base/deadline.h"
+#include "base/operation.h"
 
 namespace axo {
 
@@ -30,55 +30,47 @@ std::string write_flight_file();
 // The lines themselves, for all living communicators of this process.
 std::string flight_lines();
 
-namespace host {
-
-struct FlightEntry {
-  using Time = std::chrono::steady_clock::time_point;
-  const char* op = "";
-  std::uint64_t sequence = 0;
-  DType dtype = DType::uint8;
-  std::uint64_t count = 0;
-  const char* reduce = nullptr;
-  int root = -1;
-  int tag = 0;
-  Time issued{}, started{}, ended{};
-  bool failed = false;
-};
-
 // The ring of one communicator.
 class FlightRecorder {
  public:
   static constexpr std::uint64_t kEntries = 256;
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};  // the number of what was never issued
 
   // `id` is equal on all ranks of a communicator, and differs between communicators of one name; 0: unknown.
-  FlightRecorder(std::string name, int rank, int size, std::uint64_t id = 0)
-      : name_(std::move(name)), rank_(rank), size_(size), id_(id) {}
+  explicit FlightRecorder(Member member, std::uint64_t id = 0) : member_(std::move(member)), id_(id) {}
   // Returns the number to give to started() and ended().
-  std::uint64_t issued(const FlightEntry& entry);
+  std::uint64_t issued(const Operation& operation, std::uint64_t sequence, Clock::time_point time);
   void started(std::uint64_t number);
   void ended(std::uint64_t number, bool failed);
   void failure(const std::string& text);
   void append_lines(std::string* to) const;
 
  private:
-  FlightEntry* find(std::uint64_t number);
+  struct Entry {
+    Operation operation;
+    std::uint64_t sequence = 0;
+    Clock::time_point issued{}, started{}, ended{};
+    bool failed = false;
+  };
+  Entry* find(std::uint64_t number);
 
-  const std::string name_;
-  const int rank_, size_;
+  const Member member_;
   const std::uint64_t id_;
   mutable std::mutex mutex_;
-  std::vector<FlightEntry> ring_{kEntries};
+  std::vector<Entry> ring_{kEntries};
   std::uint64_t next_ = 0;
   std::string failure_;
 };
 
-// All recorders of a process, and where they are written. Owned by the engine.
+// All recorders of a process, and where they are written.
 class FlightLog {
  public:
+  // Of this process; a forked child begins a new one.
+  static FlightLog& get();
   void add(const std::shared_ptr<FlightRecorder>& recorder);
   void set_directory(const std::string& directory, int signal);
-  // Called now and then by the progress thread: writes when the signal has come.
-  void poll();
+  // Writes when the signal has come. The threads of the core that wake now and then call it.
+  static void poll();
   std::string write();
   std::string lines();
 
@@ -89,5 +81,4 @@ class FlightLog {
   std::vector<std::weak_ptr<FlightRecorder>> recorders_;
 };
 
-}  // namespace host
 }  // namespace axo

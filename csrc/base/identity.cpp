@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 
-namespace axo::host {
+namespace axo {
 namespace {
 
 std::string read_line(const char* path) {
@@ -63,4 +63,4 @@ std::string process_space() {
   return link.empty() ? "unknown" : link;
 }
 
-}  // namespace axo::host
+}  // namespace axo

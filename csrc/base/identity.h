@@ -3,7 +3,7 @@
 
 #include <string>
 
-namespace axo::host {
+namespace axo {
 
 // What a host is called: AXO_HOST, or "hostN" by AXO_RANKS_PER_HOST, or its hostname.
 std::string host_name();
@@ -11,4 +11,4 @@ std::string host_name();
 std::string host_identity();
 std::string process_space();  // the namespace of process ids, never empty
 
-}  // namespace axo::host
+}  // namespace axo

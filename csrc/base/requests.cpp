@@ -3,7 +3,9 @@
 
 #include <limits>
 
-namespace axo::host {
+#include "base/group.h"
+
+namespace axo {
 namespace {
 
 void set_op(Request& r, ReduceOp op) {
@@ -36,6 +38,14 @@ Request RequestCommunicator::request(Kind kind, const void* in, void* out, std::
   return r;
 }
 
+Request RequestCommunicator::reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
+                                       ReduceOp op) const {
+  Request r = request(kind, in, out, count, dtype);
+  set_op(r, op);
+  check_pointers(r, true, true);
+  return r;
+}
+
 void RequestCommunicator::set_root(Request& r, int root) const {
   const bool message = r.point_to_point();
   AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(), root,
@@ -58,10 +68,7 @@ std::vector<std::size_t> RequestCommunicator::to_bytes(const char* what, const s
 
 WorkPtr RequestCommunicator::all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
                                         const CallOptions& options) {
-  Request r = request(Kind::all_reduce, in, out, count, dtype);
-  set_op(r, op);
-  check_pointers(r, true, true);
-  return issue(std::move(r), options);
+  return issue(reduction(Kind::all_reduce, in, out, count, dtype, op), options);
 }
 
 WorkPtr RequestCommunicator::all_gather(const void* in, void* out, std::size_t count, DType dtype,
@@ -73,10 +80,7 @@ WorkPtr RequestCommunicator::all_gather(const void* in, void* out, std::size_t c
 
 WorkPtr RequestCommunicator::reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
                                             const CallOptions& options) {
-  Request r = request(Kind::reduce_scatter, in, out, count, dtype);
-  set_op(r, op);
-  check_pointers(r, true, true);
-  return issue(std::move(r), options);
+  return issue(reduction(Kind::reduce_scatter, in, out, count, dtype, op), options);
 }
 
 WorkPtr RequestCommunicator::broadcast(void* data, std::size_t count, DType dtype, int root,
@@ -176,4 +180,4 @@ std::string RequestCommunicator::gather_bytes(const std::string& mine) {
   return all;
 }
 
-}  // namespace axo::host
+}  // namespace axo

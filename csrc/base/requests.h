@@ -1,13 +1,13 @@
-// The part of a communicator that all CPU transports share: arguments checked and turned into a Request.
+// The part of a communicator that all transports share: arguments checked and turned into a Request.
 #pragma once
 
 #include <string>
 #include <vector>
 
 #include "base/communicator.h"
-#include "host/work.h"
+#include "base/operation.h"
 
-namespace axo::host {
+namespace axo {
 
 // The collectives of Communicator over one function, `issue`.
 class RequestCommunicator : public Communicator {
@@ -35,6 +35,8 @@ class RequestCommunicator : public Communicator {
   WorkPtr barrier(const CallOptions& options) override;
 
  protected:
+  // A checked request for an operation that reduces, with `in` and `out`.
+  Request reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype, ReduceOp op) const;
   // Takes a checked request; refuses it when the communicator can take none.
   virtual WorkPtr issue(Request request, const CallOptions& options) = 0;
   // Throws Error for a blocking call inside a group.
@@ -48,4 +50,4 @@ class RequestCommunicator : public Communicator {
   std::vector<std::size_t> to_bytes(const char* what, const std::vector<std::size_t>& counts, DType dtype) const;
 };
 
-}  // namespace axo::host
+}  // namespace axo

@@ -22,7 +22,7 @@
 #include <memory>
 #include <string>
 
-#include "base/communicator.h"
+#include "base/requests.h"
 #include "base/store.h"
 
 namespace axo {
@@ -57,7 +57,7 @@ struct DeviceOptions {
   std::shared_ptr<DeviceContext> context = {};
 };
 
-class DeviceCommunicator : public Communicator {
+class DeviceCommunicator : public RequestCommunicator {
  public:
   // all_reduce and reduce_scatter of scale * in, in one operation.
   virtual WorkPtr all_reduce_scaled(const void* in, void* out, std::size_t count, DType dtype, double scale,

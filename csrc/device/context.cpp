@@ -3,6 +3,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "device/work.h"
 
 namespace axo {
 
@@ -72,6 +73,15 @@ DeviceContext::DeviceContext(std::shared_ptr<const GpuRuntime> gpu, std::shared_
 DeviceContext::~DeviceContext() {
   watchdog_.reset();
   gpu_->destroy_stream(shared_stream_);
+}
+
+void DeviceContext::launch(const std::vector<WorkStatePtr>& works) {
+  std::vector<DeviceWorkPtr> own;
+  for (const auto& work : works) own.push_back(std::static_pointer_cast<DeviceWork>(work));
+  try {
+    queue_.issue(own);
+  } catch (...) {  // every work has ended with it
+  }
 }
 
 GpuStream DeviceContext::shared_stream(bool high_priority) {

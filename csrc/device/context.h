@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/group.h"
 #include "device/gpu_runtime.h"
 #include "device/launch_queue.h"
 #include "device/nccl_api.h"
@@ -50,14 +51,15 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
 };
 using EventPtr = std::shared_ptr<EventPool::Event>;
 
-class DeviceContext {
+class DeviceContext : public GroupLauncher {
  public:
   // The context that this process has for `device`; made at the first call, gone with its last communicator.
   static std::shared_ptr<DeviceContext> of(int device);
   // One of its own.
   static std::shared_ptr<DeviceContext> create(std::shared_ptr<const GpuRuntime> gpu,
                                                std::shared_ptr<const NcclApi> nccl, int device);
-  ~DeviceContext();
+  ~DeviceContext() override;
+  void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
 
   const GpuRuntime& gpu() const { return *gpu_; }
   const NcclApi& nccl() const { return *nccl_; }

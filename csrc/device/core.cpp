@@ -6,19 +6,14 @@
 
 namespace axo {
 
-std::string DeviceCore::describe(const DeviceWork& work) const {
-  return work.operation.text() + " (#" + std::to_string(work.sequence()) + " of '" + name() + "', rank " +
-         std::to_string(rank_) + " of " + std::to_string(size_) + ")";
-}
-
 void DeviceCore::check_usable() const {
   if (!failed() && !closed_) return;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!error_) throw Aborted("communicator '" + name() + "' has been shut down");
+  if (!error_) throw Aborted("communicator '" + member_.name + "' has been shut down");
   try {
     std::rethrow_exception(error_);
   } catch (const std::exception& e) {
-    throw Aborted("communicator '" + name() + "' is aborted: " + e.what());
+    throw Aborted("communicator '" + member_.name + "' is aborted: " + e.what());
   }
 }
 
@@ -28,7 +23,7 @@ std::exception_ptr DeviceCore::failure() const {
 }
 
 std::exception_ptr DeviceCore::error_from(int result, const char* function) const {
-  const std::string text = "communicator '" + name() + "': " + nccl().error_text(function, result, comm_);
+  const std::string text = "communicator '" + member_.name + "': " + nccl().error_text(function, result, comm_);
   switch (result) {
     case kNcclRemoteError:
       return std::make_exception_ptr(PeerLost(text, -1));
@@ -48,14 +43,13 @@ void DeviceCore::settle(int result, const char* function, Clock::time_point dead
   for (int polls = 0; result == kNcclInProgress; ++polls) {
     if (failed()) check_usable();
     if (!started_ && options_.cancelled && options_.cancelled->load()) {
-      throw Aborted("communicator '" + name() + "' was aborted while its ranks met");
+      throw Aborted("communicator '" + member_.name + "' was aborted while its ranks met");
     }
     // Not in the first tenth of a second, and then eight times a second.
     const int peer = peers_ && polls > 1000 && polls % 128 == 0 ? peers_->lost() : -1;
-    if (peer >= 0) std::rethrow_exception(peer_lost(std::string(function) + " on '" + name() + "'", peer));
+    if (peer >= 0) std::rethrow_exception(peer_lost(std::string(function) + " on '" + member_.name + "'", peer));
     if (Clock::now() >= deadline) {
-      throw Timeout("communicator '" + name() + "', rank " + std::to_string(rank_) + " of " + std::to_string(size_) +
-                    ": " + function + " could not be launched in time: a peer has not come");
+      throw Timeout("communicator " + member_.words() + ": " + function + " could not be launched in time: a peer has not come");
     }
     if (polls < 100) {
       std::this_thread::yield();
@@ -71,7 +65,7 @@ void DeviceCore::settle(int result, const char* function, Clock::time_point dead
 void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture) {
   const Capture own = stream == caller ? capture : gpu().capture_info(stream);
   if (own.active() && own != capture) {
-    throw Error("communicator '" + name() +
+    throw Error("communicator '" + member_.name +
                 "' is part of a graph that is being captured; use it on the capturing stream only, "
                 "until the capture ends");
   }
@@ -88,10 +82,10 @@ void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, co
 }
 
 void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture) {
-  last_stream_ = work->stream();
+  last_stream_ = work->stream;
   last_event_ = done;
   last_capture_ = capture;
-  work->launched(std::move(start), std::move(done), capture);
+  work->launched(std::move(start), std::move(done), capture.active());
   if (capture.active()) return;
   std::exception_ptr error;
   bool many = false;

@@ -26,23 +26,22 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::shared_ptr<DeviceCore> split(int color, int key, const std::string& name);
   ~DeviceCore();
 
-  int rank() const { return rank_; }
-  int size() const { return size_; }
-  const std::string& name() const { return options_.name; }
+  int rank() const { return member_.rank; }
+  int size() const { return member_.size; }
+  const Member& member() const { return member_; }
   const std::string& key() const { return key_; }
   Milliseconds timeout() const { return options_.timeout; }
   bool timing() const { return options_.timing; }
   DeviceContext& context() const { return *context_; }
+  const std::shared_ptr<DeviceContext>& shared_context() const { return context_; }
   const GpuRuntime& gpu() const { return context_->gpu(); }
   const NcclApi& nccl() const { return context_->nccl(); }
   GpuStream stream() const { return stream_; }
   void* scratch() const { return scratch_; }  // a zero word on the device, for barriers
   NcclComm comm() const { return comm_; }
-  host::FlightRecorder& flight() const { return *flight_; }
+  FlightRecorder& flight() const { return *flight_; }
   OrderCheck* order_check() const { return order_check_.get(); }
 
-  // "all_reduce of 8 float32, sum (#3 of 'x', rank 0 of 2)"
-  std::string describe(const DeviceWork& work) const;
   // Throws when the communicator has failed, was aborted or shut down.
   void check_usable() const;
 
@@ -90,14 +89,14 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   const std::shared_ptr<DeviceContext> context_;
   const std::shared_ptr<Store> store_;
   const std::string key_;
-  int rank_, size_;
+  Member member_;
   DeviceOptions options_;
   std::atomic<NcclComm> comm_{nullptr};
   GpuStream stream_ = nullptr;
   void* scratch_ = nullptr;
   bool owns_stream_ = false;
   bool started_ = false;
-  std::shared_ptr<host::FlightRecorder> flight_;
+  std::shared_ptr<FlightRecorder> flight_;
   std::unique_ptr<OrderCheck> order_check_;
   std::shared_ptr<DevicePeers> peers_;  // from before the library connects
   std::atomic<std::uint64_t> issued_{0};

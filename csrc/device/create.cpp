@@ -9,7 +9,6 @@
 
 #include "base/deadline.h"
 #include "device/core.h"
-#include "progress/engine.h"
 
 namespace axo {
 namespace {
@@ -97,7 +96,7 @@ struct Rendezvous {
     auto pause = std::chrono::milliseconds(1);
     auto next_look = Clock::now() + kLook / 2;
     while (!store.has(key + part)) {
-      host::check_interrupt();
+      check_interrupt();
       if (options.cancelled && options.cancelled->load()) {
         throw Aborted("aborted while its ranks met");
       }
@@ -181,8 +180,7 @@ DeviceCore::DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<S
     : context_(std::move(context)),
       store_(std::move(store)),
       key_(std::move(key)),
-      rank_(rank),
-      size_(size),
+      member_{options.name, rank, size},
       options_(std::move(options)) {
   options_.context.reset();  // held once, above
 }
@@ -222,15 +220,15 @@ void DeviceCore::start() {
                       (options_.streams == StreamPolicy::automatic && gpu().vendor() == GpuVendor::hip);
   stream_ = shared ? context_->shared_stream(options_.high_priority) : gpu().create_stream(options_.high_priority);
   owns_stream_ = !shared;
-  if (!peers_) peers_ = std::make_shared<DevicePeers>(store_, key_, rank_, size_);
+  if (!peers_) peers_ = std::make_shared<DevicePeers>(store_, key_, rank(), size());
   scratch_ = gpu().allocate(sizeof(std::uint32_t));
   gpu().set_bytes(scratch_, 0, sizeof(std::uint32_t), stream_);
   context_->reserve_ctas(options_.max_ctas);
   started_ = true;
-  flight_ = std::make_shared<host::FlightRecorder>(name(), rank_, size_);
-  host::Engine::get().flight().add(flight_);
-  if (store_ && size_ > 1 && check_wanted(options_)) {
-    order_check_ = std::make_unique<OrderCheck>(store_, key_, name(), rank_, size_, options_.timeout);
+  flight_ = std::make_shared<FlightRecorder>(member_);
+  FlightLog::get().add(flight_);
+  if (store_ && size() > 1 && check_wanted(options_)) {
+    order_check_ = std::make_unique<OrderCheck>(store_, key_, member_.name, rank(), size(), options_.timeout);
   }
   context_->watchdog().watch(shared_from_this());
 }
@@ -255,8 +253,8 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
     int state = kNcclSuccess;
     nccl().check(nccl()->CommGetAsyncError(comm, &state), "ncclCommGetAsyncError", comm);
     child->settle(state, "ncclCommSplit", deadline);
-    nccl().check(nccl()->CommUserRank(comm, &child->rank_), "ncclCommUserRank", comm);
-    nccl().check(nccl()->CommCount(comm, &child->size_), "ncclCommCount", comm);
+    nccl().check(nccl()->CommUserRank(comm, &child->member_.rank), "ncclCommUserRank", comm);
+    nccl().check(nccl()->CommCount(comm, &child->member_.size), "ncclCommCount", comm);
     child->start();
   } catch (...) {
     fail(std::current_exception());  // the ranks no longer agree on what exists

@@ -7,10 +7,6 @@
 namespace axo {
 namespace {
 
-std::string message_text(const Operation& op) {
-  return std::to_string(op.count) + " " + name_of(op.dtype) + " with tag " + std::to_string(op.tag);
-}
-
 // The checks of AXO_CHECK=1. The library has been told nothing yet, so a mismatch hangs nobody.
 void compare_with_peers(const std::vector<DeviceWorkPtr>& works) {
   if (!works.front()->core().order_check()) return;
@@ -25,7 +21,7 @@ void compare_with_peers(const std::vector<DeviceWorkPtr>& works) {
   const auto neighbours = [&] {
     std::vector<OrderCheck::Neighbour> all;
     for (const auto& core : cores) {
-      if (core->order_check()) all.push_back({core->key(), core->name(), core->rank(), core->order_check()->issued()});
+      if (core->order_check()) all.push_back({core->key(), core->member().name, core->rank(), core->order_check()->issued()});
     }
     return all;
   };
@@ -36,18 +32,18 @@ void compare_with_peers(const std::vector<DeviceWorkPtr>& works) {
   std::vector<std::uint64_t> numbers;
   for (std::size_t i = 0; i < works.size(); ++i) {
     OrderCheck* check = works[i]->core().order_check();
-    const Operation& op = works[i]->operation;
-    if (op.kind == std::string("send")) check->publish_send(op.peer, message_text(op));
-    numbers.push_back(op.point_to_point() ? 0 : check->publish(op.text(), positions[i]));
+    const Operation& op = works[i]->request;
+    if (op.kind == Kind::send) check->publish_send(op);
+    numbers.push_back(op.point_to_point() ? 0 : check->publish(words(op), positions[i]));
   }
   for (std::size_t i = 0; i < works.size(); ++i) {
     DeviceCore& core = works[i]->core();
-    const Operation& op = works[i]->operation;
+    const Operation& op = works[i]->request;
     const auto cancelled = [&] { core.check_usable(); };
     if (!op.point_to_point()) {
-      core.order_check()->verify(numbers[i], op.text(), positions[i], neighbours, cancelled);
-    } else if (op.kind == std::string("recv")) {
-      core.order_check()->verify_recv(op.peer, message_text(op), cancelled);
+      core.order_check()->verify(numbers[i], words(op), positions[i], neighbours, cancelled);
+    } else if (op.kind == Kind::recv) {
+      core.order_check()->verify_recv(op, cancelled);
     }
   }
 }
@@ -59,17 +55,13 @@ class Turn {
       : works_(works), context_(works.front()->core().context()), gpu_(context_.gpu()), nccl_(context_.nccl()) {}
 
   void run() {
-    for (const auto& work : works_) work->start_turn(work->core().next_sequence());
+    for (const auto& work : works_) work->issued(work->core().next_sequence(), &work->core().flight());
     compare_with_peers(works_);
     order();
     EventPtr start = starts();
-    for (const auto& work : works_) {
-      if (work->launch.before) work->launch.before(work->stream());
-    }
+    for (const auto& work : works_) work->library_call.before(work->stream);
     call();
-    for (const auto& work : works_) {
-      if (work->launch.after) work->launch.after(work->stream());
-    }
+    for (const auto& work : works_) work->library_call.after(work->stream);
     finish(start);
   }
 
@@ -85,7 +77,7 @@ class Turn {
   void order() {
     std::vector<std::pair<GpuStream, GpuStream>> joined;  // (stream, caller) with an edge
     for (const auto& work : works_) {
-      const std::pair<GpuStream, GpuStream> edge(work->stream(), work->caller());
+      const std::pair<GpuStream, GpuStream> edge(work->stream, work->caller);
       const bool known = std::find(joined.begin(), joined.end(), edge) != joined.end();
       work->core().order(edge.first, edge.second, work->after_caller && !known, capture_of(edge.second));
       if (work->after_caller) joined.push_back(edge);
@@ -93,39 +85,39 @@ class Turn {
   }
 
   EventPtr starts() {
-    if (!works_.front()->core().timing() || capture_of(works_.front()->caller()).active()) return {};
+    if (!works_.front()->core().timing() || capture_of(works_.front()->caller).active()) return {};
     EventPtr event = context_.events().take(true);
-    gpu_.record(event->handle(), works_.front()->stream());
+    gpu_.record(event->handle(), works_.front()->stream);
     return event;
   }
 
   void call() {
-    const bool grouped = works_.size() > 1 || works_.front()->launch.several_calls;
+    const bool grouped = works_.size() > 1 || works_.front()->library_call.several();
     int result = kNcclSuccess;
     if (!grouped) {
-      result = works_.front()->launch.call(works_.front()->stream());
+      result = works_.front()->library_call.call(works_.front()->stream);
     } else {
       nccl_.check(nccl_->GroupStart(), "ncclGroupStart");
       for (const auto& work : works_) {
-        result = work->launch.call(work->stream());
+        result = work->library_call.call(work->stream);
         if (result != kNcclSuccess && result != kNcclInProgress) break;
       }
       const int end = nccl_->GroupEnd();  // also after a failed call, or the library would stay inside the group
       if (result == kNcclSuccess || result == kNcclInProgress) result = end;
     }
-    for (const auto& work : works_) work->core().settle(result, work->operation.kind, work->deadline());
+    for (const auto& work : works_) work->core().settle(result, name_of(work->request.kind), work->deadline());
   }
 
   void finish(const EventPtr& start) {
     std::vector<std::pair<GpuStream, EventPtr>> ends;
     for (const auto& work : works_) {
-      auto end = std::find_if(ends.begin(), ends.end(), [&](const auto& e) { return e.first == work->stream(); });
-      const Capture capture = capture_of(work->caller());
+      auto end = std::find_if(ends.begin(), ends.end(), [&](const auto& e) { return e.first == work->stream; });
+      const Capture capture = capture_of(work->caller);
       if (end == ends.end()) {
         EventPtr event = context_.events().take(start != nullptr);
         if (capture.active()) event->set_captured();
-        gpu_.record(event->handle(), work->stream());
-        end = ends.emplace(ends.end(), work->stream(), std::move(event));
+        gpu_.record(event->handle(), work->stream);
+        end = ends.emplace(ends.end(), work->stream, std::move(event));
       }
       work->core().launched(work, start, end->second, capture);
     }

@@ -141,6 +141,7 @@ class NcclApi {
     const char* (*GetLastError)(NcclComm) = nullptr;  // optional
   };
   const Table* operator->() const { return &fn_; }
+  const Table& table() const { return fn_; }
 
   const std::string& path() const { return library_.path(); }
   const char* transport() const { return vendor_ == GpuVendor::cuda ? "nccl" : "rccl"; }

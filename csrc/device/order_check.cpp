@@ -135,18 +135,22 @@ void OrderCheck::find_crossing(std::uint64_t number, const std::string& text, in
   }
 }
 
-void OrderCheck::publish_send(int peer, const std::string& text) {
-  store_->set(
-      key_ + "/send/" + std::to_string(rank_) + "/" + std::to_string(peer) + "/" + std::to_string(++sent_[peer]), text);
+void OrderCheck::publish_send(const Operation& send) {
+  const std::string number = std::to_string(++sent_[send.root]);
+  store_->set(key_ + "/send/" + std::to_string(rank_) + "/" + std::to_string(send.root) + "/" + number, words(send));
 }
 
-void OrderCheck::verify_recv(int peer, const std::string& text, const std::function<void()>& cancelled) {
+void OrderCheck::verify_recv(const Operation& recv, const std::function<void()>& cancelled) {
+  const int peer = recv.root;
+  Operation expected = recv;
+  expected.kind = Kind::send;
+  expected.root = rank_;
   const auto number = std::to_string(++received_[peer]);
   const std::string key = key_ + "/send/" + std::to_string(peer) + "/" + std::to_string(rank_) + "/" + number;
-  const std::string theirs = fetch(key, peer, "transfer " + number, text, cancelled, [] {});
-  if (theirs != text) {
-    throw Mismatch("transfer " + number + " of '" + name_ + "' differs: rank " + std::to_string(rank_) + " receives " +
-                   text + ", rank " + std::to_string(peer) + " sends " + theirs);
+  const std::string theirs = fetch(key, peer, "transfer " + number, words(recv), cancelled, [] {});
+  if (theirs != words(expected)) {
+    throw Mismatch("transfer " + number + " of '" + name_ + "' differs: rank " + std::to_string(rank_) + " issued " +
+                   words(recv) + ", rank " + std::to_string(peer) + " issued " + theirs);
   }
 }
 

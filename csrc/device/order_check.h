@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "base/operation.h"
 #include "base/store.h"
 
 namespace axo {
@@ -40,8 +41,8 @@ class OrderCheck {
   // throw.
   void verify(std::uint64_t number, const std::string& text, const Positions& positions,
               const std::function<std::vector<Neighbour>()>& neighbours, const std::function<void()>& cancelled);
-  void publish_send(int peer, const std::string& text);
-  void verify_recv(int peer, const std::string& text, const std::function<void()>& cancelled);
+  void publish_send(const Operation& send);
+  void verify_recv(const Operation& recv, const std::function<void()>& cancelled);
   std::uint64_t issued() const { return issued_; }
 
  private:

@@ -6,6 +6,9 @@
 #include <set>
 #include <sstream>
 
+#include "base/error.h"
+#include "base/identity.h"
+
 namespace axo {
 namespace {
 
@@ -33,7 +36,7 @@ DevicePeers::DevicePeers(std::shared_ptr<Store> store, std::string key, int rank
     : store_(std::move(store)), key_(std::move(key)), rank_(rank), peers_(static_cast<std::size_t>(size)) {
   if (store_ == nullptr || size == 1) return;
   try {
-    store_->set(place(rank_), std::to_string(::getpid()) + " " + host::process_space() + " " + host::host_identity());
+    store_->set(place(rank_), std::to_string(::getpid()) + " " + process_space() + " " + host_identity());
   } catch (const std::exception&) {  // the store has gone: the others cannot see this rank, and that is all
   }
   std::lock_guard<std::mutex> lock(living().mutex);
@@ -79,10 +82,10 @@ bool DevicePeers::learn(int rank) {
   peer.left = told == kLeft;
   std::istringstream text(told);
   std::string space, host;
-  if (!(text >> peer.pid >> space) || !std::getline(text >> std::ws, host) || host != host::host_identity())
+  if (!(text >> peer.pid >> space) || !std::getline(text >> std::ws, host) || host != host_identity())
     return true;
   peer.here = true;
-  peer.process = host::Caller(peer.pid, peer.pid, space);
+  peer.process = RankThread(peer.pid, peer.pid, space);
   return true;
 }
 

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
-#include "host/meeting.h"
 #include "base/store.h"
+#include "progress/process_life.h"
 
 namespace axo {
 
@@ -36,7 +36,7 @@ class DevicePeers {
   struct Peer {
     bool known = false, here = false, left = false;
     int pid = 0;
-    host::Caller process;
+    RankThread process;
   };
   std::string place(int rank) const;
   bool learn(int rank);

@@ -58,7 +58,7 @@ void DeviceCore::check_peers() {
   if (adopt_failure()) return;  // it has told why it ended: another rank's death, perhaps
   drop_finished();              // what was complete before the death counts as done
   const std::string what = oldest_pending();
-  if (!what.empty()) fail(peer_lost("communicator '" + name() + "'" + what, peer));
+  if (!what.empty()) fail(peer_lost("communicator '" + member_.name + "'" + what, peer));
 }
 
 // What an error of the library, which names no operation, has caught first; "" when nothing is pending.
@@ -69,7 +69,7 @@ std::string DeviceCore::oldest_pending() const {
     if (pending_.empty()) return "";
     first = pending_.front();
   }
-  return " in " + describe(*first) + ", after " + seconds_since(first->issue_time());
+  return " in " + first->describe() + ", after " + seconds_since(first->issue_time());
 }
 
 void DeviceCore::check_deadline() {
@@ -83,7 +83,7 @@ void DeviceCore::check_deadline() {
     first = *late;
   }
   const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - first->issue_time());
-  fail(std::make_exception_ptr(Timeout(describe(*first) + " did not complete in " + std::to_string(waited.count()) +
+  fail(std::make_exception_ptr(Timeout(first->describe() + " did not complete in " + std::to_string(waited.count()) +
                                        " ms" + arrivals(first->sequence()))));
 }
 
@@ -93,10 +93,10 @@ std::string DeviceCore::arrivals(std::uint64_t sequence) {
   std::string here, late, silent;
   const auto note = [](std::string& list, int rank) { list += (list.empty() ? "" : ", ") + std::to_string(rank); };
   try {
-    store_->set(key_ + "/issued/" + std::to_string(rank_), std::to_string(issued()));
+    store_->set(key_ + "/issued/" + std::to_string(rank()), std::to_string(issued()));
     const auto until = Clock::now() + kReports;
-    for (int peer = 0; peer < size_; ++peer) {
-      if (peer == rank_) continue;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
       const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
       try {
         const std::string text = store_->get(key_ + "/issued/" + std::to_string(peer), std::max(left, kGlance));
@@ -141,10 +141,10 @@ bool DeviceCore::adopt_failure() {
   const auto space = std::min(told.find(' '), told.size());
   const std::string text = told.substr(std::min(space + 1, told.size()));
   const int peer = told.rfind(kLost, 0) == 0 ? std::atoi(told.c_str() + std::strlen(kLost)) : -1;
-  if (peer >= 0 && peer < size_ && peer != rank_) {
-    fail(std::make_exception_ptr(PeerLost("communicator '" + name() + "': " + text, peer)));
+  if (peer >= 0 && peer < size() && peer != rank()) {
+    fail(std::make_exception_ptr(PeerLost("communicator '" + member_.name + "': " + text, peer)));
   } else {
-    fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted by another rank: " + text)));
+    fail(std::make_exception_ptr(Aborted("communicator '" + member_.name + "' was aborted by another rank: " + text)));
   }
   return true;
 }
@@ -170,7 +170,7 @@ void DeviceCore::clean_up_failure() {
   write_flight_file();
   if (store_ && !heard_) {
     try {
-      store_->set(key_ + "/abort", kind + " rank " + std::to_string(rank_) + ": " + reason);
+      store_->set(key_ + "/abort", kind + " rank " + std::to_string(rank()) + ": " + reason);
     } catch (const std::exception&) {  // peers will see their own timeout
     }
   }

@@ -2,28 +2,28 @@
 // host/core.h.
 #include "host/communicator.h"
 
-#include "host/create.h"
+#include "base/group.h"
 #include "base/requests.h"
+#include "host/create.h"
 
 namespace axo {
 namespace {
 
 using host::HostCore;
 using host::HostWork;
-using host::Request;
 
-class HostCommunicator final : public host::RequestCommunicator {
+class HostCommunicator final : public RequestCommunicator {
  public:
   explicit HostCommunicator(std::shared_ptr<HostCore> core) : core_(std::move(core)) {}
   ~HostCommunicator() override { core_->release(); }
 
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->size(); }
-  const std::string& name() const override { return core_->name(); }
+  const std::string& name() const override { return core_->member().name; }
   const char* transport() const override { return "shared-memory"; }
 
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override {
-    if (host::inside_group()) throw Error("split: got a call inside a group, expected one outside");
+    if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
     auto core =
         host::split_core(*core_, [this](const std::string& mine) { return gather_bytes(mine); }, color, key, name);
     return core ? std::make_shared<HostCommunicator>(std::move(core)) : nullptr;
@@ -37,17 +37,16 @@ class HostCommunicator final : public host::RequestCommunicator {
   WorkPtr issue(Request r, const CallOptions& options) override {
     core_->check_usable(name_of(r.kind));
     check_group(r, options);
-    core_->engine().drain_graveyard();
-    const Milliseconds timeout = options.timeout == kNoTimeout ? core_->timeout() : options.timeout;
-    auto work = std::make_shared<HostWork>(core_, std::move(r), options, timeout);
-    if (host::record_in_group(core_, work)) return work;
+    release_now();
+    auto work = std::make_shared<HostWork>(core_, std::move(r), options);
+    if (record_in_group(core_, work)) return work;
     core_->submit({work});
     if (options.blocking) {
       try {
         work->wait();
       } catch (...) {
         // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
-        if (!work->is_completed()) core_->abort(core_->describe(*work) + " was interrupted");
+        if (!work->is_completed()) core_->abort(work->describe() + " was interrupted");
         throw;
       }
     } else {

@@ -1,39 +1,40 @@
-// The gate, the queues and the failure of one communicator; see host/core.h. Messages stand in host/errors.cpp.
+// The gate, the queues, the failure of one communicator and what it says then; see host/core.h.
 #include "host/core.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <cstring>
 #include <thread>
 
 namespace axo::host {
 
+HostWork::HostWork(std::shared_ptr<HostCore> core, Request r, const CallOptions& options)
+    : WorkState(std::move(r), options, core->timeout()), core_(std::move(core)) {}
+
+void HostWork::wait_until(Clock::time_point deadline) {
+  core_->check_not_forked("wait");
+  core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
+}
+
+const Member& HostWork::member() const { return core_->member(); }
+
+// A receive from any rank names the one whose message it has taken.
+Operation HostWork::operation() const {
+  Operation operation = request;
+  if (operation.point_to_point()) operation.root = peer();
+  return operation;
+}
+
 HostCore::HostCore(Membership membership)
-    : engine_(Engine::get()),
+    : engine_(ProgressEngine::get()),
       m_(std::move(membership)),
-      layout_(m_.size),
+      layout_(size()),
       base_(m_.segment->base()),
-      flight_(std::make_shared<FlightRecorder>(m_.name, m_.rank, m_.size, layout_.header(base_)->id)),
+      flight_(std::make_shared<FlightRecorder>(m_.member, layout_.header(base_)->id)),
       rounds_(*this),
       messages_(*this) {
   engine_.meet(m_.processes);
-  engine_.flight().add(flight_);
-}
-
-void HostCore::record_issue(HostWork& work) {
-  const Request& r = work.request;
-  const bool reduces = r.kind == Kind::all_reduce || r.kind == Kind::reduce || r.kind == Kind::reduce_scatter;
-  const bool rooted = r.point_to_point() || r.kind == Kind::broadcast || r.kind == Kind::reduce ||
-                      r.kind == Kind::gather || r.kind == Kind::scatter;
-  FlightEntry e;
-  e.op = name_of(r.kind);
-  e.sequence = work.sequence;
-  e.dtype = r.dtype;
-  e.count = r.count;
-  e.reduce = reduces ? name_of(r.op) : nullptr;
-  e.root = rooted ? r.root : -1;
-  e.tag = r.tag;
-  e.issued = work.issue_time();
-  work.flight = flight_->issued(e);
+  FlightLog::get().add(flight_);
 }
 
 void HostCore::submit(const std::vector<HostWorkPtr>& works) {
@@ -42,11 +43,12 @@ void HostCore::submit(const std::vector<HostWorkPtr>& works) {
     std::unique_lock<std::mutex> lock(incoming_mutex_);
     if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable
       lock.unlock();
-      return refuse(works);
+      const auto error = std::make_exception_ptr(Error(member().words() + ": the communicator is closed"));
+      for (const auto& work : works) work->refuse(error);
+      return;
     }
     for (const auto& work : works) {
-      work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++);
-      record_issue(*work);
+      work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++, flight_.get());
       incoming_.push_back(work);
       pending.fetch_add(1);
       engine_.started();
@@ -56,12 +58,17 @@ void HostCore::submit(const std::vector<HostWorkPtr>& works) {
   progress(false);
 }
 
-void HostCore::refuse(const std::vector<HostWorkPtr>& works) const {
-  for (const auto& work : works) {
-    work->issued(0);
-    work->complete(std::make_exception_ptr(
-        Error(std::string(name_of(work->request.kind)) + " on '" + m_.name + "': the communicator is closed")));
+void HostCore::launch(const std::vector<WorkStatePtr>& works) {
+  try {
+    check_usable("group_end");
+  } catch (...) {
+    for (const auto& work : works) work->refuse(std::current_exception());
+    return;
   }
+  std::vector<HostWorkPtr> own;
+  for (const auto& work : works) own.push_back(std::static_pointer_cast<HostWork>(work));
+  submit(own);
+  engine_.watch();
 }
 
 // Gate: 0 free, 1 held, 2 held and somebody was turned away.
@@ -92,8 +99,8 @@ bool HostCore::leave_and_complete() {
   ended.swap(ended_);
   const bool tell = std::exchange(tell_flight_, false);
   leave();
-  for (const auto& [work, error] : ended) flight_->ended(work->flight, error != nullptr);
-  if (tell) engine_.flight().write();
+  for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr);
+  if (tell) FlightLog::get().write();
   if (ended.empty()) return false;
   const auto self = shared_from_this();  // the last work may hold the last reference
   for (auto& [work, error] : ended) {
@@ -127,7 +134,7 @@ bool HostCore::step(bool check) {
   }
   if (publish_pending_) {
     publish_pending_ = false;
-    for (int p = 0; p < m_.size; ++p) ring(p);
+    for (int p = 0; p < size(); ++p) ring(p);
   }
   return moved;
 }
@@ -142,7 +149,7 @@ void HostCore::take_incoming() {
   }
   for (auto& work : works) {
     if (work->request.point_to_point()) {
-      flight_->started(work->flight);
+      flight_->started(work->flight());
       messages_.add(std::move(work));
     } else {
       queue_.push_back(std::move(work));
@@ -157,7 +164,7 @@ bool HostCore::advance() {
       if (queue_.empty()) break;
       HostWorkPtr next = std::move(queue_.front());
       queue_.pop_front();
-      flight_->started(next->flight);
+      flight_->started(next->flight());
       rounds_.start(std::move(next));
       moved = true;
     }
@@ -173,11 +180,11 @@ void HostCore::published() {
   publish_pending_ = true;
   if (engine_.crowded()) return;  // one ring at the end of the step: the peer would only take this core away
   publish_pending_ = false;
-  for (int p = 0; p < m_.size; ++p) ring(p);
+  for (int p = 0; p < size(); ++p) ring(p);
 }
 
 void HostCore::ring(int peer) {
-  if (peer != m_.rank) m_.processes[static_cast<std::size_t>(peer)]->ring();
+  if (peer != rank()) m_.processes[static_cast<std::size_t>(peer)]->ring();
 }
 
 void HostCore::complete(HostWorkPtr work) { ended_.emplace_back(std::move(work), nullptr); }
@@ -188,8 +195,8 @@ bool HostCore::waits_for(const HostWork& work, int peer) const {
     if (work.peer() != kAnyPeer) return work.peer() == peer;
     const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
     if (!left(peer)) return true;  // it died, perhaps before it sent the message that was to come
-    for (int p = 0; p < m_.size; ++p) {
-      if (p != m_.rank && !left(p)) return false;
+    for (int p = 0; p < size(); ++p) {
+      if (p != rank() && !left(p)) return false;
     }
     return true;
   }
@@ -200,8 +207,8 @@ bool HostCore::waits_for(const HostWork& work, int peer) const {
 // can be moved, then judge.
 void HostCore::look_at_peers() {
   std::vector<int> gone;
-  for (int p = 0; p < m_.size; ++p) {
-    if (p == m_.rank) continue;
+  for (int p = 0; p < size(); ++p) {
+    if (p == rank()) continue;
     if (m_.processes[static_cast<std::size_t>(p)]->dead() || state(p).left.load(std::memory_order_acquire) != 0) {
       gone.push_back(p);
     }
@@ -234,7 +241,7 @@ void HostCore::look_at_peers() {
   if (rounds_.work()) judge(rounds_.work());
   for (const auto& work : queue_) judge(work);
   messages_.for_each(judge);
-  if (late) fail({FailureKind::timeout, m_.rank, timeout_text(*late)});
+  if (late) fail({FailureKind::timeout, rank(), timeout_text(*late)});
 }
 
 // The communicator has failed at this rank: everything pending ends, and the peers are told why.
@@ -244,7 +251,7 @@ void HostCore::fail(const Failure& failure) {
     if (failure_.kind != FailureKind::none) return;
     failure_ = failure;
   }
-  AbortRecord& record = state(m_.rank).abort;
+  AbortRecord& record = state(rank()).abort;
   record.kind = failure.kind;
   record.peer = failure.peer;
   const std::string text = clipped(failure.text, kAbortText - 1);
@@ -254,10 +261,9 @@ void HostCore::fail(const Failure& failure) {
   record.state.store(1, std::memory_order_release);
   tickets.fetch_add(1, std::memory_order_acq_rel);
   failed_.store(true, std::memory_order_release);
-  const bool about_peer = failure.kind == FailureKind::peer_lost || failure.kind == FailureKind::timeout;
-  flight_->failure((about_peer ? "rank " + std::to_string(failure.peer) + " " : "") + failure.text);
+  flight_->failure(failure.words());
   tell_flight_ = true;
-  for (int p = 0; p < m_.size; ++p) ring(p);
+  for (int p = 0; p < size(); ++p) ring(p);
   end_all();
 }
 
@@ -265,7 +271,7 @@ void HostCore::fail(const Failure& failure) {
 bool HostCore::adopt_abort() {
   if (layout_.header(base_)->aborts.load(std::memory_order_acquire) == 0) return false;
   int first = -1;
-  for (int p = 0; p < m_.size; ++p) {
+  for (int p = 0; p < size(); ++p) {
     const AbortRecord& r = state(p).abort;
     if (r.state.load(std::memory_order_acquire) != 1) continue;
     if (first < 0 || r.ticket < state(first).abort.ticket) first = p;
@@ -276,9 +282,7 @@ bool HostCore::adopt_abort() {
   failure.kind = r.kind;
   failure.peer = r.peer;
   failure.text.assign(r.text, ::strnlen(r.text, kAbortText));
-  const auto kind = static_cast<std::uint32_t>(failure.kind);
-  if (kind == 0 || kind > static_cast<std::uint32_t>(FailureKind::aborted) || failure.peer < -1 ||
-      failure.peer >= m_.size) {
+  if (!failure.valid(size())) {
     failure = {FailureKind::aborted, -1, "rank " + std::to_string(first) + " aborted without a valid reason"};
   }
   fail(failure);
@@ -299,7 +303,7 @@ void HostCore::end_all() {
 
 void HostCore::abort(const std::string& reason) {
   // Until this rank has left: a shutdown that waits for pending operations is one of those whom an abort frees.
-  if (engine_.forked() || state(m_.rank).left.load(std::memory_order_acquire) != 0) return;
+  if (engine_.forked() || state(rank()).left.load(std::memory_order_acquire) != 0) return;
   while (!enter()) std::this_thread::yield();  // a step is short
   if (!failed_.load()) {
     take_incoming();
@@ -329,9 +333,145 @@ void HostCore::release() {
     return;
   }
   closed_.store(true);
-  if (state(m_.rank).left.exchange(1, std::memory_order_acq_rel) != 0) return;
-  for (int p = 0; p < m_.size; ++p) ring(p);
+  if (state(rank()).left.exchange(1, std::memory_order_acq_rel) != 0) return;
+  for (int p = 0; p < size(); ++p) ring(p);
   engine_.remove(this);
+}
+
+// The rank that the failure names; "" where that is this one, or none. Under failure_mutex_.
+std::string HostCore::failed_rank() const {
+  const int peer = failure_.peer;
+  const bool lost = failure_.kind == FailureKind::peer_lost;
+  if (!failure_.names_peer() || peer == rank()) return "";
+  const int pid = m_.processes[static_cast<std::size_t>(peer)]->pid();
+  return "rank " + std::to_string(peer) + (lost ? " (process " + std::to_string(pid) + ")" : "");
+}
+
+std::exception_ptr HostCore::error_for(const HostWork& work) const {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  const std::string where = work.describe() + ": ", waited = "; waited " + seconds_since(work.issue_time());
+  // The operation that failed is named once: not again where it is this one.
+  Failure failure = failure_;
+  const bool collective = !work.request.point_to_point();
+  const std::string own = failure.kind == FailureKind::timeout ? " in " + work.title() + ";"
+                          : collective ? "operation #" + std::to_string(work.sequence()) + " " : "none";
+  const auto at = failure.text.find(own);
+  if (failure.kind == FailureKind::timeout && at != std::string::npos) failure.text.erase(at, own.size() - 1);
+  if (failure.kind == FailureKind::mismatch && at == 0) failure.text.erase(0, own.size());
+  return error_of(failure, where, failed_rank(), waited);
+}
+
+std::exception_ptr HostCore::failure() {
+  const bool told = layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0;
+  const bool here = !engine_.forked() && state(rank()).left.load(std::memory_order_acquire) == 0;
+  if (told && here && !failed_.load(std::memory_order_acquire) && enter()) {
+    step(false);  // what the peer had finished before it failed completes here too
+    leave_and_complete();
+  }
+  if (!failed_.load(std::memory_order_acquire)) return nullptr;
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return error_of(failure_, member().words() + ": ", failed_rank(), "");
+}
+
+// Where a peer stands, as far as its headers tell.
+std::string HostCore::peer_position(int peer) const {
+  const RankState& s = state(peer);
+  if (m_.processes[static_cast<std::size_t>(peer)]->dead()) return "died";
+  if (s.left.load(std::memory_order_acquire) != 0) return "left";
+  const std::uint64_t issued = s.issued.load(std::memory_order_acquire);
+  if (issued == 0) return "has issued nothing";
+  int on = 0;
+  const auto& process = m_.processes[static_cast<std::size_t>(peer)];
+  const std::string blocked = process->blocked(&on);
+  const bool own = process->pid() == engine_.self()->pid();  // ranks that are threads: the page may mean another
+  const std::string where = own || blocked.empty() ? "" : ", is blocked in " + blocked;
+  return "last issued " + std::string(name_of(s.headers[(issued - 1) % kHeaders].operation.kind)) + " #" +
+         std::to_string(issued - 1) + where;
+}
+
+std::string HostCore::blocked_in(int* on) {
+  *on = 0;
+  if (!enter()) return "an operation on '" + member().name + "'";
+  std::string text;
+  if (rounds_.work()) {
+    text = rounds_.work()->describe();
+    const int peer = rounds_.blocked_by();
+    if (peer >= 0) *on = m_.processes[static_cast<std::size_t>(peer)]->pid();
+  } else {
+    messages_.for_each([&](const HostWorkPtr& work) {
+      if (!text.empty()) return;
+      text = work->describe();
+      if (work->peer() != kAnyPeer) *on = m_.processes[static_cast<std::size_t>(work->peer())]->pid();
+    });
+  }
+  leave();
+  return text;
+}
+
+// Blocking calls in crossed order on two communicators wait for each other for ever. Another thread of the program
+// could still resolve it, so this is told on stderr and the timeout decides.
+void HostCore::report_crossing() {
+  constexpr auto kSuspicious = std::chrono::seconds(2);
+  const HostWorkPtr& work = rounds_.work();
+  if (!work || reported_ == work->sequence() + 1 || Clock::now() - work->issue_time() < kSuspicious) return;
+  const int peer = rounds_.blocked_by();
+  if (peer < 0 || state(peer).issued.load(std::memory_order_acquire) > work->sequence()) return;
+  int on = 0, mine = 0;
+  const std::string there = m_.processes[static_cast<std::size_t>(peer)]->blocked(&on);
+  engine_.self()->blocked(&mine);
+  const int pid = engine_.self()->pid();
+  if (there.empty() || on != pid || mine != m_.processes[static_cast<std::size_t>(peer)]->pid() || mine == pid) return;
+  reported_ = work->sequence() + 1;
+  std::fprintf(stderr,
+               "axo: %s waits for rank %d, which waits for this process in %s: are these calls in crossed order? The "
+               "timeout will end them.\n",
+               work->describe().c_str(), peer, there.c_str());
+}
+
+std::string HostCore::timeout_text(const HostWork& work) const {
+  std::string text = "timed out after " + seconds_since(work.issue_time()) + " in " + work.title();
+  if (work.request.point_to_point()) {
+    const int peer = work.peer();
+    if (peer == kAnyPeer) {
+      std::string others;
+      for (int p = 0; p < size(); ++p) {
+        if (p != rank()) others += (others.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
+      }
+      return text + "; no rank has sent such a message: " + (others.empty() ? "there is no other" : others);
+    }
+    return text + "; rank " + std::to_string(peer) + " did not answer (" + peer_position(peer) + ")";
+  }
+  std::string arrived, missing;
+  for (int p = 0; p < size(); ++p) {
+    if (state(p).issued.load(std::memory_order_acquire) > work.sequence()) {
+      arrived += (arrived.empty() ? "" : ", ") + std::to_string(p);
+    } else {
+      missing += (missing.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
+    }
+  }
+  return text + "; arrived: " + (arrived.empty() ? "none" : arrived) +
+         "; not arrived: " + (missing.empty() ? "none" : missing);
+}
+
+void HostCore::check_not_forked(const char* what) const {
+  if (!engine_.forked()) return;
+  throw Error(std::string(what) + " on '" + member().name +
+              "': the communicator belongs to the parent process; connect again after fork");
+}
+
+void HostCore::check_usable(const char* what) const {
+  check_not_forked(what);
+  const bool failed = failed_.load(std::memory_order_acquire);
+  if (!failed && !closed_.load(std::memory_order_acquire)) return;
+  const std::string where = std::string(what) + " on " + member().words() + ": ";
+  if (!failed) throw Error(where + "the communicator is closed");
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  // A failure that came while nothing was pending here: this call is the first to tell it.
+  const bool first = !told_.exchange(true);
+  if (first && (failure_.kind == FailureKind::peer_lost || failure_.kind == FailureKind::mismatch)) {
+    std::rethrow_exception(error_of(failure_, where, failed_rank(), " before the call; waited 0 s"));
+  }
+  throw Aborted(where + "the communicator is aborted: " + failure_.words());
 }
 
 }  // namespace axo::host

@@ -11,36 +11,32 @@
 #include <string>
 #include <vector>
 
+#include "base/flight_recorder.h"
+#include "base/group.h"
 #include "host/rounds.h"
-#include "host/work.h"
+#include "progress/engine.h"
 
 namespace axo::host {
 
-struct Failure {
-  FailureKind kind = FailureKind::none;
-  int peer = -1;
-  std::string text;
-};
-
 // Everything that a rank needs to take part: made by the rendezvous.
 struct Membership {
-  int rank = 0;
-  int size = 1;
-  std::string name;
+  Member member;
   Milliseconds timeout{600000};
   std::shared_ptr<Mapping> segment;
   std::vector<std::shared_ptr<Process>> processes;  // by rank
 };
 
-class HostCore final : public Client, public std::enable_shared_from_this<HostCore> {
+class HostCore final : public ProgressClient,
+                       public GroupLauncher,
+                       public std::enable_shared_from_this<HostCore> {
  public:
   explicit HostCore(Membership membership);
 
-  int rank() const { return m_.rank; }
-  int size() const { return m_.size; }
-  const std::string& name() const { return m_.name; }
+  int rank() const { return m_.member.rank; }
+  int size() const { return m_.member.size; }
+  const Member& member() const { return m_.member; }
   Milliseconds timeout() const { return m_.timeout; }
-  Engine& engine() const { return engine_; }
+  ProgressEngine& engine() const { return engine_; }
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
@@ -49,6 +45,7 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   // Queues operations in this order and moves what can be moved.
   // A communicator that is being closed ends them with an error.
   void submit(const std::vector<HostWorkPtr>& works);
+  void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
   void abort(const std::string& reason);
@@ -57,9 +54,6 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   void shutdown();
   // The communicator object is gone: leave as soon as nothing is pending.
   void release();
-  static std::string title(const HostWork& work);  // "all_reduce #12"
-  // "all_reduce #12 on 'x' (rank 1 of 4)"
-  std::string describe(const HostWork& work) const;
 
   // For Rounds and Messages, behind the gate.
   char* base() const { return base_; }
@@ -83,14 +77,12 @@ class HostCore final : public Client, public std::enable_shared_from_this<HostCo
   bool adopt_abort();
   void report_crossing();
   void end_all();
-  void record_issue(HostWork& work);
-  void refuse(const std::vector<HostWorkPtr>& works) const;
   std::exception_ptr error_for(const HostWork& work) const;
-  std::exception_ptr error_at(const std::string& where, std::string text, const std::string& waited) const;
+  std::string failed_rank() const;
   std::string timeout_text(const HostWork& work) const;
   std::string peer_position(int peer) const;
 
-  Engine& engine_;
+  ProgressEngine& engine_;
   Membership m_;
   Layout layout_;
   char* base_;

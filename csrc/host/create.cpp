@@ -9,6 +9,7 @@
 #include <sstream>
 #include <thread>
 
+#include "base/identity.h"
 #include "host/rendezvous.h"
 
 namespace axo::host {
@@ -20,7 +21,7 @@ std::shared_ptr<HostCore> start(Membership membership) {
   core->engine().add(core);
   Request request;
   request.kind = Kind::barrier;
-  auto work = std::make_shared<HostWork>(core, request, CallOptions{}, core->timeout());
+  auto work = std::make_shared<HostWork>(core, request, CallOptions{});
   try {
     core->submit({work});
     work->wait();
@@ -33,9 +34,7 @@ std::shared_ptr<HostCore> start(Membership membership) {
 
 Membership membership_of(int rank, int size, const std::string& name, Milliseconds timeout) {
   Membership m;
-  m.rank = rank;
-  m.size = size;
-  m.name = name;
+  m.member = {name, rank, size};
   m.timeout = timeout;
   return m;
 }
@@ -43,11 +42,11 @@ Membership membership_of(int rank, int size, const std::string& name, Millisecon
 // Runs the leader's part; when it fails, tells the members before it throws. `told` comes after the members that have
 // connected: for those that have not.
 template <class Body>
-void lead(Leader& leader, const Meeting& meeting, Body&& body, const std::function<void(const Refusal&)>& told) {
-  Refusal refusal;
+void lead(Leader& leader, const Meeting& meeting, Body&& body, const std::function<void(const Failure&)>& told) {
+  Failure refusal{FailureKind::aborted, -1, ""};
   try {
     return body();
-  } catch (const Refusal& r) {
+  } catch (const Failure& r) {
     refusal = r;
   } catch (const Error& e) {
     refusal.text = e.what();
@@ -108,7 +107,7 @@ class Rendezvous {
     if (meeting_.size == 1) {
       Fd fd;
       m.segment = make_segment(1, &fd);
-      m.processes = {Engine::get().self()};
+      m.processes = {ProgressEngine::get().self()};
       return m;
     }
     if (meeting_.rank == 0) {
@@ -137,8 +136,8 @@ class Rendezvous {
   }
 
   // Why the leader no longer listens: what it said last, or else that it is lost.
-  Refusal read_refusal(const Refusal& lost) {
-    Refusal r = lost;
+  Failure read_refusal(const Failure& lost) {
+    Failure r = lost;
     try {
       std::istringstream in(store_.get(failed_entry(), Milliseconds(200)));
       int kind = 0, peer = -1;
@@ -161,8 +160,8 @@ class Rendezvous {
   }
 
   // The members as they come, in any order; the death of one that has come ends the wait for the others.
-  std::vector<Caller> await_members() {
-    std::vector<Caller> callers(static_cast<std::size_t>(meeting_.size));
+  std::vector<RankThread> await_members() {
+    std::vector<RankThread> callers(static_cast<std::size_t>(meeting_.size));
     std::vector<int> pids(static_cast<std::size_t>(meeting_.size), 0);
     std::vector<int> missing;
     for (int p = 1; p < meeting_.size; ++p) missing.push_back(p);
@@ -175,7 +174,7 @@ class Rendezvous {
         const Card card = decode(store_.get(entry(*it), Milliseconds(1000)), entry(*it));
         check_host(card, *it);
         const auto i = static_cast<std::size_t>(*it);
-        callers[i] = Caller(card.pid, card.tid, card.pid_space);
+        callers[i] = RankThread(card.pid, card.tid, card.pid_space);
         pids[i] = card.pid;
         it = missing.erase(it);
       }
@@ -185,7 +184,7 @@ class Rendezvous {
         std::string text;
         for (int p : missing) text += (text.empty() ? "" : ", ") + std::to_string(p);
         const std::string who = missing.size() == 1 ? "rank " + text + " has" : "ranks " + text + " have";
-        throw Refusal{FailureKind::timeout, -1, "rank 0 timed out; " + who + " not come"};
+        throw Failure{FailureKind::timeout, -1, "rank 0 timed out; " + who + " not come"};
       }
       std::this_thread::sleep_for(pause);
     }
@@ -193,11 +192,11 @@ class Rendezvous {
     return callers;
   }
 
-  void watch_members(const std::vector<Caller>& callers, const std::vector<int>& pids) {
+  void watch_members(const std::vector<RankThread>& callers, const std::vector<int>& pids) {
     ask();
     for (std::size_t p = 1; p < callers.size(); ++p) {
       if (!callers[p].gone()) continue;
-      throw Refusal{FailureKind::peer_lost, static_cast<int>(p),
+      throw Failure{FailureKind::peer_lost, static_cast<int>(p),
                     "rank " + std::to_string(p) + " (process " + std::to_string(pids[p]) + ") died"};
     }
   }
@@ -208,12 +207,12 @@ class Rendezvous {
     store_.remove(failed_entry());
     store_.set(entry(0), encode(card_));
     const auto body = [&] {
-      const std::vector<Caller> callers = await_members();
+      const std::vector<RankThread> callers = await_members();
       Fd fd;
       m->segment = make_segment(meeting_.size, &fd);
       leader.serve(meeting_, fd.get(), true, [&] { watch_members(callers, pids_); }, &m->processes);
     };
-    lead(leader, meeting_, body, [&](const Refusal& r) {
+    lead(leader, meeting_, body, [&](const Failure& r) {
       store_.set(failed_entry(),
                  std::to_string(static_cast<int>(r.kind)) + " " + std::to_string(r.peer) + " " + r.text);
     });
@@ -226,7 +225,7 @@ class Rendezvous {
         return decode(store_.get(entry(0), Milliseconds(100)), entry(0));
       } catch (const Timeout& e) {
         ask();
-        if (meeting_.late()) throw Refusal{FailureKind::timeout, -1, "timed out; rank 0 has not come"};
+        if (meeting_.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 has not come"};
       }
     }
   }
@@ -236,15 +235,15 @@ class Rendezvous {
     try {
       const Card leader = await_leader();
       check_host(leader, 0);
-      const Caller caller(leader.pid, leader.tid, leader.pid_space);
-      const Refusal lost{FailureKind::peer_lost, 0, "rank 0 (process " + std::to_string(leader.pid) + ") died"};
+      const RankThread caller(leader.pid, leader.tid, leader.pid_space);
+      const Failure lost{FailureKind::peer_lost, 0, "rank 0 (process " + std::to_string(leader.pid) + ") died"};
       Joined joined;
       try {
         joined = join(leader.address, meeting_, true, [&] {
           ask();
           if (caller.gone()) throw lost;
         });
-      } catch (const Refusal& r) {
+      } catch (const Failure& r) {
         if (r.kind != FailureKind::peer_lost || r.peer != 0) throw;
         throw read_refusal(lost);
       }
@@ -253,7 +252,7 @@ class Rendezvous {
         const auto i = static_cast<std::size_t>(p);
         m->processes.push_back(std::make_shared<Process>(joined.pages[i].get(), joined.heaps[i].get()));
       }
-    } catch (const Refusal& r) {
+    } catch (const Failure& r) {
       meeting_.raise(r);
     }
   }
@@ -303,7 +302,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
 
   Membership m = membership_of(rank, size, name, parent.timeout());
   for (const auto& [k, p] : members) m.processes.push_back(parent.processes()[static_cast<std::size_t>(p)]);
-  const Meeting meeting{"split of '" + parent.name() + "' into '" + name + "'", rank, size,
+  const Meeting meeting{"split of '" + parent.member().name + "' into '" + name + "'", rank, size,
                         deadline_after(parent.timeout())};
   auto asked = Clock::now();
   const Watch watch = [&] {
@@ -321,9 +320,9 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     }
     if (lost < 0) return;
     const auto i = static_cast<std::size_t>(lost);
-    throw Refusal{FailureKind::peer_lost, lost,
+    throw Failure{FailureKind::peer_lost, lost,
                   "rank " + std::to_string(lost) + " (process " + std::to_string(m.processes[i]->pid()) + ", rank " +
-                      std::to_string(members[i].second) + " of '" + parent.name() + "') died"};
+                      std::to_string(members[i].second) + " of '" + parent.member().name + "') died"};
   };
   Fd fd;
   if (size == 1) {
@@ -341,14 +340,14 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     try {
       try {
         m.segment = check_segment(join(address, meeting, false, watch).segment, size);
-      } catch (const Refusal& r) {
+      } catch (const Failure& r) {
         if (r.kind != FailureKind::peer_lost || r.peer != 0) throw;
         // The leader may also have left because another rank is lost, before this one had connected.
         watch();
         if (m.processes[0]->dead()) throw;
-        throw Refusal{FailureKind::aborted, -1, meeting.what + ": its rank 0 gave up"};
+        throw Failure{FailureKind::aborted, -1, meeting.what + ": its rank 0 gave up"};
       }
-    } catch (const Refusal& r) {
+    } catch (const Failure& r) {
       meeting.raise(r);
     }
   }

@@ -14,14 +14,6 @@ std::size_t round_up(std::size_t n, std::size_t to) { return (n + to - 1) / to *
 
 }  // namespace
 
-const char* name_of(Kind kind) {
-  static constexpr const char* kNames[kKindCount] = {"barrier",    "all_reduce",   "all_gather", "reduce_scatter",
-                                                     "broadcast",  "reduce",       "gather",     "scatter",
-                                                     "all_to_all", "all_to_all_v", "send",       "recv"};
-  const auto i = static_cast<std::uint32_t>(kind);
-  return i < kKindCount ? kNames[i] : "unknown operation";
-}
-
 Layout::Layout(int ranks) : n_(ranks) {
   const auto n = static_cast<std::size_t>(ranks);
   slot_ = std::max(kSlot, n * kSmallestPart);

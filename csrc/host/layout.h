@@ -20,6 +20,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "base/failure.h"
+#include "base/operation.h"
+
 namespace axo::host {
 
 inline constexpr int kMaxRanks = 256;
@@ -31,40 +34,18 @@ inline constexpr std::size_t kInline = 448;
 inline constexpr int kChunks = 4;
 inline constexpr std::size_t kChunkBytes = 64 * 1024;
 
-enum class Kind : std::uint32_t {
-  barrier,
-  all_reduce,
-  all_gather,
-  reduce_scatter,
-  broadcast,
-  reduce,
-  gather,
-  scatter,
-  all_to_all,
-  all_to_all_v,
-  send,
-  recv,
-};
-inline constexpr int kKindCount = 12;
-const char* name_of(Kind kind);
-
-// The first 64 bytes of a collective: what a rank issued. All ranks' must agree.
-struct alignas(64) OpHeader {
+// What a rank issued as its `sequence`-th collective. All ranks' operations must be equal.
+struct alignas(64) CollectiveHeader {
   std::uint64_t sequence;
-  std::uint64_t count;
-  Kind kind;
-  std::uint32_t dtype;
-  std::uint32_t op;
-  std::int32_t root;
+  Operation operation;
   // Which of the rank's buffers its peers can reach, and where they lie in its heap.
   std::uint32_t shared;
   std::uint64_t in_offset, out_offset;
 };
-static_assert(sizeof(OpHeader) == 64);
+static_assert(sizeof(CollectiveHeader) == 64);
 inline constexpr std::uint32_t kSharedIn = 1, kSharedOut = 2, kMapsHeaps = 4;
 
 // Why a rank gave up. Written once by its rank, then published by `state`.
-enum class FailureKind : std::uint32_t { none, peer_lost, timeout, mismatch, aborted };
 struct alignas(64) AbortRecord {
   std::atomic<std::uint32_t> state;  // 1 when the rest is valid
   FailureKind kind;
@@ -78,14 +59,14 @@ struct RankState {
   std::atomic<std::uint64_t> posted;
   std::atomic<std::uint64_t> reduced;
   std::atomic<std::uint64_t> done;
-  alignas(64) std::atomic<std::uint32_t> left;  // 1 when the rank has taken leave
-  OpHeader headers[kHeaders];
+  alignas(64) std::atomic<std::uint32_t> left;  // 1 when the rank has closed the communicator
+  CollectiveHeader headers[kHeaders];
   AbortRecord abort;
 };
 
 struct SegmentHeader {
   static constexpr std::uint64_t kMagic = 0x31676573'6f7861ull;
-  static constexpr std::uint32_t kVersion = 3;
+  static constexpr std::uint32_t kVersion = 4;
   std::uint64_t magic;
   std::uint32_t version;
   std::int32_t ranks;

@@ -120,7 +120,7 @@ bool Messages::match(int peer) {
   auto own = in.wanted.begin(), open = any_.begin();
   while (own != in.wanted.end() || open != any_.end()) {
     const bool from_any =
-        own == in.wanted.end() || (open != any_.end() && (*open)->sequence < (*own)->sequence);  // in issue order
+        own == in.wanted.end() || (open != any_.end() && (*open)->sequence() < (*own)->sequence());  // in issue order
     const auto w = from_any ? open++ : own++;
     const Request& r = (*w)->request;
     const auto a = std::find_if(in.arrived.begin(), in.arrived.end(), [&](const Arrived& x) { return x.tag == r.tag; });
@@ -130,7 +130,7 @@ bool Messages::match(int peer) {
         return std::string(name_of(dtype)) + "[" + std::to_string(bytes / item_size(dtype)) + "]";
       };
       core_.fail({FailureKind::mismatch, peer,
-                  "send and recv with tag " + std::to_string(r.tag) + " on '" + core_.name() + "' differ: rank " +
+                  "send and recv with tag " + std::to_string(r.tag) + " on '" + core_.member().name + "' differ: rank " +
                       std::to_string(peer) + " sends " + show(a->bytes, a->dtype) + ", rank " +
                       std::to_string(core_.rank()) + " expects " + show(r.bytes(), r.dtype)});
       return false;

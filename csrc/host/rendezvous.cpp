@@ -130,6 +130,14 @@ bool hung_up(int fd) {
 
 }  // namespace
 
+void Meeting::raise(const Failure& failure) const {
+  const std::string text = what + " (rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                           "): " + failure.text + "; waited " + seconds_since(start);
+  if (failure.kind == FailureKind::peer_lost) throw PeerLost(text, failure.peer);
+  if (failure.kind == FailureKind::timeout) throw Timeout(text);
+  throw Error(failure.text);
+}
+
 std::string random_hex() {
   unsigned char bytes[16];
   std::size_t have = 0;
@@ -223,7 +231,7 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
       ++ready;
       if (hung_up(member.socket.get()) || (member.process && member.process->dead())) {
         watch();  // it may have given up because of another, which this names
-        throw Refusal{FailureKind::peer_lost, member.rank,
+        throw Failure{FailureKind::peer_lost, member.rank,
                       "rank " + std::to_string(member.rank) + " (process " + std::to_string(member.pid) + ") died"};
       }
     }
@@ -237,7 +245,7 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
         const bool here = std::any_of(members_.begin(), members_.end(), [&](const Member& m) { return m.rank == p; });
         if (!here) missing += (missing.empty() ? "" : ", ") + std::to_string(p);
       }
-      throw Refusal{FailureKind::timeout, -1, "rank 0 timed out; not arrived: " + missing};
+      throw Failure{FailureKind::timeout, -1, "rank 0 timed out; not arrived: " + missing};
     }
     std::vector<pollfd> polls{{listener_.get(), POLLIN, 0}};
     for (const auto& m : members_) polls.push_back({m.socket.get(), POLLIN, 0});
@@ -246,9 +254,9 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
   std::vector<int> fds{segment};
   if (pages) {
     const auto n = static_cast<std::size_t>(size);
-    std::vector<int> by_rank(n, Engine::get().page_fd());
-    by_rank.resize(2 * n, Engine::get().heap().fd());
-    processes->assign(static_cast<std::size_t>(size), Engine::get().self());
+    std::vector<int> by_rank(n, ProgressEngine::get().page_fd());
+    by_rank.resize(2 * n, ProgressEngine::get().heap().fd());
+    processes->assign(static_cast<std::size_t>(size), ProgressEngine::get().self());
     for (const auto& m : members_) {
       if (m.rank < 0) continue;
       by_rank[static_cast<std::size_t>(m.rank)] = m.page.get();
@@ -271,7 +279,7 @@ void Leader::serve(const Meeting& meeting, int segment, bool pages, const Watch&
   }
 }
 
-void Leader::refuse(const Refusal& refusal) {
+void Leader::refuse(const Failure& refusal) {
   accept_some();
   Reply reply{};
   reply.magic = kHelloMagic;
@@ -284,8 +292,8 @@ void Leader::refuse(const Refusal& refusal) {
 }
 
 Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch) {
-  const Refusal lost{FailureKind::peer_lost, 0, "rank 0 died"};
-  const auto refuse = [](const std::string& text) { throw Refusal{FailureKind::aborted, -1, text}; };
+  const Failure lost{FailureKind::peer_lost, 0, "rank 0 died"};
+  const auto refuse = [](const std::string& text) { throw Failure{FailureKind::aborted, -1, text}; };
   const int size = meeting.size;
   Fd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
   if (!socket) fail("socket");
@@ -294,7 +302,7 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
   while (::connect(socket.get(), reinterpret_cast<const sockaddr*>(&to), length) != 0) {
     if (errno != EAGAIN && errno != EINTR) throw lost;
     watch();
-    if (meeting.late()) throw Refusal{FailureKind::timeout, -1, "timed out; rank 0 does not accept"};
+    if (meeting.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 does not accept"};
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   int pid = 0;
@@ -306,7 +314,7 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
   hello.size = size;
   std::memcpy(hello.token, address.token, sizeof(hello.token));
   std::vector<int> page;
-  if (pages) page = {Engine::get().page_fd(), Engine::get().heap().fd()};
+  if (pages) page = {ProgressEngine::get().page_fd(), ProgressEngine::get().heap().fd()};
   if (!send_message(socket.get(), &hello, sizeof(hello), page)) throw lost;
 
   const std::size_t expected = 1 + (pages ? 2 * static_cast<std::size_t>(size) : 0);
@@ -322,11 +330,11 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
     if (read == Read::message) {
       reply.text[sizeof(reply.text) - 1] = '\0';
       if (reply.magic != kHelloMagic) refuse(meeting.what + ": rank 0 runs another version of Axo");
-      if (reply.failure != FailureKind::none) throw Refusal{reply.failure, reply.peer, reply.text};
+      if (reply.failure != FailureKind::none) throw Failure{reply.failure, reply.peer, reply.text};
       continue;
     }
     watch();
-    if (meeting.late()) throw Refusal{FailureKind::timeout, -1, "timed out; rank 0 has not answered"};
+    if (meeting.late()) throw Failure{FailureKind::timeout, -1, "timed out; rank 0 has not answered"};
     pollfd polls{socket.get(), POLLIN, 0};
     ::poll(&polls, 1, kPollMs);
   }

@@ -15,8 +15,9 @@
 #include <string>
 #include <vector>
 
+#include "base/deadline.h"
+#include "base/failure.h"
 #include "host/core.h"
-#include "host/meeting.h"
 
 namespace axo::host {
 
@@ -24,6 +25,18 @@ namespace axo::host {
 struct Address {
   char socket[40];  // the abstract name, without its leading zero
   char token[40];
+};
+
+// One rank's part in one rendezvous. Inside it a Failure is thrown, which says why there will be no communicator.
+struct Meeting {
+  std::string what;  // "rendezvous of 'world'"
+  int rank;
+  int size;
+  Clock::time_point deadline;
+  Clock::time_point start = Clock::now();
+  bool late() const { return Clock::now() >= deadline; }
+  // Throws the error that a caller sees.
+  [[noreturn]] void raise(const Failure& failure) const;
 };
 
 // Called every few milliseconds by whoever waits; throws to give up.
@@ -34,11 +47,11 @@ class Leader {
   Leader();
   const Address& address() const { return address_; }
   // Waits until members 1..size-1 have come, then gives them `segment` and, with `pages`, the page and the heap of
-  // every process. Throws Refusal.
+  // every process. Throws Failure.
   void serve(const Meeting& meeting, int segment, bool pages, const Watch& watch,
              std::vector<std::shared_ptr<Process>>* processes);
   // Tells all members that have connected, or still do, why there will be no communicator.
-  void refuse(const Refusal& refusal);
+  void refuse(const Failure& refusal);
 
  private:
   struct Member {
@@ -61,7 +74,7 @@ struct Joined {
   std::vector<Fd> pages, heaps;
 };
 
-// A member's side. Throws Refusal: the leader's, or its own, which names rank 0.
+// A member's side. Throws Failure: the leader's, or its own, which names rank 0.
 Joined join(const Address& address, const Meeting& meeting, bool pages, const Watch& watch);
 
 // Fills the header of a fresh segment, and checks a received one.

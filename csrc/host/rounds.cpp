@@ -12,21 +12,6 @@ namespace {
 // Steps before the gate is given back: other communicators and abort() wait for it.
 constexpr int kSteps = 64;
 
-std::string show(const OpHeader& h) {
-  std::string text = name_of(h.kind);
-  if (h.kind == Kind::barrier) return text;
-  text += "(" + std::string(name_of(static_cast<DType>(h.dtype)));
-  if (h.kind != Kind::all_to_all_v) text += "[" + std::to_string(h.count) + "]";
-  const bool reduces = h.kind == Kind::all_reduce || h.kind == Kind::reduce || h.kind == Kind::reduce_scatter;
-  if (reduces) text += ", " + std::string(name_of(static_cast<ReduceOp>(h.op)));
-  if (h.root >= 0) text += ", root " + std::to_string(h.root);
-  return text + ")";
-}
-
-bool rooted(Kind kind) {
-  return kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter;
-}
-
 }  // namespace
 
 void Rounds::start(HostWorkPtr work) {
@@ -38,48 +23,42 @@ void Rounds::start(HostWorkPtr work) {
   known_posted_ = known_reduced_ = known_done_ = 0;
   headers_ok_ = planned_ = stages_ = combines_ = reads_ = offered_ = shared_ = false;
 
-  const bool reduces = r.kind == Kind::all_reduce || r.kind == Kind::reduce || r.kind == Kind::reduce_scatter;
-  OpHeader& h = me.headers[work_->sequence % kHeaders];
-  h = OpHeader{};
-  h.sequence = work_->sequence;
-  h.count = r.kind == Kind::all_to_all_v ? 0 : r.count;
-  h.kind = r.kind;
-  h.dtype = static_cast<std::uint32_t>(r.dtype);
-  h.op = reduces ? static_cast<std::uint32_t>(r.op) : 0;
-  h.root = rooted(r.kind) ? r.root : -1;
+  CollectiveHeader& h = me.headers[work_->sequence() % kHeaders];
+  h = CollectiveHeader{};
+  h.sequence = work_->sequence();
+  h.operation = r;
   if (r.kind == Kind::all_to_all_v) {
-    std::uint64_t* row = core_.layout().row(core_.base(), core_.rank(), work_->sequence);
+    std::uint64_t* row = core_.layout().row(core_.base(), core_.rank(), work_->sequence());
     std::copy(r.send_bytes.begin(), r.send_bytes.end(), row);
   } else {
     offer_buffers(h);
     if (!offered_) plan();
   }
-  me.issued.store(work_->sequence + 1, std::memory_order_release);
+  me.issued.store(work_->sequence() + 1, std::memory_order_release);
   core_.published();
 }
 
 // Waits for nobody: false until all have issued this collective. Fails the communicator when they do not agree.
 bool Rounds::check_headers() {
-  const std::uint64_t s = work_->sequence;
+  const std::uint64_t s = work_->sequence();
   for (int p = 0; p < core_.size(); ++p) {
     if (core_.state(p).issued.load(std::memory_order_acquire) <= s) return false;
   }
-  const OpHeader& mine = core_.state(core_.rank()).headers[s % kHeaders];
+  const CollectiveHeader& mine = core_.state(core_.rank()).headers[s % kHeaders];
   bool equal = true;
   for (int p = 0; p < core_.size(); ++p) {
-    const OpHeader& h = core_.state(p).headers[s % kHeaders];
-    equal &= h.sequence == mine.sequence && h.count == mine.count && h.kind == mine.kind && h.dtype == mine.dtype &&
-             h.op == mine.op && h.root == mine.root;
+    const CollectiveHeader& h = core_.state(p).headers[s % kHeaders];
+    equal &= h.sequence == mine.sequence && h.operation == mine.operation;
   }
   if (!equal) {
     std::string text;
     for (int p = 0; p < core_.size(); ++p) {
-      text += (p ? "; rank " : "rank ") + std::to_string(p) + ": " + show(core_.state(p).headers[s % kHeaders]);
+      text += (p ? "; rank " : "rank ") + std::to_string(p) + ": " + words(core_.state(p).headers[s % kHeaders].operation);
     }
     core_.fail({FailureKind::mismatch, -1, "operation #" + std::to_string(s) + " differs between ranks: " + text});
     return false;
   }
-  if (mine.kind == Kind::all_to_all_v && !check_rows()) return false;
+  if (mine.operation.kind == Kind::all_to_all_v && !check_rows()) return false;
   if (!planned_ && offered_ && all_offered()) {
     plan_shared();
   } else if (!planned_) {
@@ -94,7 +73,7 @@ bool Rounds::check_rows() {
   constexpr std::uint64_t kMost = std::uint64_t{1} << 56;
   longest_ = 0;
   for (int p = 0; p < core_.size(); ++p) {
-    const std::uint64_t* row = core_.layout().row(core_.base(), p, work_->sequence);
+    const std::uint64_t* row = core_.layout().row(core_.base(), p, work_->sequence());
     for (int q = 0; q < core_.size(); ++q) longest_ = std::max(longest_, row[q]);
   }
   if (longest_ > kMost) {
@@ -103,12 +82,12 @@ bool Rounds::check_rows() {
     return false;
   }
   for (int p = 0; p < core_.size(); ++p) {
-    const std::uint64_t sent = core_.layout().row(core_.base(), p, work_->sequence)[core_.rank()];
+    const std::uint64_t sent = core_.layout().row(core_.base(), p, work_->sequence())[core_.rank()];
     const std::uint64_t expected = r.recv_bytes[static_cast<std::size_t>(p)];
     if (sent == expected) continue;
     const std::size_t item = item_size(r.dtype);
     core_.fail({FailureKind::mismatch, -1,
-                "operation #" + std::to_string(work_->sequence) + " differs between ranks: rank " + std::to_string(p) +
+                "operation #" + std::to_string(work_->sequence()) + " differs between ranks: rank " + std::to_string(p) +
                     " sends " + std::to_string(sent / item) + " elements to rank " + std::to_string(core_.rank()) +
                     ", which expects " + std::to_string(expected / item)});
     return false;
@@ -188,7 +167,7 @@ HostWorkPtr Rounds::finish() {
 bool Rounds::needs(int peer) const {
   if (!work_ || peer == core_.rank()) return false;
   const RankState& p = core_.state(peer);
-  if (p.issued.load(std::memory_order_acquire) <= work_->sequence) return true;
+  if (p.issued.load(std::memory_order_acquire) <= work_->sequence()) return true;
   if (!planned_) return false;
   const bool wants_stage = combines_ || (reads_ && source(peer));
   if (wants_stage && !shared_ && p.posted.load(std::memory_order_acquire) < end_) return true;
@@ -201,7 +180,7 @@ int Rounds::blocked_by() const {
   const int n = core_.size();
   for (int i = 1; i < n; ++i) {
     const int p = (core_.rank() + i) % n;
-    if (core_.state(p).issued.load(std::memory_order_acquire) <= work_->sequence) return p;
+    if (core_.state(p).issued.load(std::memory_order_acquire) <= work_->sequence()) return p;
   }
   if (!planned_) return -1;
   for (int i = 1; i < n; ++i) {

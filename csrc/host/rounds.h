@@ -48,7 +48,7 @@ class Rounds {
   void plan();
   bool check_headers();
   bool check_rows();
-  void offer_buffers(OpHeader& header);
+  void offer_buffers(CollectiveHeader& header);
   bool all_offered();
   const char* peer_in(int peer) const;
   char* peer_out(int peer) const;

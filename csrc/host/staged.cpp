@@ -20,7 +20,6 @@
 #include <numeric>
 
 #include "memory/copy.h"
-#include "progress/engine.h"
 #include "host/core.h"
 #include "memory/reduce.h"
 

@@ -37,7 +37,7 @@ void place(char* to, const char* from, std::size_t bytes, bool streams) {
 
 // Says in the header which of my buffers the peers can reach. Whether stages can be left out is decided by the headers
 // of all, so a rank that offers its buffers must not stage before it has seen them.
-void Rounds::offer_buffers(OpHeader& header) {
+void Rounds::offer_buffers(CollectiveHeader& header) {
   const Request& r = work_->request;
   const int n = core_.size();
   if (n == 1 || r.bytes() < kSmallest) return;
@@ -62,7 +62,7 @@ void Rounds::offer_buffers(OpHeader& header) {
       return;
   }
   header.shared = kMapsHeaps;
-  Heap& heap = core_.engine().heap();
+  SharedHeap& heap = core_.engine().heap();
   if ((wanted & kSharedIn) && heap.find(r.in, in_bytes, &header.in_offset)) header.shared |= kSharedIn;
   if ((wanted & kSharedOut) && heap.find(r.out, r.bytes(), &header.out_offset)) header.shared |= kSharedOut;
   offered_ = (header.shared & wanted) == wanted;
@@ -81,7 +81,7 @@ bool Rounds::all_offered() {
   out_offsets_.assign(n, 0);
   for (int p = 0; p < core_.size(); ++p) {
     const auto i = static_cast<std::size_t>(p);
-    const OpHeader& h = core_.state(p).headers[work_->sequence % kHeaders];
+    const CollectiveHeader& h = core_.state(p).headers[work_->sequence() % kHeaders];
     const std::size_t heap = core_.processes()[i]->heap_bytes();
     const std::uint32_t shared = h.shared;
     in_offsets_[i] = h.in_offset;

@@ -5,24 +5,6 @@
 #include "hosts/core.h"
 
 namespace axo::span {
-namespace {
-
-std::string text_of(const Signature& s) {
-  const auto kind = static_cast<Kind>(s.kind);
-  std::string text = s.kind < host::kKindCount ? name_of(kind) : "an unknown operation";
-  if (kind == Kind::barrier || kind == Kind::all_to_all_v) return text;
-  text += " of " + std::to_string(s.count) + " " + name_of(static_cast<DType>(s.dtype));
-  if (kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter) {
-    text += std::string(", ") + name_of(static_cast<ReduceOp>(s.op));
-  }
-  if (kind == Kind::broadcast || kind == Kind::reduce || kind == Kind::gather || kind == Kind::scatter) {
-    text += ", root " + std::to_string(s.root);
-  }
-  return text;
-}
-
-}  // namespace
-
 char* SpanCore::place(int from, const Head& head) {
   const int rank = rank_of(from);
   if (rank < 0) throw Error("a frame for communicator '" + p_.name + "', which the sender is not in");
@@ -69,9 +51,9 @@ void SpanCore::arrived(int from, const Head& head) {
         if (head.sequence != peer.begun) throw Error("a collective out of order");
         ++peer.begun;
         if (head.sequence >= next_sequence_) {
-          peer.ahead[head.sequence] = head.signature;
+          peer.ahead[head.sequence] = head.operation;
         } else {
-          compare(rank, head.sequence, head.signature, &failure);
+          compare(rank, head.sequence, head.operation, &failure);
         }
         break;
       case FrameKind::data:
@@ -111,8 +93,8 @@ void SpanCore::arrived(int from, const Head& head) {
     }
   }
   if (received) {
-    flight_->ended(received->flight, false);
-    received->complete(nullptr);
+    flight_->ended(received->flight(), false);
+    received->end(nullptr);
   }
   if (failure.kind != FailureKind::none) fail(failure, tell);
   changed_.notify_all();
@@ -131,38 +113,12 @@ void SpanCore::lost(int from, const std::string& /*why*/) {
   changed_.notify_all();
 }
 
-void SpanCore::compare(int peer, std::uint64_t sequence, const Signature& theirs, Failure* failure) const {
+void SpanCore::compare(int peer, std::uint64_t sequence, const Operation& theirs, Failure* failure) const {
   const auto found = mine_.find(sequence);
   if (found == mine_.end() || found->second == theirs || failure->kind != FailureKind::none) return;
   *failure = {FailureKind::mismatch, peer,
               "#" + std::to_string(sequence) + " differs: rank " + std::to_string(p_.rank) + " issued " +
-                  text_of(found->second) + ", rank " + std::to_string(peer) + " issued " + text_of(theirs)};
-}
-
-void SpanCore::record_issue(SpanWork& work) {
-  const Request& r = work.request;
-  const bool reduces = r.kind == Kind::all_reduce || r.kind == Kind::reduce || r.kind == Kind::reduce_scatter;
-  const bool rooted = r.point_to_point() || r.kind == Kind::broadcast || r.kind == Kind::reduce ||
-                      r.kind == Kind::gather || r.kind == Kind::scatter;
-  host::FlightEntry e;
-  e.op = name_of(r.kind);
-  e.sequence = work.sequence;
-  e.dtype = r.dtype;
-  e.count = r.count;
-  e.reduce = reduces ? name_of(r.op) : nullptr;
-  e.root = rooted ? r.root : -1;
-  e.tag = r.tag;
-  e.issued = work.issue_time();
-  work.flight = flight_->issued(e);
-}
-
-std::string SpanCore::describe(const SpanWork& work) const {
-  const Request& r = work.request;
-  std::string text = name_of(r.kind);
-  if (r.kind == Kind::send) text += " to rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
-  if (r.kind == Kind::recv) text += " from rank " + std::to_string(r.root) + " with tag " + std::to_string(r.tag);
-  return text + " #" + std::to_string(work.sequence) + " on '" + p_.name + "' (rank " + std::to_string(p_.rank) +
-         " of " + std::to_string(size()) + ")";
+                  words(found->second) + ", rank " + std::to_string(peer) + " issued " + words(theirs)};
 }
 
 std::string SpanCore::rank_text(int rank) const {
@@ -174,12 +130,12 @@ std::string SpanCore::rank_text(int rank) const {
 // Under mutex_.
 std::string SpanCore::timeout_text(const SpanWork& work) const {
   const std::string text = "rank " + std::to_string(p_.rank) + " timed out after " + seconds_since(work.issue_time()) +
-                           " in " + describe(work);
+                           " in " + work.describe();
   if (work.request.point_to_point()) return text + "; " + rank_text(work.request.root) + " did not answer";
   std::string arrived, missing;
   for (int r = 0; r < size(); ++r) {
     const Peer& peer = peers_[static_cast<std::size_t>(r)];
-    if (r == p_.rank || peer.begun > work.sequence) {
+    if (r == p_.rank || peer.begun > work.sequence()) {
       arrived += (arrived.empty() ? "" : ", ") + std::to_string(r);
     } else {
       const char* where = peer.left ? ", left" : peer.gone ? ", died" : "";
@@ -192,7 +148,7 @@ std::string SpanCore::timeout_text(const SpanWork& work) const {
 // Under mutex_.
 std::exception_ptr SpanCore::error_for(const SpanWork& work) const {
   raised_ = true;
-  return error_at(describe(work) + ": ", "; waited " + seconds_since(work.issue_time()));
+  return error_at(work.describe() + ": ", "; waited " + seconds_since(work.issue_time()));
 }
 
 std::exception_ptr SpanCore::failure() const {

@@ -30,33 +30,10 @@ Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_o
 
 namespace {
 
-using host::Request;
 using span::Place;
 using span::SpanCore;
 using span::SpanParts;
 using span::SpanWork;
-using span::SpanWorkPtr;
-
-// What this thread has recorded since its outermost group_start.
-std::vector<std::pair<std::shared_ptr<SpanCore>, SpanWorkPtr>>& recorded() {
-  static thread_local std::vector<std::pair<std::shared_ptr<SpanCore>, SpanWorkPtr>> works;
-  return works;
-}
-
-void launch_recorded() noexcept {
-  const auto works = std::move(recorded());
-  recorded().clear();
-  for (const auto& [core, work] : works) {
-    try {
-      core->check_usable("group_end");
-    } catch (...) {
-      work->issued(0);
-      work->complete(std::current_exception());
-      continue;
-    }
-    core->submit({work});
-  }
-}
 
 // A number that every member computes alike and no other communicator of these ranks has.
 std::uint64_t number_of(std::uint64_t parent, std::uint64_t split, int color) {
@@ -74,7 +51,7 @@ std::string transport_of(const Place& place) {
   return place.hosts.size() == place.wire.size() ? hosts : "shared memory x " + hosts;
 }
 
-class SpanCommunicator final : public host::RequestCommunicator {
+class SpanCommunicator final : public RequestCommunicator {
  public:
   explicit SpanCommunicator(SpanParts parts)
       : transport_(transport_of(parts.place)), core_(SpanCore::create(std::move(parts))) {}
@@ -95,25 +72,20 @@ class SpanCommunicator final : public host::RequestCommunicator {
   WorkPtr issue(Request r, const CallOptions& options) override {
     core_->check_usable(name_of(r.kind));
     check_group(r, options);
-    if (r.root == kAnyPeer) {
+    if (r.kind == Kind::recv && r.root == kAnyPeer) {
       throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
                   std::to_string(core_->parts().place.hosts.size()) + "; name the peer");
     }
-    core_->engine().drain_graveyard();
-    const Milliseconds timeout = options.timeout == kNoTimeout ? core_->parts().timeout : options.timeout;
-    auto work = std::make_shared<SpanWork>(core_, std::move(r), options, timeout);
-    if (host::inside_group()) {
-      recorded().emplace_back(core_, work);
-      host::at_group_end(&launch_recorded);
-      return work;
-    }
+    release_now();
+    auto work = std::make_shared<SpanWork>(core_, std::move(r), options);
+    if (record_in_group(core_, work)) return work;
     core_->submit({work});
     if (!options.blocking) return work;
     try {
       work->wait();
     } catch (...) {
       // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
-      if (!work->is_completed()) core_->abort(core_->describe(*work) + " was interrupted");
+      if (!work->is_completed()) core_->abort(work->describe() + " was interrupted");
       work->settle();
       throw;
     }
@@ -126,7 +98,7 @@ class SpanCommunicator final : public host::RequestCommunicator {
 };
 
 std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const std::string& name) {
-  if (host::inside_group()) throw Error("split: got a call inside a group, expected one outside");
+  if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
   struct Choice {
     std::int32_t color, key;
   };
@@ -173,9 +145,6 @@ std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const 
 }
 
 }  // namespace
-
-std::string host_identity() { return host::host_identity(); }
-std::string host_name() { return host::host_name(); }
 
 std::shared_ptr<Communicator> create_span_communicator(Store& store, const std::string& key, std::unique_ptr<Wire> wire,
                                                        const std::vector<std::string>& hosts,

@@ -8,14 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "base/identity.h"
 #include "host/communicator.h"
 #include "hosts/wire.h"
 
 namespace axo {
-
-// What tells this process's host from others, on one line; and the name to call it by.
-std::string host_identity();
-std::string host_name();
 
 // Collective over the ranks of `wire`. `hosts`: the identity of each rank's host, `names`: its name. `key` as for
 // create_host_communicator.

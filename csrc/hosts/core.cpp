@@ -11,23 +11,19 @@ namespace {
 constexpr std::chrono::seconds kFlush{5};
 constexpr std::chrono::milliseconds kAskPeriod{250};  // between looks for an interrupt
 
-Signature signature_of(const Request& r) {
-  return {static_cast<std::uint32_t>(r.kind), static_cast<std::uint32_t>(r.dtype), static_cast<std::uint32_t>(r.op),
-          r.root, r.count};
-}
-
 }  // namespace
 
 SpanCore::SpanCore(SpanParts parts)
-    : engine_(host::Engine::get()),
+    : engine_(ProgressEngine::get()),
       p_(std::move(parts)),
+      member_{p_.name, p_.rank, size()},
       flight_(
-          std::make_shared<host::FlightRecorder>(p_.name, p_.rank, static_cast<int>(p_.place.wire.size()), p_.number)),
+          std::make_shared<FlightRecorder>(member(), p_.number)),
       peers_(p_.place.wire.size()) {}
 
 std::shared_ptr<SpanCore> SpanCore::create(SpanParts parts) {
   std::shared_ptr<SpanCore> core(new SpanCore(std::move(parts)));
-  host::Engine::get().flight().add(core->flight_);
+  FlightLog::get().add(core->flight_);
   core->p_.mesh->add(core->p_.number, core);
   std::thread([core] { core->run(); }).detach();
   return core;
@@ -38,6 +34,17 @@ int SpanCore::rank_of(int wire_rank) const {
   return at == p_.place.wire.end() ? -1 : static_cast<int>(at - p_.place.wire.begin());
 }
 
+void SpanCore::launch(const std::vector<WorkStatePtr>& works) {
+  for (const auto& work : works) {
+    try {
+      check_usable("group_end");
+      submit({std::static_pointer_cast<SpanWork>(work)});
+    } catch (...) {
+      work->refuse(std::current_exception());
+    }
+  }
+}
+
 void SpanCore::submit(const std::vector<SpanWorkPtr>& works) {
   std::vector<SpanWorkPtr> messages;
   Failure failure;
@@ -46,25 +53,23 @@ void SpanCore::submit(const std::vector<SpanWorkPtr>& works) {
     if (closing_) {  // by another thread, since check_usable: the communicator's own may have ended
       lock.unlock();
       for (const auto& work : works) {
-        work->issued(0);
-        work->complete(std::make_exception_ptr(Error(describe(*work) + ": the communicator is closed")));
+        work->refuse(std::make_exception_ptr(Error(work->describe() + ": the communicator is closed")));
       }
       return;
     }
     for (const auto& work : works) {
       const bool message = work->request.point_to_point();
-      work->issued(message ? next_message_++ : next_sequence_++);
-      record_issue(*work);
+      work->issued(message ? next_message_++ : next_sequence_++, flight_.get());
       if (message) {
         messages.push_back(work);
         continue;
       }
-      mine_[work->sequence] = signature_of(work->request);
+      mine_[work->sequence()] = work->request;
       for (int r = 0; r < size(); ++r) {
         auto& ahead = peers_[static_cast<std::size_t>(r)].ahead;
-        const auto found = ahead.find(work->sequence);
+        const auto found = ahead.find(work->sequence());
         if (found == ahead.end()) continue;
-        compare(r, work->sequence, found->second, &failure);
+        compare(r, work->sequence(), found->second, &failure);
         ahead.erase(found);
       }
       queue_.push_back(work);
@@ -107,11 +112,11 @@ void SpanCore::execute(const SpanWorkPtr& work) {
     Lock lock(mutex_);
     if (failure_.kind != FailureKind::none) return;
   }
-  flight_->started(work->flight);
+  flight_->started(work->flight());
   Head head;
   head.frame = FrameKind::begin;
-  head.sequence = work->sequence;
-  head.signature = signature_of(work->request);
+  head.sequence = work->sequence();
+  head.operation = work->request;
   tell_all(head);
   try {
     run_collective(*this, *work);
@@ -136,11 +141,11 @@ void SpanCore::finish(const SpanWorkPtr& work) {
       return (&a == &peers_[static_cast<std::size_t>(p_.rank)] ? ~0ull : a.begun) <
              (&b == &peers_[static_cast<std::size_t>(p_.rank)] ? ~0ull : b.begun);
     });
-    mine_.erase(mine_.begin(), mine_.lower_bound(std::min(behind->begun, work->sequence + 1)));
+    mine_.erase(mine_.begin(), mine_.lower_bound(std::min(behind->begun, work->sequence() + 1)));
   }
-  flight_->ended(work->flight, error != nullptr);
-  if (error) host::Engine::get().flight().write();
-  work->complete(error);
+  flight_->ended(work->flight(), error != nullptr);
+  if (error) FlightLog::get().write();
+  work->end(error);
   changed_.notify_all();
 }
 
@@ -184,7 +189,7 @@ void SpanCore::fail(const Failure& failure, bool tell) {
     tell_all(head);
   }
   if (p_.inner) p_.inner->abort(failure.text);
-  host::Engine::get().flight().write();  // again when what is pending has ended
+  FlightLog::get().write();  // again when what is pending has ended
   {
     Lock lock(mutex_);
     told_ = true;
@@ -224,7 +229,7 @@ void SpanCore::await_all(const SpanWork& work) {
   Lock lock(mutex_);
   for (int r = 0; r < size(); ++r) {
     if (r == p_.rank) continue;
-    await(lock, work, r, [&] { return peers_[static_cast<std::size_t>(r)].begun > work.sequence; });
+    await(lock, work, r, [&] { return peers_[static_cast<std::size_t>(r)].begun > work.sequence(); });
   }
 }
 
@@ -316,7 +321,7 @@ void SpanCore::shutdown() {
   Lock lock(mutex_);
   while (!changed_.wait_for(lock, kAskPeriod, [this] { return ended_; })) {
     lock.unlock();
-    host::check_interrupt();  // what is pending goes on without the caller
+    check_interrupt();  // what is pending goes on without the caller
     lock.lock();
   }
 }

@@ -16,15 +16,13 @@
 
 #include "base/communicator.h"
 #include "base/flight_recorder.h"
+#include "base/group.h"
 #include "host/core.h"
 #include "hosts/link_limit.h"
 #include "hosts/mesh.h"
 
 namespace axo::span {
 
-using host::Failure;
-using host::Kind;
-using host::Request;
 
 inline constexpr std::chrono::seconds kPatience{10};  // for what ends by itself unless a peer hangs
 
@@ -49,44 +47,22 @@ struct Piece {
 
 class SpanCore;
 
-class SpanWork final : public Work {
+class SpanWork final : public WorkState {
  public:
-  SpanWork(std::shared_ptr<SpanCore> core, Request r, const CallOptions& options, Milliseconds timeout);
-  ~SpanWork() override;
-
-  void wait() override;
-  void synchronize(Milliseconds timeout) override;
-  bool is_completed() const override;
-  std::exception_ptr exception() const override;
-  void on_completion(std::function<void()> callback) override;
-  double seconds() const override;
+  SpanWork(std::shared_ptr<SpanCore> core, Request r, const CallOptions& options);
   int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
-
-  // For the core.
-  void issued(std::uint64_t number);
-  void complete(std::exception_ptr error);
   void settle();  // waits until it has ended, whatever comes
-  Clock::time_point issue_time() const { return issue_time_; }
-  Clock::time_point deadline() const { return deadline_; }
+  void end(std::exception_ptr error);  // complete(), and wakes who waits
 
-  const Request request;
-  std::uint64_t sequence = 0;
-  std::uint64_t flight = 0;
   std::size_t moved = 0;  // of a message, in bytes
 
  private:
-  bool wait_until(Clock::time_point deadline);
-  void finish_wait();
+  const Member& member() const override;
+  void wait_until(Clock::time_point deadline) override;
 
   std::shared_ptr<SpanCore> core_;
-  const Milliseconds timeout_;
-  Clock::time_point issue_time_{}, end_time_{}, deadline_{};
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable changed_;
-  bool issued_ = false, done_ = false;
-  std::exception_ptr error_;
-  std::shared_ptr<void> keep_alive_;
-  std::vector<std::function<void()>> callbacks_;
 };
 
 using SpanWorkPtr = std::shared_ptr<SpanWork>;
@@ -105,15 +81,16 @@ struct SpanParts {
   Milliseconds timeout{600000};
 };
 
-class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore> {
+class SpanCore final : public Sink, public GroupLauncher, public std::enable_shared_from_this<SpanCore> {
  public:
   static std::shared_ptr<SpanCore> create(SpanParts parts);
 
   int rank() const { return p_.rank; }
   int size() const { return static_cast<int>(p_.place.wire.size()); }
   const std::string& name() const { return p_.name; }
+  const Member& member() const { return member_; }
   const SpanParts& parts() const { return p_; }
-  host::Engine& engine() const { return engine_; }
+  ProgressEngine& engine() const { return engine_; }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
   void check_usable(const char* what) const;
@@ -121,13 +98,13 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void check_not_forked(const char* what) const;
   // A communicator that is being closed ends them with an error.
   void submit(const std::vector<SpanWorkPtr>& works);
+  void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
   void abort(const std::string& reason);
   std::exception_ptr failure() const;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
   void shutdown();
   void release();
-  std::string describe(const SpanWork& work) const;
 
   // For the collectives, on the communicator's thread. They throw Failed.
   void exchange(const SpanWork& work, const std::vector<Piece>& out, const std::vector<Piece>& in);
@@ -149,7 +126,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   // What one peer has told and sent.
   struct Peer {
     std::uint64_t begun = 0;                   // collectives that it has come to
-    std::map<std::uint64_t, Signature> ahead;  // of those that this rank has not issued yet
+    std::map<std::uint64_t, Operation> ahead;  // of those that this rank has not issued yet
     bool left = false, gone = false;
     char* want = nullptr;  // where its data goes, how much, and how much has come
     std::size_t bytes = 0, got = 0;
@@ -171,8 +148,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void sleep_until(const SpanWork& work, Clock::time_point end);
   void send_pieces(const SpanWork& work, FrameKind frame, const std::vector<Piece>& out);
   void drain(Peer& peer);
-  void compare(int peer, std::uint64_t sequence, const Signature& theirs, Failure* failure) const;
-  void record_issue(SpanWork& work);
+  void compare(int peer, std::uint64_t sequence, const Operation& theirs, Failure* failure) const;
   void tell_all(Head head);
   void leave();
   int rank_of(int wire_rank) const;
@@ -189,9 +165,10 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   void end_messages(Lock& lock);
   SpanWorkPtr next_send(Failure* failure);
 
-  host::Engine& engine_;  // of the process that made this
+  ProgressEngine& engine_;  // of the process that made this
   const SpanParts p_;
-  std::shared_ptr<host::FlightRecorder> flight_;
+  const Member member_;
+  std::shared_ptr<FlightRecorder> flight_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // whatever a thread of this core waits for
@@ -199,7 +176,7 @@ class SpanCore final : public Sink, public std::enable_shared_from_this<SpanCore
   std::vector<Peer> peers_;
   std::deque<SpanWorkPtr> queue_;  // its front may be running
   std::uint64_t next_sequence_ = 0, next_message_ = 0;
-  std::map<std::uint64_t, Signature> mine_;  // of collectives that some peer has not come to
+  std::map<std::uint64_t, Operation> mine_;  // of collectives that some peer has not come to
   Failure failure_;
   bool told_ = false;            // the peers know of the failure
   mutable bool raised_ = false;  // the caller knows of it

@@ -48,7 +48,7 @@ void SpanCore::send_pieces(const SpanWork& work, FrameKind frame, const std::vec
     if (frame == FrameKind::data) {
       Lock lock(mutex_);
       const Peer& peer = peers_[static_cast<std::size_t>(chunk.rank)];
-      await(lock, work, chunk.rank, [&] { return peer.begun > work.sequence; });
+      await(lock, work, chunk.rank, [&] { return peer.begun > work.sequence(); });
     }
     if (limit.limited()) {
       for (; reserved < std::min(chunks.size(), i + 1 + kAhead); ++reserved) {
@@ -60,7 +60,7 @@ void SpanCore::send_pieces(const SpanWork& work, FrameKind frame, const std::vec
     Head head;
     head.communicator = p_.number;
     head.frame = frame;
-    head.sequence = work.sequence;
+    head.sequence = work.sequence();
     head.tag = work.request.tag;
     try {
       p_.mesh->send(p_.place.wire[static_cast<std::size_t>(chunk.rank)], head, chunk.data, chunk.bytes,

@@ -32,9 +32,9 @@ double parse(const std::string& text, const Unit (&units)[n]) {
   return NAN;
 }
 
-std::shared_ptr<host::Process> first_keeper(const std::shared_ptr<host::Process>& keeper) {
+std::shared_ptr<Process> first_keeper(const std::shared_ptr<Process>& keeper) {
   static std::mutex mutex;
-  static auto* const first = new std::shared_ptr<host::Process>;  // never destroyed: threads may outlive statics
+  static auto* const first = new std::shared_ptr<Process>;  // never destroyed: threads may outlive statics
   static int pid = 0;
   std::lock_guard<std::mutex> lock(mutex);
   if (pid != ::getpid()) {  // a forked child has not inherited its parent's page
@@ -66,12 +66,12 @@ LinkSettings LinkSettings::from_environment() {
   if (rate != nullptr && *rate != '\0') settings.rate = parse_rate(rate);
   if (latency != nullptr && *latency != '\0') {
     const std::chrono::duration<double> seconds(parse_seconds(latency));
-    settings.latency = std::chrono::duration_cast<host::Clock::duration>(seconds);
+    settings.latency = std::chrono::duration_cast<Clock::duration>(seconds);
   }
   return settings;
 }
 
-std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_ptr<host::Process>& keeper) {
+std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_ptr<Process>& keeper) {
   constexpr double kTurn = 4e-3;  // seconds of the link that one chunk takes
   auto limit = std::make_shared<LinkLimit>();
   limit->settings_ = LinkSettings::from_environment();
@@ -84,9 +84,9 @@ std::shared_ptr<const LinkLimit> LinkLimit::from_environment(const std::shared_p
   return limit;
 }
 
-host::Clock::time_point LinkLimit::reserve(std::size_t bytes) const {
+Clock::time_point LinkLimit::reserve(std::size_t bytes) const {
   using std::chrono::nanoseconds;
-  const auto now = host::Clock::now();
+  const auto now = Clock::now();
   if (settings_.rate <= 0) return now;
   const auto at = std::chrono::duration_cast<nanoseconds>(now.time_since_epoch()).count();
   const auto takes = static_cast<std::uint64_t>(static_cast<double>(bytes) * 1e9 / settings_.rate);
@@ -95,7 +95,7 @@ host::Clock::time_point LinkLimit::reserve(std::size_t bytes) const {
   do {
     end = std::max(seen, static_cast<std::uint64_t>(at)) + takes;
   } while (!free.compare_exchange_weak(seen, end, std::memory_order_relaxed));
-  return host::Clock::time_point(std::chrono::duration_cast<host::Clock::duration>(nanoseconds(end)));
+  return Clock::time_point(std::chrono::duration_cast<Clock::duration>(nanoseconds(end)));
 }
 
 }  // namespace axo::span

@@ -17,24 +17,13 @@
 #include <type_traits>
 #include <vector>
 
-#include "progress/engine.h"
-#include "host/layout.h"
+#include "base/deadline.h"
+#include "base/failure.h"
+#include "base/operation.h"
 #include "hosts/wire.h"
 
 namespace axo::span {
 
-using host::Clock;
-using host::FailureKind;
-
-// What a rank issued. All ranks' must agree.
-struct Signature {
-  std::uint32_t kind = 0, dtype = 0, op = 0;
-  std::int32_t root = 0;
-  std::uint64_t count = 0;
-  bool operator==(const Signature& o) const {
-    return kind == o.kind && dtype == o.dtype && op == o.op && root == o.root && count == o.count;
-  }
-};
 
 enum class FrameKind : std::uint32_t {
   begin,    // this rank has come to collective `sequence`, with this signature
@@ -55,7 +44,7 @@ struct Head {
   std::int32_t tag = 0;
   std::uint64_t sequence = 0;
   std::uint64_t bytes = 0;  // of the payload that follows, or of what is wanted
-  Signature signature;
+  Operation operation;
   FailureKind failure = FailureKind::none;
   std::int32_t peer = -1;
   char text[kInline] = {};  // of an abort; or a small payload

@@ -14,7 +14,7 @@ void SpanCore::submit_message(const SpanWorkPtr& work) {
   if (p_.place.host[static_cast<std::size_t>(r.root)] == p_.place.host[static_cast<std::size_t>(p_.rank)]) {
     return submit_inside(work);
   }
-  flight_->started(work->flight);
+  flight_->started(work->flight());
   const Key key{r.root, r.tag};
   bool start = false;
   {
@@ -37,7 +37,7 @@ void SpanCore::submit_message(const SpanWorkPtr& work) {
 
 void SpanCore::submit_inside(const SpanWorkPtr& work) {
   const Request& r = work->request;
-  flight_->started(work->flight);
+  flight_->started(work->flight());
   {
     Lock lock(mutex_);
     ++inside_;
@@ -48,8 +48,8 @@ void SpanCore::submit_inside(const SpanWorkPtr& work) {
       Lock lock(self->mutex_);
       error = self->error_for(*work);
     }
-    self->flight_->ended(work->flight, error != nullptr);
-    work->complete(error);
+    self->flight_->ended(work->flight(), error != nullptr);
+    work->end(error);
     {
       Lock lock(self->mutex_);
       --self->inside_;
@@ -87,7 +87,7 @@ SpanWorkPtr SpanCore::next_send(Failure* failure) {
     if (wanted->second.empty()) wanted_.erase(wanted);
     if (bytes != work->request.bytes()) {
       *failure = {FailureKind::mismatch, key.first,
-                  describe(*work) + " sends " + std::to_string(work->request.bytes()) + " bytes, " +
+                  work->describe() + " sends " + std::to_string(work->request.bytes()) + " bytes, " +
                       rank_text(key.first) + " receives " + std::to_string(bytes)};
       return nullptr;
     }
@@ -111,10 +111,10 @@ void SpanCore::end_messages(Lock& lock) {
   }
   lock.unlock();
   for (auto& [work, error] : ended) {
-    flight_->ended(work->flight, true);
-    work->complete(error);
+    flight_->ended(work->flight(), true);
+    work->end(error);
   }
-  if (!ended.empty()) host::Engine::get().flight().write();
+  if (!ended.empty()) FlightLog::get().write();
   lock.lock();
 }
 
@@ -141,8 +141,8 @@ void SpanCore::run_messages() {
         Lock relock(mutex_);
         error = error_for(*work);
       }
-      flight_->ended(work->flight, error != nullptr);
-      work->complete(error);
+      flight_->ended(work->flight(), error != nullptr);
+      work->end(error);
       lock.lock();
       sending_ = false;
       changed_.notify_all();

@@ -15,7 +15,7 @@
 
 #include "base/error.h"
 
-namespace axo::host {
+namespace axo {
 namespace {
 
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
@@ -86,4 +86,4 @@ std::shared_ptr<Mapping> map_segment(int fd, std::size_t bytes) {
   return mapping;
 }
 
-}  // namespace axo::host
+}  // namespace axo

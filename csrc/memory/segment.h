@@ -10,7 +10,7 @@
 #include <memory>
 #include <utility>
 
-namespace axo::host {
+namespace axo {
 
 // A file descriptor with an owner.
 class Fd {
@@ -54,4 +54,4 @@ Fd create_segment(const char* label, std::size_t bytes);
 // ThreadSanitizer sees them too).
 std::shared_ptr<Mapping> map_segment(int fd, std::size_t bytes);
 
-}  // namespace axo::host
+}  // namespace axo

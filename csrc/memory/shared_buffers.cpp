@@ -7,11 +7,9 @@
 #include <algorithm>
 #include <string>
 
-#include "progress/engine.h"
 #include "base/error.h"
 
 namespace axo {
-namespace host {
 namespace {
 
 constexpr std::size_t kPage = 4096;
@@ -28,11 +26,19 @@ std::size_t heap_bytes() {
 
 }  // namespace
 
-Heap::Heap() : fd_(create_segment("axo-heap", heap_bytes())), bytes_(heap_bytes()), pid_(::getpid()) {
+SharedHeap& SharedHeap::get() {
+  static std::mutex mutex;
+  static SharedHeap* heap = nullptr;  // never destroyed: buffers may outlive statics
+  std::lock_guard<std::mutex> lock(mutex);
+  if (heap == nullptr || heap->pid_ != ::getpid()) heap = new SharedHeap;
+  return *heap;
+}
+
+SharedHeap::SharedHeap() : fd_(create_segment("axo-heap", heap_bytes())), bytes_(heap_bytes()), pid_(::getpid()) {
   holes_[0] = bytes_;
 }
 
-std::shared_ptr<void> Heap::allocate(std::size_t wanted) {
+std::shared_ptr<void> SharedHeap::allocate(std::size_t wanted) {
   const std::size_t bytes = (std::max<std::size_t>(wanted, 1) + kPage - 1) / kPage * kPage;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!mapping_) mapping_ = map_segment(fd_.get(), bytes_);
@@ -51,7 +57,7 @@ std::shared_ptr<void> Heap::allocate(std::size_t wanted) {
   });
 }
 
-void Heap::free(std::uint64_t offset, std::size_t bytes) {
+void SharedHeap::free(std::uint64_t offset, std::size_t bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   ::madvise(mapping_->base() + offset, bytes, MADV_REMOVE);  // the pages go back to the system, for all processes
   const auto at = holes_.emplace(offset, bytes).first;
@@ -69,7 +75,7 @@ void Heap::free(std::uint64_t offset, std::size_t bytes) {
   }
 }
 
-bool Heap::find(const void* p, std::size_t bytes, std::uint64_t* offset) {
+bool SharedHeap::find(const void* p, std::size_t bytes, std::uint64_t* offset) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (!mapping_) return false;
   const auto at = reinterpret_cast<std::uintptr_t>(p), base = reinterpret_cast<std::uintptr_t>(mapping_->base());
@@ -78,8 +84,6 @@ bool Heap::find(const void* p, std::size_t bytes, std::uint64_t* offset) {
   return true;
 }
 
-}  // namespace host
-
-std::shared_ptr<void> allocate_shared(std::size_t bytes) { return host::Engine::get().heap().allocate(bytes); }
+std::shared_ptr<void> allocate_shared(std::size_t bytes) { return SharedHeap::get().allocate(bytes); }
 
 }  // namespace axo

@@ -20,12 +20,11 @@ namespace axo {
 // Zeroed memory, aligned to pages, given back with the last reference. Throws Error when the heap is full.
 std::shared_ptr<void> allocate_shared(std::size_t bytes);
 
-namespace host {
-
 // The heap of this process.
-class Heap {
+class SharedHeap {
  public:
-  Heap();
+  // Made at the first call; a forked child has one of its own.
+  static SharedHeap& get();
   int fd() const { return fd_.get(); }
   std::size_t bytes() const { return bytes_; }
   std::shared_ptr<void> allocate(std::size_t bytes);
@@ -33,6 +32,7 @@ class Heap {
   bool find(const void* p, std::size_t bytes, std::uint64_t* offset);
 
  private:
+  SharedHeap();
   void free(std::uint64_t offset, std::size_t bytes);
 
   Fd fd_;
@@ -43,5 +43,4 @@ class Heap {
   std::map<std::uint64_t, std::size_t> holes_;  // free ranges: offset -> bytes
 };
 
-}  // namespace host
 }  // namespace axo

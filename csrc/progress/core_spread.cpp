@@ -10,7 +10,7 @@
 
 #include "base/error.h"
 
-namespace axo::host {
+namespace axo {
 namespace {
 
 using Clock = std::chrono::steady_clock;
@@ -147,4 +147,4 @@ Room Seats::make_room() {
   return Room::moved;
 }
 
-}  // namespace axo::host
+}  // namespace axo

@@ -19,7 +19,7 @@
 #include <mutex>
 #include <vector>
 
-namespace axo::host {
+namespace axo {
 
 inline constexpr int kSeats = 16;
 
@@ -72,4 +72,4 @@ class Seats {
   std::shared_ptr<const Rows> rows_;
 };
 
-}  // namespace axo::host
+}  // namespace axo

@@ -1,4 +1,4 @@
-// The progress thread, the doorbell and the life word; see progress/engine.h.
+// The progress thread and the waits; see progress/engine.h.
 #include "progress/engine.h"
 
 #include <linux/futex.h>
@@ -12,22 +12,15 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <climits>
-#include <cstring>
-#include <new>
 #include <thread>
 
-#include "base/error.h"
+#include "base/flight_recorder.h"
+#include "base/work_state.h"
 
-#if defined(__SANITIZE_THREAD__)
-#define AXO_TSAN 1
-#endif
-
-namespace axo::host {
+namespace axo {
 namespace {
 
-std::atomic<Engine*> g_engine{nullptr};
-std::atomic<void (*)()> g_interrupt_check{nullptr};
+std::atomic<ProgressEngine*> g_engine{nullptr};
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -44,17 +37,6 @@ bool futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, std::c
   t.tv_nsec = static_cast<long>(limit.count() % 1000000000);
   return ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT, expected, &t, nullptr, 0) == 0 ||
          errno != EINTR;
-}
-
-// The published data must be visible before the sleeper count is read, and the sleeper's count before it looks at the
-// data again: then one of the two sees the other. ThreadSanitizer knows no fences, so it gets the costlier form.
-std::uint32_t sleepers_after_publish(std::atomic<std::uint32_t>& sleepers) {
-#if defined(AXO_TSAN)
-  return sleepers.fetch_add(0, std::memory_order_acq_rel);
-#else
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  return sleepers.load(std::memory_order_relaxed);
-#endif
 }
 
 // Asks the scheduler for short turns of the calling thread: it shall run soon after a peer has rung, not when the
@@ -76,98 +58,44 @@ void take_short_turns() {
 
 }  // namespace
 
-void check_interrupt() {
-  if (const auto check = g_interrupt_check.load()) check();
-}
-
-Process::Process(int page, int heap) : mapping_(map_segment(page, kPageBytes)) {
-  page_ = reinterpret_cast<ProcessPage*>(mapping_->base());
-  if (page_->magic != ProcessPage::kMagic) throw Error("shared memory: the page of a peer is not one of Axo's");
-  try {
-    heap_ = map_segment(heap, page_->heap_bytes);  // which also checks that it is of this size
-  } catch (const Error&) {
-    heap_ = nullptr;  // buffers in it will be staged
-  }
-}
-
-bool Process::dead() const { return (page_->life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0; }
-
-bool Process::sleeping() const { return sleepers_after_publish(page_->sleepers) != 0; }
-
-void Process::ring() const {
-  if (sleepers_after_publish(page_->sleepers) == 0) return;
-  page_->bell.fetch_add(1);
-  ::syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&page_->bell), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-}
-
-std::string Process::blocked(int* on) const {
-  char text[ProcessPage::kBlockedWords * 8];
-  *on = 0;
-  const std::uint32_t version = page_->blocked_version.load();
-  if (version % 2 != 0) return "";
-  const int peer = page_->blocked_on.load();
-  for (std::size_t i = 0; i < ProcessPage::kBlockedWords; ++i) {
-    const std::uint64_t word = page_->blocked_text[i].load();
-    std::memcpy(text + 8 * i, &word, 8);
-  }
-  if (page_->blocked_version.load() != version) return "";
-  *on = peer;
-  return std::string(text, ::strnlen(text, sizeof(text)));
-}
-
 // Says in the process page where a thread is blocked, or, with null, that it is not any more. One wait at a time.
-void Engine::tell_blocked(Client* client) {
+void ProgressEngine::tell_blocked(ProgressClient* client) {
   int on = 0;
-  const std::string text = client ? clipped(client->blocked_in(&on), 8 * ProcessPage::kBlockedWords) : std::string();
-  ProcessPage& page = *self_->page();
-  page.blocked_version.fetch_add(1);
-  page.blocked_on.store(on);
-  for (std::size_t i = 0; i < ProcessPage::kBlockedWords; ++i) {
-    char part[8] = {};
-    if (8 * i < text.size()) std::memcpy(part, text.data() + 8 * i, std::min<std::size_t>(8, text.size() - 8 * i));
-    std::uint64_t word;
-    std::memcpy(&word, part, 8);
-    page.blocked_text[i].store(word);
-  }
-  page.blocked_version.fetch_add(1);
+  const std::string text = client ? client->blocked_in(&on) : std::string();
+  self_->set_blocked(text, on);
 }
 
-Engine& Engine::get() {
+ProgressEngine& ProgressEngine::get() {
   static std::mutex mutex;
-  Engine* engine = g_engine.load(std::memory_order_acquire);
+  ProgressEngine* engine = g_engine.load(std::memory_order_acquire);
   if (engine != nullptr) return *engine;
   std::lock_guard<std::mutex> lock(mutex);
   engine = g_engine.load(std::memory_order_acquire);
   if (engine == nullptr) {
-    static const int registered = ::pthread_atfork(nullptr, nullptr, &Engine::after_fork_in_child);
+    static const int registered = ::pthread_atfork(nullptr, nullptr, &ProgressEngine::after_fork_in_child);
     (void)registered;
-    engine = new Engine;  // never destroyed: its thread lives as long as the process
+    engine = new ProgressEngine;  // never destroyed: its thread lives as long as the process
     g_engine.store(engine, std::memory_order_release);
   }
   return *engine;
 }
 
-void Engine::after_fork_in_child() {
-  Engine* engine = g_engine.exchange(nullptr);
+void ProgressEngine::after_fork_in_child() {
+  ProgressEngine* engine = g_engine.exchange(nullptr);
   if (engine != nullptr) engine->forked_.store(true);
 }
 
-Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_(std::make_shared<Clients>()) {
-  {
-    auto mapping = map_segment(page_fd_.get(), kPageBytes);
-    auto* page = new (mapping->base()) ProcessPage{};
-    page->pid = ::getpid();
-    page->heap_bytes = heap_.bytes();
-    page->magic = ProcessPage::kMagic;
-    self_ = std::make_shared<Process>(page_fd_.get(), heap_.fd());
-    seats_ = std::make_unique<Seats>(&self_->page()->seats);
-  }
+ProgressEngine::ProgressEngine()
+    : page_fd_(make_process_page(heap_.bytes())),
+      self_(std::make_shared<Process>(page_fd_.get(), heap_.fd())),
+      seats_(std::make_unique<Seats>(&self_->page()->seats)),
+      clients_(std::make_shared<Clients>()) {
   // The thread blocks all signals: they belong to the program's own threads.
   sigset_t all, old;
   sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &old);
   try {
-    std::thread(&Engine::run, this).detach();
+    std::thread(&ProgressEngine::run, this).detach();
   } catch (...) {
     ::pthread_sigmask(SIG_SETMASK, &old, nullptr);
     throw;
@@ -177,21 +105,10 @@ Engine::Engine() : page_fd_(create_segment("axo-process", kPageBytes)), clients_
   duty_.wait(lock, [this] { return running_; });
 }
 
-void Engine::run() {
+void ProgressEngine::run() {
   ::prctl(PR_SET_NAME, "axo-progress", 0, 0, 0);
   take_short_turns();
-  // The life word: an entry of this thread's robust list. When the thread dies, however it dies, the kernel sets
-  // FUTEX_OWNER_DIED in it before the process's memory is freed. The list is ours, not the C library's: this thread
-  // uses no robust mutex. Only the word lies in shared memory; the entry, with its pointers, stays private.
-  static thread_local robust_list_head head;
-  static thread_local robust_list entry;
-  auto& life = self_->page()->life;
-  head.futex_offset = reinterpret_cast<char*>(&life) - reinterpret_cast<char*>(&entry);
-  head.list_op_pending = nullptr;
-  head.list.next = &entry;
-  entry.next = &head.list;
-  const bool held = ::syscall(SYS_set_robust_list, &head, sizeof(head)) == 0;
-  if (held) life.store(static_cast<std::uint32_t>(::syscall(SYS_gettid)), std::memory_order_release);
+  hold_life_word(*self_->page());
 
   std::unique_lock<std::mutex> lock(duty_mutex_);
   running_ = true;
@@ -205,7 +122,7 @@ void Engine::run() {
     // Where every core has a rank, the scheduler may wake two ranks' progress threads on one core, beside one rank's
     // computation, and the other core computes alone: a collective then takes half again as long.
     if (work && ranks_.load() >= cores_) come_to(caller_cpu_.load(std::memory_order_relaxed));
-    flight_.poll();
+    FlightLog::poll();
     auto last_check = Clock::now();
     while (pending_.load() > 0 && waiters_.load() == 0) {
       if (drive(nullptr, false)) continue;
@@ -218,7 +135,7 @@ void Engine::run() {
       const auto now = Clock::now();
       if (now - last_check >= kTick) {
         drive(nullptr, true);
-        flight_.poll();
+        FlightLog::poll();
         last_check = now;
       }
     }
@@ -226,7 +143,7 @@ void Engine::run() {
   }
 }
 
-void Engine::meet(const std::vector<std::shared_ptr<Process>>& ranks) {
+void ProgressEngine::meet(const std::vector<std::shared_ptr<Process>>& ranks) {
   const int count = static_cast<int>(ranks.size());
   int known = ranks_.load();
   while (count > known && !ranks_.compare_exchange_weak(known, count)) {
@@ -236,26 +153,26 @@ void Engine::meet(const std::vector<std::shared_ptr<Process>>& ranks) {
   seats_->meet(std::move(rows));
 }
 
-void Engine::watch() {
+void ProgressEngine::watch() {
   if (waiters_.load() > 0 || pending_.load() == 0 || on_duty_.load()) return;
   caller_cpu_.store(::sched_getcpu(), std::memory_order_relaxed);
   std::lock_guard<std::mutex> lock(duty_mutex_);
   duty_.notify_one();
 }
 
-std::shared_ptr<const Engine::Clients> Engine::clients() {
+std::shared_ptr<const ProgressEngine::Clients> ProgressEngine::clients() {
   std::lock_guard<std::mutex> lock(clients_mutex_);
   return clients_;
 }
 
-void Engine::add(const std::shared_ptr<Client>& client) {
+void ProgressEngine::add(const std::shared_ptr<ProgressClient>& client) {
   std::lock_guard<std::mutex> lock(clients_mutex_);
   auto next = std::make_shared<Clients>(*clients_);
   next->push_back(client);
   clients_ = next;
 }
 
-void Engine::remove(const Client* client) {
+void ProgressEngine::remove(const ProgressClient* client) {
   std::lock_guard<std::mutex> lock(clients_mutex_);
   auto next = std::make_shared<Clients>(*clients_);
   next->erase(std::remove_if(next->begin(), next->end(), [&](const auto& c) { return c.get() == client; }),
@@ -263,7 +180,7 @@ void Engine::remove(const Client* client) {
   clients_ = next;
 }
 
-bool Engine::drive(const Client* except, bool check) {
+bool ProgressEngine::drive(const ProgressClient* except, bool check) {
   const auto all = clients();
   bool moved = false;
   for (const auto& client : *all) {
@@ -273,7 +190,7 @@ bool Engine::drive(const Client* except, bool check) {
   return moved;
 }
 
-bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_point deadline) {
+bool ProgressEngine::wait(ProgressClient& own, const std::function<bool()>& done, Clock::time_point deadline) {
   constexpr int kSpins = 400, kLook = 32;
   constexpr unsigned kTurns = 8;  // between two looks at who shares the core, where ranks outnumber cores
   constexpr auto kAskPeriod = std::chrono::milliseconds(250);
@@ -349,7 +266,7 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
     if (now - last_check >= kTick) {
       drive(nullptr, true);
       last_check = now;
-      Client* nobody = nullptr;
+      ProgressClient* nobody = nullptr;
       if (told_.compare_exchange_strong(nobody, &own)) told = true;
       if (told) tell_blocked(&own);
     }
@@ -357,28 +274,5 @@ bool Engine::wait(Client& own, const std::function<bool()>& done, Clock::time_po
   end();
   return finished;
 }
-
-void Engine::bury(std::shared_ptr<void> object) {
-  if (!object || forked()) return;  // a forked child has no thread but its own
-  std::lock_guard<std::mutex> lock(graveyard_mutex_);
-  graveyard_.push_back(std::move(object));
-  graves_.store(true);
-}
-
-void Engine::drain_graveyard() {
-  if (!graves_.load(std::memory_order_relaxed)) return;
-  std::vector<std::shared_ptr<void>> objects;
-  {
-    std::lock_guard<std::mutex> lock(graveyard_mutex_);
-    objects.swap(graveyard_);
-    graves_.store(false);
-  }
-}
-
-}  // namespace axo::host
-
-namespace axo {
-
-void set_interrupt_check(void (*check)()) { host::g_interrupt_check.store(check); }
 
 }  // namespace axo

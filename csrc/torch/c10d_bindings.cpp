@@ -31,7 +31,7 @@ void bind_c10d(py::module_& m) {
   m.def("check_host_settings", [] {
     host_name();
     span::LinkSettings::from_environment();
-    host::spreads_threads();
+    spreads_threads();
   });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);

@@ -48,7 +48,7 @@ TEST(different_operations_are_named) {
     float x[8] = {};
     const auto o = me.on_stream();
     comm->all_reduce(x, x, 8, f32, ReduceOp::sum, o);
-    const std::string issued[2] = {"all_reduce of 4 float32, sum", "broadcast of 4 float32, root 0"};
+    const std::string issued[2] = {"all_reduce(float32[4], sum)", "broadcast(float32[4], root 0)"};
     const std::string said = "operation 2 of 'pair' differs: rank " + std::to_string(me.rank) + " issued " +
                              issued[me.rank] + ", rank " + std::to_string(1 - me.rank) + " issued " +
                              issued[1 - me.rank];
@@ -69,7 +69,7 @@ TEST(different_messages_are_named) {
       comm->shutdown();
       return;
     }
-    CHECK_THROWS(axo::Mismatch, "rank 1 receives 2 float32 with tag 4, rank 0 sends 1 float32 with tag 3",
+    CHECK_THROWS(axo::Mismatch, "rank 1 issued recv(float32[2], from rank 0, tag 4), rank 0 issued send(float32[1], to rank 1, tag 3)",
                  comm->recv(x, 2, f32, 0, 4, me.on_stream()));
     comm->shutdown();
   });
@@ -140,7 +140,7 @@ TEST(a_rank_that_does_not_come_is_named) {
     float x = 1;
     if (me.rank == 0) {
       CHECK_THROWS(axo::Timeout,
-                   "operation 1 of 'pair' (all_reduce of 1 float32, sum): rank 1 has not arrived after 300 ms",
+                   "operation 1 of 'pair' (all_reduce(float32[1], sum)): rank 1 has not arrived after 300 ms",
                    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream()));
     }
     comm->shutdown();

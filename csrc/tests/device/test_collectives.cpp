@@ -218,7 +218,7 @@ TEST(refuses_what_it_cannot_reduce) {
     CHECK_THROWS(axo::Error, "no sum on int16", comm->all_reduce(&x, &x, 1, DType::int16, ReduceOp::sum, o));
     CHECK_THROWS(axo::Error, "no bxor on bool", comm->all_reduce(&x, &x, 1, DType::boolean, ReduceOp::bit_xor, o));
     CHECK_THROWS(axo::Error, "no band on int32", comm->reduce_scatter(&x, &x, 1, DType::int32, ReduceOp::bit_and, o));
-    CHECK_THROWS(axo::Error, "no sum on float8_e4m3fn",
+    CHECK_THROWS(axo::Error, "sum is not defined on float8_e4m3fn",
                  comm->reduce(&x, &x, 1, DType::float8_e4m3fn, ReduceOp::sum, 0, o));
     CHECK_THROWS(axo::Error, "a scaled sum: got int32", comm->all_reduce_scaled(&x, &x, 1, DType::int32, 2, o));
     // None of these touched the communicator.
@@ -233,13 +233,13 @@ TEST(wrong_arguments) {
     float x[2] = {};
     const auto o = me.on_stream();
     const auto f32 = DType::float32;
-    CHECK_THROWS(axo::Error, "broadcast: root: got 2, expected a rank below 2", comm->broadcast(x, 1, f32, 2, o));
+    CHECK_THROWS(axo::Error, "broadcast: root: got 2, expected a rank from 0 to 1", comm->broadcast(x, 1, f32, 2, o));
     CHECK_THROWS(axo::Error, "gather: root: got -1", comm->gather(x, x, 1, f32, -1, o));
     CHECK_THROWS(axo::Error, "send: peer", comm->send(x, 1, f32, me.rank, 0, o));
     CHECK_THROWS(axo::Error, "recv: peer: got 7", comm->recv(x, 1, f32, 7, 0, o));
-    CHECK_THROWS(axo::Error, "all_reduce: in and out: got null",
+    CHECK_THROWS(axo::Error, "all_reduce: in: got null",
                  comm->all_reduce(x, nullptr, 1, f32, ReduceOp::sum, o));
-    CHECK_THROWS(axo::Error, "counts and offsets: got 1, expected 2",
+    CHECK_THROWS(axo::Error, "send_counts: got 1, expected 2",
                  comm->all_to_all_v(x, {1}, {0, 1}, x, {1, 1}, {0, 1}, f32, o));
     CHECK_THROWS(axo::Error, "4-byte aligned", comm->wait_flag(reinterpret_cast<char*>(x) + 2, 1));
     CHECK_THROWS(axo::Error, "register_buffer", comm->register_buffer(x, 0, false));

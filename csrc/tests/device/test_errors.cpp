@@ -91,7 +91,7 @@ TEST(an_asynchronous_error_frees_the_waiter) {
       work->on_completion([&] { ++called; });
       __atomic_store_n(&standin::settings().async_error, int{axo::kNcclRemoteError}, __ATOMIC_SEQ_CST);
       CHECK_THROWS(axo::PeerLost,
-                   "asynchronous error in all_reduce of 1 float32, sum (#1 of 'world', rank 0 of 2), after",
+                   "asynchronous error in all_reduce(float32[1], sum) #1 on 'world' (rank 0 of 2), after",
                    work->synchronize(axo::kNoTimeout));
       eventually([&] { return called.load() == 1; });  // perhaps in another thread, which has just begun with it
       CHECK_THROWS(axo::PeerLost, "remote", work->wait());
@@ -129,7 +129,7 @@ TEST(a_timeout_names_who_has_not_arrived) {
         CHECK(false);
       } catch (const axo::Timeout& e) {
         const std::string said = e.what();
-        CHECK(said.find("all_reduce of 1 float32, sum (#1 of 'trio', rank " + std::to_string(me.rank) + " of 3)") !=
+        CHECK(said.find("all_reduce(float32[1], sum) #1 on 'trio' (rank " + std::to_string(me.rank) + " of 3)") !=
               std::string::npos);
         CHECK(said.find("also in it: rank " + std::to_string(1 - me.rank)) != std::string::npos);
         CHECK(said.find("no report (late, or gone): rank 2") != std::string::npos);
@@ -158,7 +158,7 @@ TEST(a_late_rank_is_named) {
       CHECK_THROWS(axo::Timeout, "has not arrived: rank 1", second->synchronize(axo::kNoTimeout));
     } else {
       auto second = comm->all_reduce(x, x, 1, f32, ReduceOp::sum, o);
-      CHECK_THROWS(axo::Timeout, "#2 of 'pair', rank 1 of 2) did not complete in",
+      CHECK_THROWS(axo::Timeout, "#2 on 'pair' (rank 1 of 2) did not complete in",
                    second->synchronize(axo::kNoTimeout));
     }
     comm->shutdown();
@@ -174,8 +174,8 @@ TEST(the_timeout_of_one_call) {
     auto patient = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, o);
     o.timeout = Milliseconds(100);
     auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, o);
-    CHECK_THROWS(axo::Timeout, "#2 of 'patient'", work->synchronize(axo::kNoTimeout));
-    CHECK_THROWS(axo::Timeout, "#2 of 'patient'", patient->wait());  // it could not have come after
+    CHECK_THROWS(axo::Timeout, "#2 on 'patient'", work->synchronize(axo::kNoTimeout));
+    CHECK_THROWS(axo::Timeout, "#2 on 'patient'", patient->wait());  // it could not have come after
     comm->shutdown();
   });
 }

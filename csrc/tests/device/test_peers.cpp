@@ -5,6 +5,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "base/identity.h"
 #include "device/peers.h"
 #include "device_ranks.h"
 
@@ -32,7 +33,7 @@ class Process {
   }
   std::string number() const { return std::to_string(pid_); }
   // What it would have written into the store.
-  std::string card() const { return number() + " " + axo::host::process_space() + " " + axo::host::host_identity(); }
+  std::string card() const { return number() + " " + axo::process_space() + " " + axo::host_identity(); }
 
  private:
   const pid_t pid_;
@@ -84,7 +85,7 @@ TEST(a_peer_that_dies_is_named_though_the_library_is_silent) {
       auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
       Later later([&] { process.die(); });
       lost([&] { work->synchronize(axo::kNoTimeout); }, 1,
-           "all_reduce of 1 float32, sum (#1 of 'world', rank 0 of 2), after");
+           "all_reduce(float32[1], sum) #1 on 'world' (rank 0 of 2), after");
       lost([&] { work->wait(); }, 1, ": rank 1 (process " + process.number() + ") died");
       CHECK(comm->failure() != nullptr);
       CHECK_THROWS(axo::Aborted, "died", comm->barrier(me.on_stream()));
@@ -183,7 +184,7 @@ TEST(ranks_of_other_hosts_end_the_look) {
   auto store = std::make_shared<MapStore>();
   Process process;
   process.die();
-  const std::string far = "1 " + axo::host::process_space() + " another host";
+  const std::string far = "1 " + axo::process_space() + " another host";
   axo::DevicePeers peers(store, "k", 1, 9);
   store->set("k/process/0", process.card().replace(0, process.number().size(), std::to_string(::getpid())));
   store->set("k/process/2", far);
@@ -200,7 +201,7 @@ TEST(what_the_store_says_of_peers_is_not_believed_blindly) {
   auto store = std::make_shared<MapStore>();
   Process process;
   process.die();
-  const std::string dead = process.number(), here = axo::host::process_space(), host = axo::host::host_identity();
+  const std::string dead = process.number(), here = axo::process_space(), host = axo::host_identity();
   for (const std::string& told : {std::string(), std::string("x y z"), "-" + dead + " " + here + " " + host, dead,
                                   dead + " " + here, dead + " " + here + " another host", dead + " pid:[1] " + host,
                                   std::string("99999999999999999999 a b"), std::string("left")}) {

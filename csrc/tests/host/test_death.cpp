@@ -300,8 +300,8 @@ PROCESS_TEST(a_forked_child_does_not_hide_a_death) {
 PROCESS_TEST(a_forked_child_keeps_its_own_time_of_the_link) {
   ::setenv("AXO_LINK_LIMIT", "1G", 1);
   const auto reserve = [] {
-    const auto self = host::Engine::get().self();
-    CHECK(span::LinkLimit::from_environment(self)->reserve(1000) > host::Clock::time_point{});
+    const auto self = ProgressEngine::get().self();
+    CHECK(span::LinkLimit::from_environment(self)->reserve(1000) > Clock::time_point{});
     CHECK(self->page()->link_free > 0);
   };
   const auto ends = ranks::processes(1, [&](int) {

@@ -169,7 +169,7 @@ TEST(fuzz_false_leader) {
       check_segment(joined.segment, 2);
       Process process(joined.pages[0].get(), joined.heaps[0].get());
       check::fail(__FILE__, __LINE__, "noise made a communicator");
-    } catch (const Refusal&) {
+    } catch (const Failure&) {
     } catch (const Error&) {
     }
     leader.join();
@@ -180,12 +180,11 @@ TEST(fuzz_false_leader) {
 TEST(fuzz_shared_segment) {
   repeat("segment", [](Random& random) {
     Membership m;
-    m.size = 2;
-    m.name = "fuzz";
+    m.member = {"fuzz", 0, 2};
     m.timeout = Milliseconds(20);
     Fd fd;
     m.segment = make_segment(2, &fd);
-    m.processes = {Engine::get().self(), Engine::get().self()};
+    m.processes = {ProgressEngine::get().self(), ProgressEngine::get().self()};
     auto segment = m.segment;
     auto core = std::make_shared<HostCore>(std::move(m));
     const Layout layout(2);
@@ -204,7 +203,7 @@ TEST(fuzz_shared_segment) {
       r.root = static_cast<int>(random() % 2);
       r.send_bytes = r.recv_bytes = {r.count, r.count};
       r.send_offsets = r.recv_offsets = {0, r.count};
-      auto work = std::make_shared<HostWork>(core, r, CallOptions{}, core->timeout());
+      auto work = std::make_shared<HostWork>(core, r, CallOptions{});
       try {
         core->check_usable("fuzz");
       } catch (const Error&) {
@@ -212,14 +211,14 @@ TEST(fuzz_shared_segment) {
       }
       core->submit({work});
       // What a correct peer would write, more or less.
-      OpHeader& h = other.headers[work->sequence % kHeaders];
-      h = layout.state(segment->base(), 0)->headers[work->sequence % kHeaders];
-      if (random() % 3 == 0) h.dtype = static_cast<std::uint32_t>(random());
-      if (random() % 9 == 0) h.kind = static_cast<Kind>(random());
+      CollectiveHeader& h = other.headers[work->sequence() % kHeaders];
+      h = layout.state(segment->base(), 0)->headers[work->sequence() % kHeaders];
+      if (random() % 3 == 0) h.operation.dtype = static_cast<DType>(random());
+      if (random() % 9 == 0) h.operation.kind = static_cast<Kind>(random());
       if (random() % 2) h.in_offset = random() % 2 ? random() : random() % (1 << 18);
       if (random() % 2) h.shared = static_cast<std::uint32_t>(random() % 8);
-      for (int p = 0; p < 2; ++p) layout.row(segment->base(), 1, work->sequence)[p] = random() % 3 ? r.count : random();
-      other.issued = random() % 4 ? work->sequence + 1 : small();
+      for (int p = 0; p < 2; ++p) layout.row(segment->base(), 1, work->sequence())[p] = random() % 3 ? r.count : random();
+      other.issued = random() % 4 ? work->sequence() + 1 : small();
       other.posted = small();
       other.reduced = small();
       other.done = small();

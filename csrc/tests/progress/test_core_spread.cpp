@@ -5,9 +5,6 @@
 #include "tests/ranks.h"
 
 using namespace axo;
-using host::Crowd;
-using host::SeatRow;
-using host::Seats;
 
 namespace {
 
@@ -60,7 +57,7 @@ bool moves_away(Seats& seats, SeatRow& mine, SeatRow& peers, const std::function
     std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the time between two moves
     const int core = ::sched_getcpu();
     peers.seats[0].store(word(core));
-    if (seats.sit() == core && seats.make_room() == host::Room::moved && core_of(mine.seats[0]) != core) return true;
+    if (seats.sit() == core && seats.make_room() == Room::moved && core_of(mine.seats[0]) != core) return true;
   }
   return false;
 }
@@ -70,15 +67,15 @@ bool moves_away(Seats& seats, SeatRow& mine, SeatRow& peers, const std::function
 TEST(seats_the_core_with_the_fewest_that_is_allowed) {
   Crowd crowd{};
   crowd[3] = 2;
-  CHECK(host::freer_core(3, crowd, set_of({3, 4})) == 4);
-  CHECK(host::freer_core(3, crowd, set_of({1, 3})) == 1);
-  CHECK(host::freer_core(3, crowd, set_of({3})) == -1);
+  CHECK(freer_core(3, crowd, set_of({3, 4})) == 4);
+  CHECK(freer_core(3, crowd, set_of({1, 3})) == 1);
+  CHECK(freer_core(3, crowd, set_of({3})) == -1);
   crowd[4] = 1;
-  CHECK(host::freer_core(3, crowd, set_of({3, 4})) == -1);  // it would be two there
-  CHECK(host::freer_core(3, crowd, set_of({3, 4, 5})) == 5);
+  CHECK(freer_core(3, crowd, set_of({3, 4})) == -1);  // it would be two there
+  CHECK(freer_core(3, crowd, set_of({3, 4, 5})) == 5);
   crowd[3] = 3;
-  CHECK(host::freer_core(3, crowd, set_of({3, 4})) == 4);
-  CHECK(host::freer_core(CPU_SETSIZE - 1, crowd, set_of({0, CPU_SETSIZE - 1})) == -1);
+  CHECK(freer_core(3, crowd, set_of({3, 4})) == 4);
+  CHECK(freer_core(CPU_SETSIZE - 1, crowd, set_of({0, CPU_SETSIZE - 1})) == -1);
 }
 
 PROCESS_TEST(seats_a_thread_leaves_the_core_of_its_peer) {
@@ -104,7 +101,7 @@ PROCESS_TEST(seats_a_thread_stays_where_moving_helps_nobody) {
     }
     for (int i = 0; i < 20; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      CHECK(seats.make_room() == host::Room::fair);
+      CHECK(seats.make_room() == Room::fair);
     }
   });
 }
@@ -115,13 +112,13 @@ PROCESS_TEST(seats_stay_where_the_scheduler_puts_them_on_demand) {
     CHECK(!moves_away(seats, mine, peers, fresh));
   });
   ::setenv("AXO_SPREAD", "maybe", 1);
-  CHECK_THROWS(Error, "AXO_SPREAD: got 'maybe', expected 0 or 1", host::spreads_threads());
+  CHECK_THROWS(Error, "AXO_SPREAD: got 'maybe', expected 0 or 1", spreads_threads());
   ::unsetenv("AXO_SPREAD");
 }
 
 PROCESS_TEST(seats_of_threads_that_have_ended_are_taken_again) {
   on_two_cores([](Seats& seats, SeatRow& mine, SeatRow&, const cpu_set_t&) {
-    for (int i = 0; i < 5 * host::kSeats; ++i) {
+    for (int i = 0; i < 5 * kSeats; ++i) {
       int core = -1;
       std::thread([&] {
         core = seats.sit();
@@ -130,7 +127,7 @@ PROCESS_TEST(seats_of_threads_that_have_ended_are_taken_again) {
       CHECK(core >= 0);
       int found = 0;
       for (const auto& seat : mine.seats) found += core_of(seat) >= 0;
-      CHECK(found == std::min(i + 1, host::kSeats));
+      CHECK(found == std::min(i + 1, kSeats));
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });
