@@ -6,11 +6,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include "torch/bindings_calls.h"
 #include "base/flight_recorder.h"
 #include "device/nccl_api.h"
 #include "memory/reduce.h"
 #include "memory/shared_buffers.h"
+#include "torch/bindings_calls.h"
 #include "torch/future_thread.h"
 
 namespace py = pybind11;

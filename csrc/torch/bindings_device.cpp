@@ -4,11 +4,11 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/chrono.h>
 
-#include "torch/bindings_calls.h"
-#include "torch/c10d_backend.h"
 #include "device/communicator.h"
 #include "device/context.h"
 #include "device/peers.h"
+#include "torch/bindings_calls.h"
+#include "torch/c10d_backend.h"
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it
 

@@ -1,4 +1,5 @@
-// C10dBackend: see torch/c10d_backend.h. Its life and its communicators: of the host, of the GPU, and of pairs of ranks.
+// C10dBackend: see torch/c10d_backend.h. Its life and its communicators: of the host, of the GPU, and of pairs of
+// ranks.
 #include "torch/c10d_launch.h"
 
 namespace axo {

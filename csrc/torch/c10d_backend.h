@@ -29,8 +29,8 @@
 #include <vector>
 
 #include "base/communicator.h"
-#include "device/communicator.h"
 #include "base/store.h"
+#include "device/communicator.h"
 
 namespace axo {
 

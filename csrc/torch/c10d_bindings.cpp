@@ -3,12 +3,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include "torch/c10d_backend.h"
-#include "torch/c10d_wire.h"
 #include "host/communicator.h"
+#include "hosts/communicator.h"
 #include "hosts/link_limit.h"
 #include "progress/core_spread.h"
-#include "hosts/communicator.h"
+#include "torch/c10d_backend.h"
+#include "torch/c10d_wire.h"
 
 namespace py = pybind11;
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)  // as torch/csrc/utils/pybind.h declares it

@@ -264,7 +264,8 @@ C10dBackend::WorkHandle C10dBackend::allgather_into_tensor_coalesced(Tensors& ou
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     parts_of("all_gather_into_tensor_coalesced", outputs[i], inputs[i], getSize());
   }
-  Launch launch(*this, c10d::OpType::COALESCED, "axo:all_gather_into_tensor_coalesced", inputs, opts, Launch::grouped_launch);
+  Launch launch(*this, c10d::OpType::COALESCED, "axo:all_gather_into_tensor_coalesced", inputs, opts,
+                Launch::grouped_launch);
   for (std::size_t i = 0; i < inputs.size(); ++i) gather_into(launch, outputs[i], inputs[i]);
   return launch.end(outputs);
 }
@@ -295,7 +296,8 @@ C10dBackend::WorkHandle C10dBackend::allgather_coalesced(std::vector<Tensors>& o
       parts[i].push_back(list[i]);
     }
   }
-  Launch launch(*this, c10d::OpType::ALLGATHER_COALESCED, "axo:all_gather_coalesced", inputs, opts, Launch::grouped_launch);
+  Launch launch(*this, c10d::OpType::ALLGATHER_COALESCED, "axo:all_gather_coalesced", inputs, opts,
+                Launch::grouped_launch);
   for (std::size_t i = 0; i < inputs.size(); ++i) gather_list(launch, parts[i], inputs[i]);
   return launch.end(of_all(outputs));
 }
@@ -315,8 +317,7 @@ C10dBackend::WorkHandle C10dBackend::gather(std::vector<Tensors>& outputs, Tenso
   const Sizes received = here ? counts_of(parts) : Sizes(getSize(), 0);
   const void* in = launch.in(input);
   void* out = here ? launch.out_flat(parts) : nullptr;
-  launch.issue(&Communicator::all_to_all_v, in, sent, Sizes(getSize(), 0), out, received, offsets_of(received),
-                                                    dtype);
+  launch.issue(&Communicator::all_to_all_v, in, sent, Sizes(getSize(), 0), out, received, offsets_of(received), dtype);
   return launch.end(std::move(parts));
 }
 
@@ -328,16 +329,14 @@ C10dBackend::WorkHandle C10dBackend::scatter(Tensors& outputs, std::vector<Tenso
   const bool here = root == getRank();
   TORCH_CHECK_VALUE(here || inputs.empty(), "scatter: inputs are given at the root only, and this is not the root");
   const Tensors parts = here ? only_list("scatter", inputs, output, getSize()) : Tensors{};
-  Launch launch(*this, c10d::OpType::SCATTER, "axo:scatter", parts, opts, Launch::single_launch,
-                output.device());
+  Launch launch(*this, c10d::OpType::SCATTER, "axo:scatter", parts, opts, Launch::single_launch, output.device());
   const auto [dtype, count] = moved(output);
   const Sizes sent = here ? counts_of(parts) : Sizes(getSize(), 0);
   Sizes received(getSize(), 0);
   received[root] = count;
   const void* in = here ? launch.in_flat(parts) : nullptr;
   void* out = launch.out(output).data_ptr();
-  launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, Sizes(getSize(), 0),
-                                                    dtype);
+  launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, Sizes(getSize(), 0), dtype);
   return launch.end({output});
 }
 
@@ -403,7 +402,7 @@ C10dBackend::WorkHandle C10dBackend::alltoall_base(at::Tensor& output, at::Tenso
   const void* in = launch.in(input);
   void* out = launch.out(output).data_ptr();
   launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, offsets_of(received),
-                                                    moved(input).dtype);
+               moved(input).dtype);
   return launch.end({output});
 }
 
@@ -416,7 +415,7 @@ C10dBackend::WorkHandle C10dBackend::alltoall(Tensors& outputs, Tensors& inputs,
   const void* in = launch.in_flat(inputs);
   void* out = launch.out_flat(outputs);
   launch.issue(&Communicator::all_to_all_v, in, sent, offsets_of(sent), out, received, offsets_of(received),
-                                                    moved(inputs[0]).dtype);
+               moved(inputs[0]).dtype);
   return launch.end(outputs);
 }
 

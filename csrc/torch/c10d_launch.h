@@ -11,8 +11,8 @@
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "torch/c10d_backend.h"
 #include "base/error.h"
+#include "torch/c10d_backend.h"
 #include "torch/released.h"
 
 namespace axo {
@@ -157,8 +157,7 @@ struct C10dBackend::Launch {
   template <class Options>
   Launch(C10dBackend& backend, c10d::OpType type, const char* title, const Tensors& inputs, const Options& opts,
          Kind kind = single_launch)
-      : Launch(backend, type, title, inputs, opts, kind,
-               inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {}
+      : Launch(backend, type, title, inputs, opts, kind, inputs.empty() ? at::Device(at::kCPU) : inputs[0].device()) {}
 
   // peer: its rank, for a transfer; becomes its rank in `communicator`.
   template <class Options>

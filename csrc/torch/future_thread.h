@@ -1,5 +1,6 @@
 // The one thread that completes futures, of axo.Work and of torch.distributed, in order: their callbacks may issue
-// collectives and take the GIL, which the core's own threads must not. A callback must not wait for another such future.
+// collectives and take the GIL, which the core's own threads must not. A callback must not wait for another such
+// future.
 #pragma once
 
 #include <condition_variable>
@@ -11,7 +12,8 @@ namespace axo {
 
 class FutureThread {
  public:
-  // Runs `job` there, after those that were posted before. The thread starts with the first; a forked child has its own.
+  // Runs `job` there, after those that were posted before. The thread starts with the first; a forked child has its
+  // own.
   static void post(std::function<void()> job);
   // Whether the caller runs inside a job.
   static bool here();

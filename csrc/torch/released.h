@@ -1,8 +1,8 @@
 // What finished operations held: destroyed on a thread of the program, never on one of the core's.
 //
-// A pending operation holds Python objects and tensors, whose end may want the GIL. A thread of the core never takes the
-// GIL (it would hang when the interpreter ends, or dead-lock with a caller that holds it): it leaves the object on one
-// list, which the next call or wait, or the interpreter's pending-call queue, empties.
+// A pending operation holds Python objects and tensors, whose end may want the GIL. A thread of the core never takes
+// the GIL (it would hang when the interpreter ends, or dead-lock with a caller that holds it): it leaves the object on
+// one list, which the next call or wait, or the interpreter's pending-call queue, empties.
 #pragma once
 
 #include <pybind11/pybind11.h>
