@@ -67,6 +67,7 @@ _MODULES = (
     "settings",
     "errors",
     "checkpoint",
+    "launch",
 )
 
 __all__ = ["__version__", *_PUBLIC]

@@ -29,7 +29,7 @@ from typing import Any
 from axo.errors import Aborted, PeerLost
 
 _LOOPBACK = "axo-loopback"
-_CONSEQUENCES = (PeerLost, Aborted)
+CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
@@ -82,6 +82,17 @@ def _whole_number(name: str, default: int = 0) -> int:
     if not text.strip().isdecimal():
         raise ValueError(f"{name}={text!r} is not a whole number of at least 0; a launcher, such as torchrun, sets it")
     return int(text)
+
+
+def record_failure(error: BaseException) -> None:
+    """Under torchrun: leave ``error`` where its report of the first failure finds it (TORCHELASTIC_ERROR_FILE)."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # the handler writes the traceback of what is being handled
+        except BaseException:
+            get_error_handler().record_exception(error)
 
 
 def set_threads(threads: int, local_ranks: int) -> None:
@@ -243,7 +254,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
 
 
 def _is_consequence(error: Exception) -> bool:
-    return isinstance(error, _CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
+    return isinstance(error, CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
 
 
 def _write_report(reports: Path, error: Exception) -> None:

@@ -354,6 +354,36 @@ def test_a_program_under_torchrun(tmp_path):
     assert result.stdout.count("sum 3.0") == 2
 
 
+RAISING_PROGRAM = """
+import axo, sys, torch
+comms = axo.connect("3x1x1x1")
+comms.x.barrier()
+if comms.rank == 1:
+    raise ValueError("bad batch")
+try:
+    comms.x.all_reduce(torch.ones(1))
+except axo.Error as error:
+    open(sys.argv[1] + str(comms.rank), "w").write(f"{type(error).__name__} {error}")
+    raise
+"""
+
+
+@pytest.mark.parametrize("block", [False, True], ids=["at exit", "with"])
+def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
+    program = tmp_path / "program.py"
+    lines = RAISING_PROGRAM.strip().splitlines()
+    if block:
+        lines = [lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
+    program.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3", str(program)]
+    result = subprocess.run([*command, f"{tmp_path}/told"], capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0
+    for rank in (0, 2):
+        assert "rank 1 raised ValueError: bad batch" in (tmp_path / f"told{rank}").read_text()
+    report = result.stderr[result.stderr.index("Root Cause") :]
+    assert "rank      : 1 " in report and "ValueError: bad batch" in report, report
+
+
 def test_planning_needs_no_torch():
     program = (
         "import axo, sys; axo.Grid.parse('2x2x2x1'); axo.PeerLost; import axo.perf; assert 'torch' not in sys.modules"

@@ -16,10 +16,11 @@ values.
 from __future__ import annotations
 
 import atexit
+import os
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from numbers import Real
 from typing import Any
 
@@ -44,6 +45,7 @@ from axo.comm.memory import (
 )
 from axo.comm.work import Work, open_group
 from axo.errors import Error, Mismatch
+from axo.launch import CONSEQUENCES, record_failure
 
 __all__ = ["Communicator", "group"]
 
@@ -498,8 +500,9 @@ _open: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    if hasattr(sys, "last_value"):
-        # The interpreter ends on an exception: what is pending here the peers may never join. They see us die.
+    error = getattr(sys, "last_value", None)
+    if error is not None:  # the interpreter ends on it: what is pending here the peers may never join
+        tell_of(error, _open)
         return
     for communicator in list(_open):
         try:
@@ -507,3 +510,14 @@ def _close_all() -> None:
         except Error:
             pass  # a peer has gone already, and whoever waited for an operation has been told
     _C.leave_devices()  # groups of torch.distributed that nobody has destroyed
+
+
+def tell_of(error: BaseException, communicators: Iterable[Communicator]) -> None:
+    """This rank ends with ``error``: leave it for torchrun's report, and end the peers' operations with its words."""
+    if isinstance(error, CONSEQUENCES):
+        reason = str(error)
+    else:
+        record_failure(error)
+        reason = f"rank {os.environ.get('RANK', '0')} raised {type(error).__name__}: {error}"
+    for communicator in list(communicators):
+        communicator.abort(reason)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from axo.comm.communicator import Communicator
+from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions
 from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
@@ -78,6 +78,10 @@ class Communicators:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.close()
+        elif error is not None:
+            # Not a process group's own communicator: the program may go on with that.
+            mine = [line for line in self.communicators if self._owns_process_group or not line._borrowed]
+            tell_of(error, [*self._neighbours.values(), *mine])
 
     def _line(self, axis: str) -> Communicator:
         if self.grid.size(axis) == 1:
