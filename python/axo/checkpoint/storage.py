@@ -112,6 +112,8 @@ def seal(path: Path) -> str:
         ValueError: One is missing or too short.
     """
     read_metadata(path)
+    with open(path / folders.METADATA, "rb") as file:
+        os.fsync(file.fileno())  # DCP does so before its buffer is flushed, and the end might be lost
     return _checksum(path / folders.METADATA)
 
 
@@ -127,7 +129,7 @@ def read_metadata(path: Path, verify: bool = True) -> Metadata:
     """
     marker = folders.read_marker(path)
     if verify and marker is not None and marker.metadata not in (None, _checksum(path / folders.METADATA)):
-        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA} {_WRONG}")
+        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
     try:
         metadata = FileSystemReader(path).read_metadata()
         storage = dict(metadata.storage_data or {})
