@@ -32,7 +32,7 @@ from pathlib import Path
 METADATA = ".metadata"
 MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
-_REPLACED = re.compile(r"\.(step-\d{8,})\.replaced")
+_REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(part|removed)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 

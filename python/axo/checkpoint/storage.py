@@ -1,9 +1,9 @@
 """The files of a checkpoint: one a rank in DCP's format, with a checksum (XXH3, 64 bits) of each entry.
 
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
-lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, block by
-block, each hashed while it is in the cache, straight into the parameter where the whole part lies together in it.
-Other entries, and checkpoints that have no checksums, are read with ``torch.load``.
+lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
+into the parameter where the whole part lies together in it. Other entries, and checkpoints that have no checksums, are
+read with ``torch.load``. A second thread hashes what has just been read, or is being written.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from concurrent.futures import Executor, ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -33,7 +34,7 @@ from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import LoadPlanner
 
-_BLOCK = 1 << 19  # bytes; small enough to be in the second-level cache when it is hashed
+_BLOCK = 2 << 20  # bytes that are read before their hashing begins
 _WRONG = (
     "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
     " as it is"
@@ -46,8 +47,8 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         try:
-            with open(Path(self.path) / name, "wb") as file:
-                results = [_write(file, name, item, planner.resolve_data(item)) for item in plan.items]
+            with open(Path(self.path) / name, "wb") as file, ThreadPoolExecutor(1) as beside:
+                results = [_write(file, name, item, planner.resolve_data(item), beside) for item in plan.items]
                 file.flush()
                 os.fsync(file.fileno())
         except RuntimeError as error:  # torch's, of closing a file that did not fit: say what the file system said
@@ -78,7 +79,9 @@ class _Locate:
         self._file.flush()
 
 
-def _write(file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO) -> WriteResult:
+def _write(
+    file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO, beside: Executor
+) -> WriteResult:
     start = file.tell()
     if isinstance(data, io.BytesIO):
         view = data.getbuffer()
@@ -89,11 +92,12 @@ def _write(file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.B
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save writes whole storages
         located = _Locate(file, tensor)
+        checksum = beside.submit(xxhash.xxh3_64_hexdigest, _bytes_of(tensor))
         torch.save(tensor, located)  # type: ignore[arg-type]
         checked = None
         if tensor.nbytes:
             assert located.position is not None, "torch.save copied the tensor's bytes before it wrote them"
-            checked = located.position, tensor.nbytes, xxhash.xxh3_64_hexdigest(_bytes_of(tensor))
+            checked = located.position, tensor.nbytes, checksum.result()
     length = file.tell() - start
     info = _StorageInfo(name, start, length)
     info.checked = checked  # type: ignore[attr-defined] # DCP keeps what it does not know
@@ -112,6 +116,8 @@ def seal(path: Path) -> str:
         ValueError: One is missing or too short.
     """
     read_metadata(path)
+    with open(path / folders.METADATA, "rb") as file:
+        os.fsync(file.fileno())  # DCP does so before its buffer is flushed, and the end might be lost
     return _checksum(path / folders.METADATA)
 
 
@@ -127,7 +133,7 @@ def read_metadata(path: Path, verify: bool = True) -> Metadata:
     """
     marker = folders.read_marker(path)
     if verify and marker is not None and marker.metadata not in (None, _checksum(path / folders.METADATA)):
-        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA} {_WRONG}")
+        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
     try:
         metadata = FileSystemReader(path).read_metadata()
         storage = dict(metadata.storage_data or {})
@@ -171,12 +177,12 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
         requests.setdefault(item.storage_index, []).append(item)
     places = [(metadata.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
-    with torch.no_grad():
+    with torch.no_grad(), ThreadPoolExecutor(1) as beside:
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             with open(path / name, "rb") as file:
                 for info, index in of_file:
                     try:
-                        _read(file, info, metadata, planner, requests[index], verify)
+                        _read(file, info, metadata, planner, requests[index], beside if verify else None)
                     except _Damaged as error:
                         at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
                         raise ValueError(f"checkpoint: {path} is damaged: {name}, {index.fqn}{at}: {error}") from None
@@ -187,14 +193,18 @@ class _Damaged(Exception):
 
 
 def _read(
-    file: BinaryIO, info: Any, metadata: Metadata, planner: LoadPlanner, items: list[ReadItem], verify: bool
+    file: BinaryIO,
+    info: Any,
+    metadata: Metadata,
+    planner: LoadPlanner,
+    items: list[ReadItem],
+    beside: Executor | None,
 ) -> None:
     """Read one stored entry, for all that want something of it."""
     position, size, checksum = getattr(info, "checked", None) or (info.offset, info.length, None)
-    checksum = checksum if verify else None
     if position == info.offset:
         data = np.empty(size, np.uint8)
-        _fill(file, position, data.data, checksum)
+        _fill(file, position, data.data, checksum, beside)
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
@@ -209,23 +219,23 @@ def _read(
         target = planner.resolve_tensor(items[0])
         whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
         if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
-            _fill(file, position, _bytes_of(target), checksum)
+            _fill(file, position, _bytes_of(target), checksum, beside)
             return
         value = torch.empty(sizes, dtype=saved.properties.dtype)
-        _fill(file, position, _bytes_of(value), checksum)
+        _fill(file, position, _bytes_of(value), checksum, beside)
     for item in items:
         planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
 
 
-def _fill(file: BinaryIO, position: int, view: memoryview, checksum: str | None) -> None:
-    """Read into ``view``; compare the checksum if there is one."""
+def _fill(file: BinaryIO, position: int, view: memoryview, checksum: str | None, beside: Executor | None) -> None:
+    """Read into ``view``; compare the checksum if there is one and a thread for it."""
     hasher = xxhash.xxh3_64()
     file.seek(position)
     for start in range(0, len(view), _BLOCK):
         block = view[start : start + _BLOCK]
         if file.readinto(block) != len(block):  # type: ignore[attr-defined] # a BufferedReader's
             raise _Damaged("the file ends within it")
-        if checksum is not None:
-            hasher.update(block)
-    if checksum is not None and hasher.hexdigest() != checksum:
+        if beside is not None and checksum is not None:
+            beside.submit(hasher.update, block)
+    if beside is not None and checksum not in (None, beside.submit(hasher.hexdigest).result()):
         raise _Damaged(_WRONG)
