@@ -1,4 +1,4 @@
-"""The 2.5D algorithm (Solomonik and Demmel, 2011) on a q x q x d grid: d copies of Cannon, each with a part of its steps.
+"""The 2.5D algorithm (Solomonik and Demmel, 2011) on a q x q x d grid: d copies of Cannon, each with some of its steps.
 
     x = y = q, z = d; block (i, j) of A, B and C lies at x = i, y = j, z = 0
 
