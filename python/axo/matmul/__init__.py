@@ -10,6 +10,10 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
+    if name == "Shape":
+        from axo.matmul.algorithm import Shape
+
+        return Shape
     if name == "algorithms":
         from axo.matmul.registry import algorithms
 
