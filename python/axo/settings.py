@@ -27,11 +27,6 @@ class Variable:
 
 
 VARIABLES = (
-    Variable("AXO_GRID", "none", "Grid of AxoStrategy and of axo litgpt when none is given, such as 2x2x2x1."),
-    Variable(
-        "AXO_VOCAB_LOSS", "0", "1: AxoStrategy leaves logits split over x and swaps in the vocabulary-parallel loss."
-    ),
-    Variable("AXO_SHARDED", "0", "1: AxoStrategy saves sharded checkpoints; axo consolidate makes them whole."),
     Variable(
         "AXO_TUNE", "cached", "Tuning of products: off (torch's own), cached (read choices) or first-step (measure)."
     ),

@@ -44,13 +44,13 @@ def arguments(folder, out, *more, grid="2x1x2x1", steps=STEPS, save=4, lr=4e-4):
 def command(given, fault="", step=-1):
     """``axo litgpt`` with its local ranks. After ``step`` steps rank 1 kills itself once, or sends all SIGTERM, or
     (NaN) the ranks with z = 1 get a loss that is none."""
-    from axo.integrations.fabric import step_agreement as guard
+    from axo.integrations.fabric.step_agreement import StepAgreement
     from axo.integrations.litgpt.command import run
 
     for name in NOT_TORCHRUN:
         os.environ.pop(name, None)
     launcher, done = os.getpid(), Path(given[given.index("--out_dir") + 1], "fault")
-    note, before_step = guard.Guard.note, guard.Guard.before_step
+    note, before_step = StepAgreement.note, StepAgreement.before_step
 
     def faulty_note(self, loss):
         note(self, loss * torch.nan if fault == "NaN" and self.step == step and os.environ["RANK"] in "23" else loss)
@@ -62,7 +62,7 @@ def command(given, fault="", step=-1):
             time.sleep(1)
         before_step(self, comms)
 
-    guard.Guard.note, guard.Guard.before_step = faulty_note, faulty_step
+    StepAgreement.note, StepAgreement.before_step = faulty_note, faulty_step
     run(given)
 
 

@@ -101,7 +101,12 @@ def pretrain(folder, out, options, grid=None):
 
     if options.get("goldfish") and grid is None:
         litgpt.pretrain.chunked_cross_entropy = masked_loss(*options["goldfish"])
-    _run(start, "pretrain", grid, options.get("goldfish"), options.get("sharded"))
+    _run(
+        start,
+        "pretrain",
+        grid,
+        **{key: options[key] for key in ("goldfish", "sharded", "vocab_loss") if key in options},
+    )
     return losses, sums
 
 
@@ -183,14 +188,14 @@ def masked_loss(k, h):
     return loss
 
 
-def _run(start, name, grid, goldfish=None, sharded=None):
+def _run(start, name, grid, **asked):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
-    from axo.integrations.litgpt import command as integration
+    from axo.grid import Grid
+    from axo.integrations.litgpt.command import _rank
     from axo.integrations.litgpt.options import Options
 
     if grid is not None:
-        asked = Options(grid=None, goldfish=goldfish, sharded=sharded)
-        integration._rank(lambda again: start(), name, grid, asked, True, 0)
+        _rank(lambda again: start(), name, Grid.parse(grid), Options(grid=Grid.parse(grid), **asked), True, 0)
         return
     torch._dynamo.config.disable = True
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -221,10 +226,10 @@ def ranks_of(grid):
     return x * y * z * data, {"TORCHELASTIC_RUN_ID": "test"}
 
 
-def run(folder, out, grid=None, env=None, **options):
+def run(folder, out, grid=None, **options):
     """(losses, checksums) as one run: means and sums over the data ranks; and the final model."""
     ranks, environment = ranks_of(grid)
-    results = run_ranks(pretrain, ranks, folder, out, options, grid, env=environment | (env or {}), timeout=180)
+    results = run_ranks(pretrain, ranks, folder, out, options, grid, env=environment, timeout=180)
     lines = results
     if grid is not None:
         peers = int(grid.split("x")[0]) * int(grid.split("x")[1])

@@ -122,7 +122,7 @@ def train_in(grid, precision):
     """Losses, and the scales that the loss was given."""
     from lightning.fabric.plugins import MixedPrecision
 
-    from axo.integrations.fabric.fp16 import AgreeingScaler
+    import axo
     from axo.integrations.fabric.strategy import AxoStrategy
 
     options = {"precision": precision}
@@ -132,17 +132,17 @@ def train_in(grid, precision):
     strategy = AxoStrategy(grid)
     losses = train(strategy, **options)[0]
     scaler = getattr(strategy.precision, "scaler", None)
-    assert scaler is None or isinstance(scaler, AgreeingScaler)
+    assert scaler is None or isinstance(scaler, axo.GradScaler)
     return losses, {scaler and scaler.get_scale()}
 
 
 def overflow_on_one_rank(grid):
     """Whether a step was taken, and the scale after it, when one rank's shard alone holds an infinite gradient."""
     import axo
-    from axo.integrations.fabric.fp16 import AgreeingScaler
+    from axo.integrations.fabric.strategy import _agreeing
 
     comms = axo.connect(grid)
-    scaler = AgreeingScaler(comms, torch.amp.GradScaler("cpu", init_scale=8.0))
+    scaler = _agreeing(torch.amp.GradScaler("cpu", init_scale=8.0), comms)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     scaler.scale(weight.sum()).backward()
@@ -223,26 +223,13 @@ def make_fabric(grid, options):
         ("2x2x1x1", {}, "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use another grid"),
         ("2x1x1x1", {"devices": 3}, "devices=3 does not fit grid 2x1x1x1; leave devices out"),
         ("2x1x1x1", {"num_nodes": 4}, "2 ranks, which do not divide over num_nodes=4"),
-        (None, {}, "no grid; pass grid='2x2x2x1', or set AXO_GRID"),
+        (None, {}, "no grid; pass grid='2x2x2x1', or for strategy='axo' first call"),
     ],
     ids=str,
 )
 def test_wrong_set_ups_are_named_on_every_rank(grid, options, message):
     for outcome in rank_outcomes(make_fabric, 2, grid, options, env=ELASTIC):
         assert outcome.error == "ValueError" and message in outcome.message
-
-
-def test_a_variable_that_is_no_switch_is_refused(monkeypatch):
-    from axo.integrations.fabric.strategy import AxoStrategy
-
-    for name, attribute in (("AXO_VOCAB_LOSS", "vocab_loss"), ("AXO_SHARDED", "sharded")):
-        for value in ("0", "", "1"):
-            monkeypatch.setenv(name, value)
-            assert getattr(AxoStrategy("1x1x1x1"), attribute) is (value == "1")
-        monkeypatch.setenv(name, "yes")
-        with pytest.raises(ValueError, match=f"{name}=yes is neither 0 nor 1"):
-            AxoStrategy("1x1x1x1")
-        monkeypatch.delenv(name)
 
 
 def test_optimizers_of_whole_tensors_are_refused_on_split_ones():
@@ -258,7 +245,8 @@ def test_optimizers_of_whole_tensors_are_refused_on_split_ones():
 
 SCRIPT = """
 import lightning as L, torch
-import axo.integrations.fabric.strategy
+from axo.integrations.lightning import AxoStrategy, register
+register(lambda: AxoStrategy(grid="2x1x2x1"))
 fabric = L.Fabric(accelerator="cpu", strategy="axo")
 fabric.launch()
 total = fabric.all_reduce(torch.tensor(float(fabric.global_rank)), reduce_op="sum")
@@ -269,13 +257,13 @@ open(f"rank{fabric.global_rank}", "w").write(str(fabric.strategy.distributed_sam
 
 @pytest.mark.soak
 def test_fabric_launches_the_ranks_of_the_grid(tmp_path):
-    """A script without torchrun: ``strategy="axo"`` and AXO_GRID say how many processes Fabric starts."""
+    """A script without torchrun: ``strategy="axo"``, registered with a grid, says how many processes Fabric starts."""
     (tmp_path / "script.py").write_text(SCRIPT)
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(
         [sys.executable, "script.py"],
         cwd=tmp_path,
-        env=environment | {"AXO_GRID": "2x1x2x1"},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=180,

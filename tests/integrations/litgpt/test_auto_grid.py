@@ -3,7 +3,7 @@
 import pytest
 
 from axo.grid import Grid
-from axo.integrations.litgpt import restarts as supervisor
+from axo.integrations.litgpt import restarts
 from axo.integrations.litgpt.command import run
 from axo.perf import machine, planner, readers
 
@@ -16,7 +16,7 @@ def launched(monkeypatch):
     """What would be launched: (ranks, grid)."""
     found = []
     monkeypatch.setattr(
-        supervisor, "run", lambda function, ranks, start, name, grid, *_, **__: found.append((ranks, grid))
+        restarts, "run", lambda function, ranks, start, name, grid, *_, **__: found.append((ranks, str(grid)))
     )
     return found
 

@@ -4,7 +4,7 @@
 
 A killer follows the output of the run. Three kills of four wait for a step drawn at random from all steps, and up to a
 tenth of a second on top, so that they fall into steps, saves and what is between; the others hit a start in its first
-seconds, before or while it loads. Processes are those of a user: the command's own supervisor, and torchrun.
+seconds, before or while it loads. Processes are those of a user: the command, which restarts its ranks, and torchrun.
 """
 
 import os

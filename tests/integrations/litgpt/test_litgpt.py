@@ -40,7 +40,7 @@ def _worst(losses, others):
 
 
 def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
-    losses, _, state = run(folder, "vocabulary", "2x1x1x2", env={"AXO_VOCAB_LOSS": "1"})
+    losses, _, state = run(folder, "vocabulary", "2x1x1x2", vocab_loss=True)
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
@@ -49,27 +49,28 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
 def test_goldfish_pretraining_equals_masked_litgpt(folder, serial):
     """Oracle: litgpt with its loss replaced by plain torch over the kept tokens. One data rank: means are the same."""
     stock = run(folder, "stock-goldfish", None, goldfish=(2, 5))
-    losses, sums, state = run(folder, "goldfish", "2x2x1x1", env={"AXO_VOCAB_LOSS": "1"}, goldfish=(2, 5))
+    losses, sums, state = run(folder, "goldfish", "2x2x1x1", vocab_loss=True, goldfish=(2, 5))
     assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
     assert losses[0] != pytest.approx(serial[0][0], abs=1e-5)  # it is another loss
     assert distance(state["model"], stock[2]["model"]) < 1e-5
 
 
-def test_goldfish_masks_training_and_not_validation(monkeypatch):
+def test_goldfish_masks_training_and_not_validation():
     """The function that litgpt's commands then call, against plain torch over the kept tokens."""
-    import litgpt.finetune.full
-    import litgpt.pretrain
+    import litgpt.finetune.full as module
 
+    from axo.grid import Grid
     from axo.integrations.fabric.strategy import AxoStrategy
-    from axo.integrations.litgpt.command import _use_loss_of
+    from axo.integrations.litgpt.options import Options
+    from axo.integrations.litgpt.patches import Run, patched
 
-    for module in (litgpt.pretrain, litgpt.finetune.full):
-        monkeypatch.setattr(module, "chunked_cross_entropy", None)
-    _use_loss_of(AxoStrategy("1x1x1x1"), (2, 5))
+    asked = Options(grid=Grid(), goldfish=(2, 5))
+    with patched(Run(module, Grid(), asked, strategy=AxoStrategy("1x1x1x1"))):
+        loss = module.chunked_cross_entropy
     logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
-    trained = litgpt.pretrain.chunked_cross_entropy(logits, targets)
+    trained = loss(logits, targets)
     with torch.no_grad():
-        validated = litgpt.finetune.full.chunked_cross_entropy(logits, targets)
+        validated = loss(logits, targets)
         everything = masked_loss(2, 5)(logits, targets)
     assert trained.item() == pytest.approx(masked_loss(2, 5)(logits, targets).item(), abs=1e-6)
     assert validated.item() == pytest.approx(everything.item(), abs=1e-6) != pytest.approx(trained.item(), abs=1e-4)
@@ -108,10 +109,10 @@ def test_goldfish_masks_training_and_not_validation(monkeypatch):
     ],
 )
 def test_options_that_are_wrong(arguments, words, monkeypatch):
-    from axo.integrations.litgpt import checks as litgpt_checks
+    from axo.integrations.litgpt import checks
     from axo.integrations.litgpt.command import run as run_command
 
-    monkeypatch.setitem(litgpt_checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
+    monkeypatch.setitem(checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
     with pytest.raises(ValueError, match=words):
         run_command(arguments)
 

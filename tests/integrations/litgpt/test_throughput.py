@@ -12,7 +12,9 @@ from litgpt.model import GPT
 from litgpt.utils import chunked_cross_entropy
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from axo.integrations.litgpt.throughput import counted
+from axo.grid import Grid
+from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.patches import Run, patched
 from tests.integrations.support import LLAMA, distance
 from tests.integrations.trainer import STEPS, pretrain, ranks_of, run
 from tests.launcher import run_ranks
@@ -92,7 +94,7 @@ def test_flops_of_experts_are_those_of_a_real_pass(fields):
         with sdpa_kernel(SDPBackend.MATH):
             return measure(model, lambda: model(ids), lambda logits: chunked_cross_entropy(logits, ids, chunk_size=0))
 
-    with counted(module, 1):
+    with patched(Run(module, Grid(), Options(grid=Grid()))):
         assert count("meta", module.measure_flops) == count("cpu", stock)
     assert module.measure_flops is stock
 

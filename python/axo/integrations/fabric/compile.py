@@ -3,10 +3,17 @@
     with gradients      each parallel layer runs as it is, between graphs of everything else (attention, norms of one
                         rank, activations, rotary positions): it issues work in forward and waits for it in backward,
                         or a layer later; a graph traced through it would hold the handles of one step
-    without             linear layers, norms and embeddings are single operators (opaque_ops.py) of a graph, so that a
-                        whole model can be one: ``torch.compile(model, fullgraph=True)``
+    without             linear layers, norms and embeddings are single operators of a graph, so that a whole model can
+                        be one: ``torch.compile(model, fullgraph=True)``
 
-Graph breaks cost little beside a layer's products.
+    axo::layer(Tensor input, Tensor(a!) order, int key, int features, ScalarType dtype, ScalarType? autocast) -> Tensor
+    axo::hook(Tensor(a!) order, int key) -> ()
+
+An operator runs the layer's own ``forward``, or the hook with which a pass of the model begins or ends. It gets a
+number and not the layer: numbers are what a graph can hold. A compiler sees shapes and dtypes only. Collectives must
+come in one order on all ranks, so all operators of a model say that they write ``order``, one number that nobody reads:
+a compiler then keeps them as they stand. (Registered as ordered effects, they make torch 2.13's Inductor delete inputs
+that are still needed.) Weights are read when a graph runs. Graph breaks cost little beside a layer's products.
 
 Not here: one graph of a step in training. Without gradients too the other layers (adapters, convolutions, grouped
 routers of experts) and tokens that are split over x are breaks.
@@ -14,14 +21,20 @@ routers of experts) and tokens that are split over x are breaks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from axo.integrations.fabric import compile_operators as opaque_ops
+from axo.matmul.products import compute_dtype
+from axo.nn import Embedding, LayerNorm, Linear, RMSNorm
 from axo.overlap import Engine
 
 _REASON = "axo: a parallel layer issues and awaits communication; it runs between graphs"
@@ -35,13 +48,14 @@ def keep_out_of_graphs(model: nn.Module) -> None:
     """
     if torch._dynamo.config.disable:
         return
-    order = opaque_ops.new_order()
+    with torch.inference_mode(False):
+        order = torch.zeros(1)
     module: Any
     for module in model.modules():
         if _communicates(module) and not hasattr(module, "_axo_outside"):
             layer: Any = type(module)
             module.__class__ = _outside(layer)
-            module._axo_operator = order, opaque_ops.register(module)
+            module._axo_operator = order, _register(module)
         hooks: Any
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
@@ -54,18 +68,18 @@ def _communicates(module: Any) -> bool:
 
 @functools.cache
 def _outside(layer: Any) -> Any:
-    result = opaque_ops.result_of(layer)
+    result = _RESULTS.get(layer.forward)
     untraced = torch.compiler.disable(layer.forward, reason=_REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
             if result is not None and not getattr(self, "scatters_tokens", False):
-                return opaque_ops.run_layer(self, result, *args, **kwargs)
+                return _call(self, result, *args, **kwargs)
         return untraced(self, *args, **kwargs)
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
         new = layer.__deepcopy__(self, memo)
-        new._axo_operator = new._axo_operator[0], opaque_ops.register(new)
+        new._axo_operator = new._axo_operator[0], _register(new)
         return new
 
     body = {
@@ -86,14 +100,14 @@ class _Hook:
     def __init__(self, hook: Any, order: torch.Tensor) -> None:
         self.hook, self.order = hook, order
         self.is_engines = isinstance(getattr(hook, "__self__", None), Engine)
-        self.key = opaque_ops.register(self)
+        self.key = _register(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Hook:
         return _Hook(copy.deepcopy(self.hook, memo), copy.deepcopy(self.order, memo))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not torch.is_grad_enabled() and self.is_engines:
-            return opaque_ops.run_hook(self.order, self.key)
+            return torch.ops.axo.hook(self.order, self.key)
         return self.untraced(*args, **kwargs)
 
     @torch.compiler.disable(reason=_REASON)
@@ -103,3 +117,78 @@ class _Hook:
 
 # Hooks of a compiled model itself are called from outside of its graph: none is then to become one of its own.
 torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
+
+
+# What the numbers in graphs mean. A graph outlives the call that made it, so this is nobody's argument.
+_KNOWN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+
+
+def _register(thing: Any) -> int:
+    """A number for a layer or hook: no other's ever, as a graph may outlive them, and the same on all ranks."""
+    key = next(_NUMBERS)
+    _KNOWN[key] = thing
+    return key
+
+
+def _of_linear(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+    whole = layer.gather_output and layer.out_axis is not None
+    return layer.out_features if whole else layer.matmul.exchange.block_rows, compute_dtype(input)
+
+
+def _of_embedding(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+    return layer.embedding_dim if layer.gather_output else layer.weight.shape[1], layer.weight.dtype
+
+
+def _of_norm(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+    lifted = layer.centered and input.device.type == "cuda" and torch.is_autocast_enabled("cuda")
+    return layer.local_features, torch.float32 if lifted and input.dtype != torch.float64 else input.dtype
+
+
+# What says how many features a layer returns, and in which dtype, by its forward; a layer of no such is no operator.
+_RESULTS: dict[Any, Callable[[Any, torch.Tensor], tuple[int, torch.dtype]]] = {
+    Linear.forward: _of_linear,
+    Embedding.forward: _of_embedding,
+    LayerNorm.forward: _of_norm,
+    RMSNorm.forward: _of_norm,
+}
+
+
+def _call(layer: Any, result: Any, input: torch.Tensor) -> torch.Tensor:
+    """Put a call of ``layer`` into the graph that is being made."""
+    order, key = layer._axo_operator
+    features, dtype = result(layer, input)
+    kind = input.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return torch.ops.axo.layer(input, order, key, features, dtype, autocast)
+
+
+@torch.library.custom_op("axo::layer", mutates_args=("order",))
+def _layer(
+    input: torch.Tensor, order: torch.Tensor, key: int, features: int, dtype: torch.dtype, autocast: torch.dtype | None
+) -> torch.Tensor:
+    # Autocast is traced away: a compiled graph runs without it.
+    with contextlib.nullcontext() if autocast is None else torch.autocast(input.device.type, autocast):
+        output = _KNOWN[key].untraced(input)
+    assert output.shape[-1] == features and output.dtype == dtype, (output.shape, output.dtype, features, dtype)
+    return output
+
+
+@_layer.register_fake
+def _(
+    input: torch.Tensor, order: torch.Tensor, key: int, features: int, dtype: torch.dtype, autocast: torch.dtype | None
+) -> torch.Tensor:
+    lead = input.shape[:-1] if input.is_floating_point() else input.shape
+    return input.new_empty((*lead, features), dtype=dtype)
+
+
+@torch.library.custom_op("axo::hook", mutates_args=("order",))
+def _hook(order: torch.Tensor, key: int) -> None:
+    hook = _KNOWN[key].hook
+    with torch.no_grad():  # of an engine: it asks whether there are gradients, then not what passes it by
+        hook(*[None] * len(inspect.signature(hook).parameters))
+
+
+@_hook.register_fake
+def _(order: torch.Tensor, key: int) -> None:
+    return None

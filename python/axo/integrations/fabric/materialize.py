@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.integrations.fabric.recorded_init import AsBuilt
+from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.nn.generator import source_generator
 from axo.nn.init import make_room, tied_parameters
 
@@ -24,14 +24,16 @@ def is_parallel(model: nn.Module) -> bool:
     return any(hasattr(module, "load_serial") for module in model.modules())
 
 
-def materialize(model: nn.Module, originals: dict[str, nn.Module], comms: Any, as_built: AsBuilt | None = None) -> None:
+def materialize(
+    model: nn.Module, originals: dict[str, nn.Module], comms: Any, recorded: RecordedInit | None = None
+) -> None:
     """Fill every module of ``model`` that has tensors on the meta device. Every rank must call it.
 
     Args:
         model: What ``axo.parallelize`` made.
         originals: Its modules before that, by name; those that were replaced are needed.
         comms: The communicators of the grid.
-        as_built: Knows how the originals' constructors would have filled them, which then counts.
+        recorded: Knows how the originals' constructors would have filled them, which then counts.
 
     Raises:
         ValueError: A module has no ``reset_parameters``.
@@ -46,8 +48,8 @@ def materialize(model: nn.Module, originals: dict[str, nn.Module], comms: Any, a
             make_room(module, comms.device, ties)
             if hasattr(module, "load_serial"):
                 serial = originals[name]
-                if as_built is not None and as_built.knows(serial):
-                    as_built.fill(serial, comms.device, comms)
+                if recorded is not None and recorded.knows(serial):
+                    recorded.fill(serial, comms.device, comms)
                 else:
                     serial.to_empty(device=comms.device, recurse=False)
                     _reset(serial, name)

@@ -32,7 +32,7 @@ class _Fill(NamedTuple):
     state: torch.Tensor  # of the generator before it
 
 
-class AsBuilt(TorchDispatchMode):
+class RecordedInit(TorchDispatchMode):
     """Notes what fills meta parameters while it is active, and draws the numbers that would fill them.
 
     Args:

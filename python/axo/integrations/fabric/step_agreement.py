@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class Guard:
+class StepAgreement:
     """The agreement of one training run.
 
     Args:

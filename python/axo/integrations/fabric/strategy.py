@@ -1,6 +1,6 @@
 """AxoStrategy: a Lightning Fabric strategy that trains on a 4D grid.
 
-    fabric = L.Fabric(strategy=AxoStrategy(grid="2x2x2x1"))     # or strategy="axo" with AXO_GRID=2x2x2x1
+    fabric = L.Fabric(strategy=AxoStrategy(grid="2x2x2x1"))
     fabric.launch()                                             # starts the ranks; joins them under torchrun, SLURM
     with fabric.init_module(empty_init=True):                   # meta device: no rank ever holds the whole model
         model = GPT(config)
@@ -12,16 +12,17 @@ What Fabric's parts become:
     sampler              replicas = Gz*Gdata, this rank's number = z + Gz*data; peers on x and y get the same batches
     backward             gradients come back averaged over the data ranks
     clip_gradients       the norm over all shards, each element once
+    no_backward_sync     ``axo.no_sync``: gradients of all but the last micro-batch are added up unreduced
     save, load           plain whole tensors, as one rank would write them, optimizer state included; or, with
-                         ``sharded`` (AXO_SHARDED=1), a folder into which every rank writes its own chunks
-    logits               whole on every rank; ``vocab_loss`` (AXO_VOCAB_LOSS=1) leaves them split over x in training:
-                         then the loss must be ``fabric.strategy.cross_entropy``
+                         ``sharded``, a folder into which every rank writes its own chunks
+    logits               whole on every rank; ``vocab_loss`` leaves them split over x in training: then the loss must be
+                         ``fabric.strategy.cross_entropy``
 
 ``fabric.world_size`` counts ranks. A trainer that takes every rank for a data rank (LitGPT) wants ``counts="data"``:
-then a data rank, its Gx*Gy ranks together, is what Fabric calls a device. Environment: AXO_GRID, AXO_VOCAB_LOSS,
-AXO_SHARDED.
+then a data rank, its Gx*Gy ranks together, is what Fabric calls a device; whatever reduces or gathers for the user
+counts each data rank once, while agreements and barriers are of all ranks.
 
-``fabric.no_backward_sync`` is ``axo.no_sync``: gradients of all but the last micro-batch are added up unreduced.
+Programs that take a strategy by name only get one through :func:`register`.
 
 Not here: FSDP's and DDP's options, models that the plan does not know (refused by name).
 """
@@ -35,46 +36,58 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.fabric.strategies.parallel import ParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.distributed import _init_dist_connection, _sync_ddp
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.fabric.utilities.types import _Stateful
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_rank_zero_only
 from torch import nn
 from torch.optim import Optimizer
 
 import axo
+from axo.comm.connect import Communicators
+from axo.comm.rendezvous import may_be_repeated, store_of_this_start
 from axo.grid import Grid
-from axo.integrations.fabric import sharded_checkpoint as sharded
-from axo.integrations.fabric import whole_checkpoint as checkpoint
+from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.materialize import is_parallel, materialize
-from axo.integrations.fabric.ranks import GridRanks
-from axo.integrations.fabric.recorded_init import AsBuilt
-from axo.integrations.fabric.step_agreement import Guard
+from axo.integrations.fabric.recorded_init import RecordedInit
+from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.overlap.zero import NOT_ELEMENTWISE
 
+COUNTS = ("ranks", "data")
 _TIMEOUT = timedelta(minutes=30)
 
 
-class AxoStrategy(GridRanks):
+class AxoStrategy(ParallelStrategy):
     """Train on a grid of ranks.
 
     Args:
-        grid: Ranks on each axis; None: the environment's AXO_GRID.
+        grid: Ranks on each axis.
         plan: How ``axo.parallelize`` is to split the model.
         zero: ZeRO on the data axis, as for ``axo.parallelize``: 0, 1 or 2.
-        vocab_loss: Leave logits split over x while training; None: whether AXO_VOCAB_LOSS is 1.
-        sharded: Save sharded checkpoints (sharded.py), not whole ones; None: whether AXO_SHARDED is 1. Both are loaded.
+        vocab_loss: Leave logits split over x while training.
+        sharded: Save sharded checkpoints (sharded_checkpoint.py), not whole ones. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
         like_one_device: Start from what one device would start from: values as the model's constructors draw them, not
             ``reset_parameters``; samples in the order of the loader's own sampler, not of a DistributedSampler.
-        guard: Has all ranks agree before each optimizer step that their losses are finite, or raises on all of them.
+        step_agreement: Has all ranks agree before each optimizer step that their losses are finite, or raises on all.
         timeout: Of the rendezvous and of each operation.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
 
+    Attributes:
+        comms: What ``axo.connect`` returned; None before the launch.
+
     Raises:
-        ValueError: No grid is given, an option is not known, or a variable of the environment is neither 0 nor 1.
+        ValueError: No grid is given, or an option is not known.
     """
+
+    comms: Communicators
 
     def __init__(
         self,
@@ -82,11 +95,11 @@ class AxoStrategy(GridRanks):
         *,
         plan: str = "litgpt",
         zero: int = 0,
-        vocab_loss: bool | None = None,
-        sharded: bool | None = None,
+        vocab_loss: bool = False,
+        sharded: bool = False,
         counts: str = "ranks",
         like_one_device: bool = False,
-        guard: Guard | None = None,
+        step_agreement: StepAgreement | None = None,
         timeout: timedelta = _TIMEOUT,
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
@@ -94,19 +107,171 @@ class AxoStrategy(GridRanks):
         checkpoint_io: Any = None,
         precision: Any = None,
     ) -> None:
-        super().__init__(
-            grid, counts, timeout, accelerator, parallel_devices, cluster_environment, checkpoint_io, precision
-        )
-        self.plan, self.zero = plan, zero
-        self.vocab_loss, self.sharded = vocab_loss, sharded
-        if vocab_loss is None:
-            self.vocab_loss = _switch("AXO_VOCAB_LOSS", os.environ.get("AXO_VOCAB_LOSS"))
-        if sharded is None:
-            self.sharded = _switch("AXO_SHARDED", os.environ.get("AXO_SHARDED"))
-        self.guard, self.like_one_device = guard, like_one_device
-        self._as_built: AsBuilt | None = None
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision)
+        if counts not in COUNTS:
+            raise ValueError(f"AxoStrategy: counts={counts!r} is not known; use one of {COUNTS}")
+        if grid is None:
+            raise ValueError(
+                "AxoStrategy: no grid; pass grid='2x2x2x1', or for strategy='axo' first call"
+                " axo.integrations.lightning.register(lambda: AxoStrategy(grid='2x2x2x1'))"
+            )
+        self.grid = Grid.parse(grid) if isinstance(grid, str) else grid
+        self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
+        self.counts, self.like_one_device, self.step_agreement = counts, like_one_device, step_agreement
+        self.comms = None  # type: ignore[assignment]
+        self._timeout = timeout
+        self._num_nodes = 1
+        self._recorded: RecordedInit | None = None
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
+
+    # --- who is here --------------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        # Who counts data ranks cannot say on how many hosts they are: one of them may be on several.
+        slurm = self.counts == "data" and SLURMEnvironment.detect()
+        self._num_nodes = int(os.environ.get("SLURM_NNODES", num_nodes)) if slurm else num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return self.grid.world_size // self._num_nodes
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different batches: Gz * Gdata."""
+        return self.grid.z * self.grid.data
+
+    @property
+    def world_size(self) -> int:
+        return self.data_ranks if self.counts == "data" else self.grid.world_size
+
+    @property
+    def distributed_sampler_kwargs(self) -> Any:
+        if self.like_one_device:
+            return None  # Fabric keeps the sampler
+        coords = self.grid.coords(self.global_rank)
+        return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
+
+    def _set_world_ranks(self) -> None:
+        """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
+        self._spread_devices()
+        environment = self.cluster_environment
+        if environment is None:
+            return
+        environment.set_world_size(self.grid.world_size)
+        environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+        if environment.world_size() != self.grid.world_size:
+            raise ValueError(
+                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
+                f" started; start {self.grid.world_size}, or use another grid"
+            )
+        decorators: tuple[Any, ...] = (rank_zero_only, utilities_rank_zero_only)
+        for decorator in decorators:
+            decorator.rank = self.global_rank
+
+    def _spread_devices(self) -> None:
+        if self.grid.world_size % self._num_nodes:
+            raise ValueError(
+                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, which do not divide over"
+                f" num_nodes={self._num_nodes}"
+            )
+        given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
+        fitting = {1, wanted} | ({self.data_ranks} if self.counts == "data" else set())
+        if len(given) not in fitting:
+            raise ValueError(
+                f"AxoStrategy: devices={len(given)} does not fit grid {self.grid}; leave devices out (the grid says how"
+                f" many ranks there are), or use devices={wanted}"
+            )
+        if len(given) < wanted:
+            kind = given[0].type
+            given = [torch.device(kind) if kind == "cpu" else torch.device(kind, index) for index in range(wanted)]
+        self.parallel_devices = given
+
+    # --- launch -------------------------------------------------------------------------------------------------
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self._num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.comms is not None:
+            return
+        environment = self.cluster_environment
+        assert environment is not None
+        # The ranks are the environment's: self.world_size may count something else.
+        rank, ranks = environment.global_rank(), environment.world_size()
+        options: dict[str, Any] = {"timeout": self._timeout}
+        if may_be_repeated() and not torch.distributed.is_initialized():
+            store = next(iter(torch.distributed.rendezvous("env://", timeout=self._timeout)))[0]
+            options["store"] = store_of_this_start(store, rank, ranks, self._timeout.total_seconds())
+        _init_dist_connection(environment, "axo", rank, ranks, **options)
+        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout)
+        scaler = getattr(self.precision, "scaler", None)
+        if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
+            self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
+
+    def teardown(self) -> None:
+        if self.comms is not None:
+            self.comms.close()
+        super().teardown()
+
+    # --- collectives of the user ---------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce in place over ranks (or data ranks: see ``counts``); a given group of torch's is torch's business."""
+        if not isinstance(tensor, torch.Tensor) or self.comms is None:
+            return tensor
+        if group not in (None, torch.distributed.group.WORLD):
+            return _sync_ddp(tensor, group, reduce_op)
+        op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
+        mean = op in ("mean", "avg")
+        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.world,)
+        result = tensor.reshape(-1).clone()
+        for line in lines:
+            line.all_reduce(result, "sum" if mean else op)
+        tensor.copy_((result / self.world_size if mean else result).view_as(tensor))
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        gathered = super().all_gather(tensor, group, sync_grads)
+        if self.counts == "data" and group in (None, torch.distributed.group.WORLD) and self.comms is not None:
+            first = [rank for rank in range(self.grid.world_size) if self.grid.coords(rank)[:2] == (0, 0)]
+            gathered = gathered[first]
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree over all ranks of the grid, whatever ``counts`` says: peers must decide alike."""
+        if self.comms is None:
+            return decision
+        vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
+        return bool(self.comms.world.all_reduce(vote, "min" if all else "max").item())
+
+    def barrier(self, name: str | None = None) -> None:
+        if self.comms is not None:
+            self.comms.world.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.comms is None:
+            return obj
+        box = [obj]
+        torch.distributed.broadcast_object_list(box, src)
+        return box[0]
+
+    def _check_launched(self, what: str) -> None:
+        if self.comms is None:
+            raise RuntimeError(f"AxoStrategy: fabric.{what}() came before fabric.launch(); launch first")
 
     # --- model and optimizer ------------------------------------------------------------------------------------
 
@@ -119,7 +284,7 @@ class AxoStrategy(GridRanks):
         meta = bool(empty_init) or self.counts == "data" or self.like_one_device
         stack.enter_context(torch.device("meta") if meta else torch.device("cpu"))
         if self.like_one_device:
-            self._as_built = stack.enter_context(AsBuilt(self.root_device))
+            self._recorded = stack.enter_context(RecordedInit(self.root_device))
         stack.enter_context(self.precision.module_init_context())
         return stack
 
@@ -135,8 +300,8 @@ class AxoStrategy(GridRanks):
         originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
         axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss, zero=self.zero)
         if originals:
-            materialize(module, originals, self.comms, self._as_built)
-            self._as_built = None
+            materialize(module, originals, self.comms, self._recorded)
+            self._recorded = None
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
@@ -173,8 +338,8 @@ class AxoStrategy(GridRanks):
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        if self.guard is not None:
-            self.guard.note(tensor)
+        if self.step_agreement is not None:
+            self.step_agreement.note(tensor)
         super().backward(tensor, module, *args, **kwargs)
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
@@ -182,8 +347,8 @@ class AxoStrategy(GridRanks):
         return super().optimizer_step(optimizer, **kwargs)
 
     def _agree(self) -> None:
-        if self.guard is not None:
-            self.guard.before_step(self.comms)
+        if self.step_agreement is not None:
+            self.step_agreement.before_step(self.comms)
 
     def clip_gradients_norm(
         self,
@@ -195,10 +360,10 @@ class AxoStrategy(GridRanks):
     ) -> torch.Tensor:
         self._agree()
         self.precision.unscale_gradients(optimizer)
-        strict = error_if_nonfinite and self.guard is None
+        strict = error_if_nonfinite and self.step_agreement is None
         norm = axo.clip_grad_norm_(self.precision.main_params(optimizer), max_norm, norm_type, strict)
-        if error_if_nonfinite and self.guard is not None:
-            self.guard.check_norm(norm)
+        if error_if_nonfinite and self.step_agreement is not None:
+            self.step_agreement.check_norm(norm)
         return norm
 
     def cross_entropy(
@@ -223,10 +388,6 @@ class AxoStrategy(GridRanks):
 
     # --- data ---------------------------------------------------------------------------------------------------
 
-    @property
-    def distributed_sampler_kwargs(self) -> Any:
-        return None if self.like_one_device else super().distributed_sampler_kwargs  # None: Fabric keeps the sampler
-
     def process_dataloader(self, dataloader: Any) -> Any:
         self._check_launched("setup_dataloaders")
         if self.like_one_device:
@@ -237,11 +398,11 @@ class AxoStrategy(GridRanks):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
-        return checkpoint.module_state(module, checkpoint.keep_all if self.is_global_zero else None)
+        return whole_checkpoint.module_state(module, whole_checkpoint.keep_all if self.is_global_zero else None)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
-        return checkpoint.optimizer_state(optimizer, checkpoint.keep_all if self.is_global_zero else None)
+        return whole_checkpoint.optimizer_state(optimizer, whole_checkpoint.keep_all if self.is_global_zero else None)
 
     def save_checkpoint(
         self,
@@ -255,17 +416,19 @@ class AxoStrategy(GridRanks):
         ``sharded``: every rank writes its chunks into a folder of that name; what is filtered (LoRA's) stays whole.
         """
         if self.sharded and not filter and any(isinstance(value, nn.Module) for value in state.values()):
-            sharded.save(path, state, self.comms)
+            sharded_checkpoint.save(path, state, self.comms)
             return
-        checkpoint.save(path, state, self.checkpoint_io, storage_options, filter or {}, writes=self.is_global_zero)
+        whole_checkpoint.save(
+            path, state, self.checkpoint_io, storage_options, filter or {}, writes=self.is_global_zero
+        )
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read what any number of ranks wrote, whole or sharded, or a run without Axo; each rank takes its parts."""
-        if sharded.is_sharded(path):
-            return sharded.load(path, state or {}, strict, self.comms)
-        loaded = checkpoint.load(path, self.checkpoint_io, weights_only)
+        if sharded_checkpoint.is_sharded(path):
+            return sharded_checkpoint.load(path, state or {}, strict, self.comms)
+        loaded = whole_checkpoint.load(path, self.checkpoint_io, weights_only)
         if not state:
             return loaded
         if isinstance(state, nn.Module | Optimizer):
@@ -283,7 +446,7 @@ class AxoStrategy(GridRanks):
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, value, strict)
         elif isinstance(target, Optimizer):
-            target.load_state_dict(checkpoint.local_optimizer_state(target, value))
+            target.load_state_dict(whole_checkpoint.local_optimizer_state(target, value))
         else:
             target.load_state_dict(value)
 
@@ -295,12 +458,6 @@ class _NoSync(_BackwardSyncControl):
         return axo.no_sync(module) if enabled else nullcontext()
 
 
-def _switch(name: str, value: str | None) -> bool:
-    if value not in (None, "", "0", "1"):
-        raise ValueError(f"AxoStrategy: {name}={value} is neither 0 nor 1")
-    return value == "1"
-
-
 def _holds_meta(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(tensor.is_meta for tensor in own)
@@ -310,9 +467,22 @@ def _gather_unless_training(head: Any, inputs: Any) -> None:
     head.gather_output = not head.training
 
 
-def register() -> None:
-    """Make ``strategy="axo"`` known to Fabric (importing this module does it)."""
-    STRATEGY_REGISTRY.register("axo", AxoStrategy, "Four-dimensional parallelism; the grid is AXO_GRID", override=True)
+def _agreeing(scaler: torch.amp.GradScaler, comms: Communicators) -> axo.GradScaler:
+    """A gradient scaler of the same settings that skips a step on all ranks or on none."""
+    return axo.GradScaler(
+        scaler._device,
+        init_scale=scaler._init_scale,
+        growth_factor=scaler._growth_factor,
+        backoff_factor=scaler._backoff_factor,
+        growth_interval=scaler._growth_interval,
+        enabled=scaler.is_enabled(),
+        comms=comms,
+    )
 
 
-register()
+def register(make: Callable[[], AxoStrategy]) -> None:
+    """Let ``strategy="axo"``, and LT_STRATEGY=axo, stand for what ``make`` returns."""
+    STRATEGY_REGISTRY.register("axo", make, "Four-dimensional parallelism on a grid of ranks", override=True)
+
+
+register(AxoStrategy)  # without a grid: its error says what to do

@@ -6,8 +6,8 @@
 The file is what ``torch.save`` of the serial state gives: whole tensors under torch's names, the optimizer's moments in
 the shape of their parameters. So a run without Axo reads it, and one on any other grid.
 
-Not here: sharded checkpoints, written by all ranks (sharded.py); state of an optimizer that has not the shape of its
-parameter (Adafactor's rows and columns) is refused by name.
+Not here: sharded checkpoints, written by all ranks (sharded_checkpoint.py); state of an optimizer that has not the
+shape of its parameter (Adafactor's rows and columns) is refused by name.
 """
 
 from __future__ import annotations

@@ -3,15 +3,11 @@
     litgpt     pretrain pythia-14m --data LitData ...
     axo litgpt pretrain pythia-14m --data LitData ... --grid 2x2x2x1
 
-The arguments are litgpt's, plus ``--grid`` and ``--goldfish K,H``; nothing of litgpt is changed or copied. Each rank
-runs litgpt's own function with Fabric's strategy set to AxoStrategy by LT_STRATEGY. litgpt takes every device for a
-data rank; so its "devices" are the grid's data ranks (z and data), each of them Gx*Gy ranks that work as one: batch
-size, token counts and the flop line then are right as they stand, and ``--devices`` is not for the user to set.
-
-torch.compile, which ``litgpt pretrain`` always asks for, is off unless TORCHDYNAMO_DISABLE=0 is set. AXO_VOCAB_LOSS=1
-swaps the loss on whole logits for the vocabulary-parallel one. ``--goldfish`` leaves one of K training tokens out of
-the loss, chosen by the H before it (axo_kernels/goldfish.py); the first H targets of a row, before which there are
-fewer, all count, and validation sees all tokens.
+The arguments are litgpt's, plus Axo's own (``options``). Each rank runs litgpt's own function with Fabric's strategy
+set to AxoStrategy by LT_STRATEGY; the names that are replaced meanwhile stand in one table (``patches``). litgpt takes
+every device for a data rank; so its "devices" are the grid's data ranks (z and data), each of them Gx*Gy ranks that
+work as one: batch size, token counts and the flop line then are right as they stand, and ``--devices`` is not for the
+user to set. torch.compile, which ``litgpt pretrain`` always asks for, is off unless TORCHDYNAMO_DISABLE=0 is set.
 
 Ranks are started here, or are torchrun's. The printed loss is rank 0's own, as litgpt has it.
 """
@@ -23,20 +19,13 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations.fabric.step_agreement import Guard
-from axo.integrations.litgpt import architectures, auto_grid
-from axo.integrations.litgpt import checks as litgpt_checks
-from axo.integrations.litgpt import options as litgpt_options
-from axo.integrations.litgpt import restarts as supervisor
-from axo.integrations.litgpt.finetune import together
-from axo.integrations.litgpt.long_run import Stopped, Watch, newest, refuse_mixing, restarts_by_torchrun
-from axo.integrations.litgpt.options import Options
-from axo.integrations.litgpt.throughput import counted
+from axo.integrations.litgpt import architectures, auto_grid, checks, restarts
+from axo.integrations.litgpt.options import AUTO, Options, help_text, take
 from axo.launch import Rank, Termination, set_threads
 
 
@@ -82,39 +71,63 @@ def run(arguments: list[str]) -> None:
     """
     if importlib.util.find_spec("litgpt") is None:
         raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
-    options, arguments = litgpt_options.take(arguments)
+    options, arguments = take(arguments)
     name = arguments[0] if arguments else "--help"
     if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
-        print(litgpt_options.HELP)
+        print(help_text())
+    _check_options(name, options)
     if name == "architectures":
         _tell_architectures(arguments[1:], options)
         return
     if name not in PARALLEL:
-        _refuse_if_parallel(name, options)
         _stock(arguments)
         return
-    if not PARALLEL[name].trains:
-        _refuse_if_training(name, options)
-    if not PARALLEL[name].resumes:
-        _refuse_what_adapters_lack(name, options)
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
     grid, start = _parse(name, arguments[1:], options, rank)
     if rank is not None:
-        _rank(start, name, str(grid), options, False, restarts_by_torchrun()[0])
+        _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
         return
-    supervisor.run(
+    restarts.run(
         _rank,
         grid.world_size,
         start,
         name,
-        str(grid),
+        grid,
         options,
         True,
         max_restarts=options.max_restarts,
         terminate=PARALLEL[name].trains,
     )
+
+
+def _check_options(name: str, options: Options) -> None:
+    """Refuse options of Axo's that the command has no use for."""
+    command = PARALLEL.get(name)
+    if command is None and name != "architectures" and not name.startswith("-"):
+        if options.grid is None or options.grid.world_size > 1:
+            raise ValueError(
+                f"litgpt: {name} runs on one rank only, not on grid {options.grid or AUTO}; on a grid run"
+                f" {', '.join(PARALLEL)}"
+            )
+    given = {
+        "--goldfish": options.goldfish is not None,
+        "--sharded": options.sharded,
+        "--vocab-loss": options.vocab_loss,
+        "--max-restarts": options.max_restarts > 0,
+        "--grid auto": options.grid is None,
+    }
+    lacks = {
+        "--max-restarts": "it cannot resume, so a run started again would begin anew",
+        "--sharded": "it saves adapters, which are small and always whole",
+        "--grid auto": "the planner plans steps that train all weights",
+    }
+    for option in (option for option, is_given in given.items() if is_given):
+        if option != "--grid auto" and (command is None or not command.trains):
+            raise ValueError(f"litgpt: {option} is for training ({', '.join(_TRAINERS)}), not for {name}; leave it out")
+        if command is not None and not command.resumes and option in lacks:
+            raise ValueError(f"litgpt: {option} is not for {name}: {lacks[option]}; use finetune_full, or leave it out")
 
 
 def _tell_architectures(arguments: list[str], options: Options) -> None:
@@ -124,7 +137,6 @@ def _tell_architectures(arguments: list[str], options: Options) -> None:
     if arguments or options.grid is None:
         wrong = " ".join(arguments) or "--grid auto"
         raise ValueError(f"litgpt: architectures takes --grid XxYxZxDATA and nothing else, not {wrong}")
-    _refuse_if_training("architectures", options)
     print(architectures.report(options.grid))
 
 
@@ -137,36 +149,6 @@ def _tell_rank_of_slurm() -> None:
         os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": tasks}
         os.environ |= {"LOCAL_RANK": os.environ["SLURM_LOCALID"]}
         os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
-
-
-def _refuse_if_parallel(name: str, options: Options) -> None:
-    if (options.grid is None or options.grid.world_size > 1) and not name.startswith("-"):
-        grid = litgpt_options.AUTO if options.grid is None else options.grid
-        raise ValueError(
-            f"litgpt: {name} runs on one rank only, not on grid {grid}; on a grid run {', '.join(PARALLEL)}"
-        )
-    _refuse_if_training(name, options)
-
-
-def _refuse_if_training(name: str, options: Options) -> None:
-    given = {
-        "--goldfish": options.goldfish is not None,
-        "--sharded": options.sharded is not None,
-        "--max-restarts": options.max_restarts > 0,
-    }
-    for option in (option for option, is_given in given.items() if is_given):
-        raise ValueError(f"litgpt: {option} is for training ({', '.join(_TRAINERS)}), not for {name}; leave it out")
-
-
-def _refuse_what_adapters_lack(name: str, options: Options) -> None:
-    reasons = {
-        "--max-restarts": (options.max_restarts > 0, "it cannot resume, so a run started again would begin anew"),
-        "--sharded": (options.sharded is not None, "it saves adapters, which are small and always whole"),
-        "--grid auto": (options.grid is None, "the planner plans steps that train all weights"),
-    }
-    for option, (given, why) in reasons.items():
-        if given:
-            raise ValueError(f"litgpt: {option} is not for {name}: {why}; use finetune_full, or leave it out")
 
 
 def _stock(arguments: list[str]) -> None:
@@ -187,14 +169,14 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
             the ranks do not fit.
     """
+    for option in ("--devices", "--num_nodes"):
+        if any(argument.split("=")[0] == option for argument in arguments):
+            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or AUTO}); leave it out")
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 
     from axo.integrations.litgpt import text_data  # noqa: F401  so that --data LocalText is found
 
-    for option in ("--devices", "--num_nodes"):
-        if any(argument.split("=")[0] == option for argument in arguments):
-            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or 'auto'}); leave it out")
     function = PARALLEL[name].load()
     parser = capture_parser(lambda: CLI(function))
     parser.prog = f"axo litgpt {name}"
@@ -210,23 +192,25 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
             f" start {grid.world_size}, or use another grid"
         )
-    litgpt_checks.check_paths(options, grid, PARALLEL[name].trains)
-    litgpt_checks.check_model(options)
+    checks.check_paths(options, grid, PARALLEL[name].trains)
+    checks.check_model(options)
     if PARALLEL[name].trains:
         if options.get("num_nodes", 1) != 1:  # from a configuration file
             raise ValueError(f"litgpt: num_nodes: {options.num_nodes} is what the grid says ({grid}); leave it out")
         devices = ["--devices", str(grid.z * grid.data)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        litgpt_checks.check_batch(options.train, grid)
-        litgpt_checks.check_logger(options)
-        if asked.max_restarts or (restarts_by_torchrun()[1] and not restarts_by_torchrun()[0]):
-            refuse_mixing(options.out_dir, getattr(options, "resume", True))
+        checks.check_batch(options.train, grid)
+        checks.check_logger(options)
+        start_number, allowed = restarts.by_torchrun()
+        if asked.max_restarts or (allowed and not start_number):
+            restarts.refuse_mixing(options.out_dir, getattr(options, "resume", True))
 
     def start(again: bool) -> None:
         values = parser.instantiate_classes(options)
-        given = {key: value for key, value in values.items(branches=True) if key in _parameters(function)}
-        found = newest(given["out_dir"]) if again and "resume" in given else None
+        parameters = inspect.signature(function).parameters
+        given = {key: value for key, value in values.items(branches=True) if key in parameters}
+        found = restarts.newest(given["out_dir"]) if again and "resume" in given else None
         if found is not None:
             given["resume"] = found
             if "initial_checkpoint_dir" in given:
@@ -236,13 +220,13 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     return grid, start
 
 
-def _parameters(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters)
-
-
-def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, local: bool, restart: int) -> None:
+def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options, local: bool, restart: int) -> None:
     """What each rank runs."""
     import torch
+
+    from axo.integrations.fabric.step_agreement import StepAgreement
+    from axo.integrations.fabric.strategy import AxoStrategy, register
+    from axo.integrations.litgpt.patches import Run, Stopped, patched
 
     rank = Rank.from_environment()
     assert rank is not None
@@ -251,22 +235,31 @@ def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, 
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     os.environ.setdefault("LT_ACCELERATOR", "cpu")  # what axo.connect has a transport for
     os.environ["LT_STRATEGY"] = "axo"
+    torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
-    strategies: list[Any] = []
-    # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
-    quiet: Any = _silence() if local and rank.rank else contextlib.nullcontext()
+    this = Run(importlib.import_module(command.module), grid, options)
+
+    def make() -> AxoStrategy:
+        this.strategy = AxoStrategy(
+            grid,
+            counts="data",
+            sharded=options.sharded,
+            vocab_loss=options.vocab_loss,
+            step_agreement=this.agreement if command.trains else None,
+            like_one_device=command.finetunes,
+        )
+        return this.strategy
+
+    register(make)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(quiet)
-        guard = None
+        # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
+        if local and rank.rank:
+            stack.enter_context(_silence())
         if command.trains:
-            guard = Guard(stack.enter_context(Termination()).was_asked)
-            module = importlib.import_module(command.module)
-            stack.enter_context(together(module))
-            stack.enter_context(counted(module, Grid.parse(grid).x * Grid.parse(grid).y))
-            stack.enter_context(Watch(module, guard))
+            this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)
+            stack.enter_context(patched(this))
         else:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
-        _register(grid, options, guard, command, strategies)
         try:
             start(restart > 0)
         except Stopped as stopped:
@@ -275,51 +268,11 @@ def _rank(start: Callable[[bool], Any], name: str, grid: str, options: Options, 
         except SystemExit as stop:
             if stop.code:
                 raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
-    for strategy in strategies:
-        if strategy.comms is not None:
-            strategy.comms.close()
-
-
-def _register(grid: str, options: Options, guard: Guard | None, command: Command, made: list[Any]) -> None:
-    """Let LT_STRATEGY=axo make strategies of ``grid`` that count data ranks, and note them in ``made``."""
-    import torch._dynamo
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-
-    from axo.integrations.fabric.strategy import AxoStrategy
-
-    torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
-
-    def make() -> AxoStrategy:
-        strategy = AxoStrategy(
-            grid, counts="data", sharded=options.sharded, guard=guard, like_one_device=command.finetunes
-        )
-        made.append(strategy)
-        if strategy.vocab_loss or options.goldfish is not None:
-            _use_loss_of(strategy, options.goldfish)
-        return strategy
-
-    STRATEGY_REGISTRY.register("axo", make, "The grid of axo litgpt", override=True)
-
-
-def _use_loss_of(strategy: Any, goldfish: tuple[int, int] | None) -> None:
-    """Put the strategy's loss where litgpt's commands look theirs up."""
-    import litgpt.finetune.full
-    import litgpt.finetune.lora
-    import litgpt.pretrain
-    import torch
-
-    from axo.nn.goldfish import goldfish_mask
-
-    def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
-        if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
-            targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
-        return strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
-
-    for module in (litgpt.pretrain, litgpt.finetune.full, litgpt.finetune.lora):
-        module.chunked_cross_entropy = loss
+    if this.strategy is not None and this.strategy.comms is not None:
+        this.strategy.comms.close()
 
 
 @contextlib.contextmanager
-def _silence() -> Any:
+def _silence() -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
         yield

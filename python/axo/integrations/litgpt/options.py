@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import argparse
 from dataclasses import dataclass
+from typing import NoReturn
 
 from axo.grid import Grid
 
 AUTO = "auto"
-HELP = """
-Options of Axo's own, for commands that run on a grid (pretrain, finetune_full, ...):
-  --grid XxYxZxDATA     Ranks on each axis (or AXO_GRID); 'auto': what the planner finds best for the model.
-  --ranks N             With --grid auto and without torchrun: how many ranks to start.
-  --machine NAME|FILE   With --grid auto: a machine that axo plan knows, or a file that axo profile wrote.
-  --sharded             Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.
-  --max-restarts N      Start the ranks again, from the newest checkpoint, when one was lost; at most N times.
-  --goldfish K,H        Leave one of K tokens out of the training loss, chosen by the H tokens before it.
-
-A command of Axo's own: axo litgpt architectures [--grid ...] says which of LitGPT's configurations run on a grid.
-"""
 
 
 @dataclass(frozen=True)
@@ -28,7 +18,8 @@ class Options:
     Args:
         grid: Ranks on each axis; None: the planner is to choose.
         ranks, machine: For the planner; 0, "": not given.
-        sharded: Save sharded checkpoints; None: not said, and AXO_SHARDED counts.
+        sharded: Save sharded checkpoints.
+        vocab_loss: Leave logits split over x in training.
         max_restarts: How often lost ranks are started again.
         goldfish: (K, H); None: no goldfish loss.
     """
@@ -36,9 +27,66 @@ class Options:
     grid: Grid | None
     ranks: int = 0
     machine: str = ""
-    sharded: bool | None = None
+    sharded: bool = False
+    vocab_loss: bool = False
     max_restarts: int = 0
     goldfish: tuple[int, int] | None = None
+
+
+# Option -> (its value, what it wants, what it does); then those that are on or off.
+_VALUES = {
+    "--grid": (
+        "XxYxZxDATA",
+        "a grid, such as --grid 2x2x2x1, or --grid auto",
+        "Ranks on each axis; 'auto': what the planner finds best for the model.",
+    ),
+    "--ranks": ("N", "a number of ranks", "With --grid auto and without torchrun: how many ranks to start."),
+    "--machine": (
+        "NAME|FILE",
+        "a machine that axo plan knows, or a machine file",
+        "With --grid auto: a machine that axo plan knows, or a file that axo profile wrote.",
+    ),
+    "--max-restarts": (
+        "N",
+        "a number of restarts, such as --max-restarts 3",
+        "Start the ranks again, from the newest checkpoint, when one was lost; at most N times.",
+    ),
+    "--goldfish": (
+        "K,H",
+        "K,H, such as --goldfish 2,13",
+        "Leave one of K tokens out of the training loss, chosen by the H tokens before it.",
+    ),
+}
+_SWITCHES = {
+    "--sharded": "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.",
+    "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"litgpt: {message}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        add_help=False,
+        allow_abbrev=False,
+        usage=argparse.SUPPRESS,
+        epilog="A command of Axo's own: axo litgpt architectures [--grid ...] says which of LitGPT's configurations run"
+        " on a grid.",
+    )
+    group = parser.add_argument_group("Options of Axo's own, for commands that run on a grid (pretrain, ...)")
+    for name, (metavar, _, text) in _VALUES.items():
+        group.add_argument(name, metavar=metavar, help=text, nargs="?", default="")  # None: it stands last, alone
+    for name, text in _SWITCHES.items():
+        group.add_argument(name, action="store_true", help=text)
+    return parser
+
+
+def help_text() -> str:
+    """What ``--help`` says of these options."""
+    return _parser().format_help()
 
 
 def take(arguments: list[str]) -> tuple[Options, list[str]]:
@@ -47,47 +95,24 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
     Raises:
         ValueError: An option lacks its value, or the value is not one.
     """
-    grid, arguments = _take("--grid", "a grid, such as --grid 2x2x2x1, or --grid auto", arguments)
-    goldfish, arguments = _take("--goldfish", "K,H, such as --goldfish 2,13", arguments)
-    ranks, arguments = _take("--ranks", "a number of ranks", arguments)
-    machine, arguments = _take("--machine", "a machine that axo plan knows, or a machine file", arguments)
-    restarts, arguments = _take("--max-restarts", "a number of restarts, such as --max-restarts 3", arguments)
-    sharded = True if "--sharded" in arguments else None
-    grid = grid or os.environ.get("AXO_GRID", "")
-    automatic = grid == AUTO
-    for option, value in (("--ranks", ranks), ("--machine", machine)):
+    given, rest = _parser().parse_known_args(arguments)
+    for option, (_, wanted, _) in _VALUES.items():
+        if getattr(given, option[2:].replace("-", "_")) is None:
+            raise ValueError(f"litgpt: {option} wants {wanted}")
+    automatic = given.grid == AUTO
+    for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
         if value and not automatic:
             raise ValueError(f"litgpt: {option} is for --grid auto; with a grid of your own leave it out")
     options = Options(
-        grid=None if automatic else Grid.parse(grid) if grid else Grid(),
-        ranks=_count("--ranks", ranks, 1) if ranks else 0,
-        machine=machine,
-        sharded=sharded,
-        max_restarts=_count("--max-restarts", restarts, 0) if restarts else 0,
-        goldfish=_goldfish(goldfish) if goldfish else None,
+        grid=None if automatic else Grid.parse(given.grid) if given.grid else Grid(),
+        ranks=_count("--ranks", given.ranks, 1) if given.ranks else 0,
+        machine=given.machine,
+        sharded=given.sharded,
+        vocab_loss=given.vocab_loss,
+        max_restarts=_count("--max-restarts", given.max_restarts, 0) if given.max_restarts else 0,
+        goldfish=_goldfish(given.goldfish) if given.goldfish else None,
     )
-    return options, [argument for argument in arguments if argument != "--sharded"]
-
-
-def _take(option: str, wanted: str, arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of an option ("" without it), and the other arguments.
-
-    Raises:
-        ValueError: The option stands last, without a value.
-    """
-    value, rest, waiting = "", [], False
-    for argument in arguments:
-        if waiting:
-            value, waiting = argument, False
-        elif argument == option:
-            waiting = True
-        elif argument.startswith(f"{option}="):
-            value = argument.removeprefix(f"{option}=")
-        else:
-            rest.append(argument)
-    if waiting:
-        raise ValueError(f"litgpt: {option} wants {wanted}")
-    return value, rest
+    return options, rest
 
 
 def _count(option: str, text: str, least: int) -> int:

@@ -6,8 +6,10 @@ would come again, so it ends the run. Each start goes on from the newest checkpo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from axo.launch import RankFailed, launch_local
@@ -33,3 +35,29 @@ def run(function: Callable[..., None], ranks: int, *args: Any, max_restarts: int
                 raise
             again = f"axo: starting all ranks again ({start + 1} of {max_restarts}), from the newest checkpoint"
             print(f"axo: {failed}\n{again}", file=sys.stderr, flush=True)
+
+
+def by_torchrun() -> tuple[int, int]:
+    """(which start this is, counted from 0; how many restarts torchrun allows)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+
+
+def newest(out_dir: Any) -> Path | None:
+    """The newest checkpoint of a run, as ``--resume auto`` finds it."""
+    from litgpt.utils import find_resume_path, init_out_dir
+
+    return find_resume_path("auto", init_out_dir(out_dir))
+
+
+def refuse_mixing(out_dir: Any, resume: Any) -> None:
+    """A run that may be started again goes on from the newest checkpoint, which must be its own.
+
+    Raises:
+        ValueError: There are checkpoints of an earlier run, and this one does not go on from them.
+    """
+    found = None if resume else newest(out_dir)
+    if found is not None:
+        raise ValueError(
+            f"litgpt: {out_dir} holds checkpoints of an earlier run (such as {found}), from which a restarted run would"
+            " go on; add --resume auto to go on from them now, or name another --out_dir"
+        )

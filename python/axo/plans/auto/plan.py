@@ -29,8 +29,9 @@ from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
-from axo.plans.auto import hugging_face as hf
+from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Candidate, Choice, decide
+from axo.plans.auto.hugging_face import Attention, attention
 from axo.plans.auto.patterns import Wish, wishes
 from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
 from axo.plans.replace import Replacer, hooks_of
@@ -52,14 +53,14 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     _check(model, grid)
     candidates, serial = _candidates(model, grid)
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
-    heads, opaque = _attention(model, candidates, wanted, grid.x, serial)
+    heads, closed = _attention(model, candidates, wanted, grid.x, serial)
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    regions, read = find_regions(model, _sizes(free), set(opaque))
+    regions, read = find_regions(model, _sizes(free), set(closed))
     if read:
         why = "another module reads its weight itself"
         serial |= {c.name: why for c in free if c.module in read}
         free = [c for c in free if c.module not in read]
-        regions, _ = find_regions(model, _sizes(free), set(opaque))
+        regions, _ = find_regions(model, _sizes(free), set(closed))
     choices, dropouts = decide(free, regions, wanted, grid)
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
@@ -80,7 +81,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         old: Any = dropout
         new = Dropout(old.p, old.inplace, comms=comms, split=(axis, "z", "data")).train(old.training)
         setattr(model.get_submodule(parent), child, new)
-    for module, found in opaque.items():
+    for module, found in closed.items():
         for attribute, value in found.attributes.items():
             setattr(module, attribute, value)
         SharedRandomness(comms, ("x", "z", "data")).attach(module)
@@ -167,20 +168,20 @@ def _candidate(name: str, module: Any) -> Candidate | None:
         return Candidate(name, module, "conv2d", module.in_channels, module.out_channels)
     if type(module) is nn.Embedding:
         return Candidate(name, module, "embedding", None, module.embedding_dim)
-    if hf.is_conv1d(module):
+    if is_conv1d(module):
         return Candidate(name, module, "conv1d", module.nx, module.nf)
     return None
 
 
 def _attention(
     model: nn.Module, candidates: list[Candidate], wanted: dict[str, Wish], ranks: int, serial: dict[str, str]
-) -> tuple[dict[str, Choice], dict[nn.Module, hf.Attention]]:
+) -> tuple[dict[str, Choice], dict[nn.Module, Attention]]:
     """Choices for the projections of attention modules that are split by heads, and these modules."""
     heads: dict[str, Choice] = {}
-    modules: dict[nn.Module, hf.Attention] = {}
+    modules: dict[nn.Module, Attention] = {}
     for name, module in model.named_modules():
-        found = hf.attention(module, name, ranks)
-        if not isinstance(found, hf.Attention):
+        found = attention(module, name, ranks)
+        if not isinstance(found, Attention):
             if found:
                 warnings.warn(f"parallelize: attention is not split by heads: {found}", stacklevel=4)
             continue
@@ -247,7 +248,7 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
         replacer.linear(parent, child, name, uneven_out=not choice.split_out, **options)
     else:
         old: Any = candidate.module
-        new = hf.Conv1D(
+        new = Conv1D(
             old.nf,
             old.nx,
             "meta",

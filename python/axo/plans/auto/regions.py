@@ -73,18 +73,18 @@ class Region:
 
 
 def find_regions(
-    model: nn.Module, sizes: dict[nn.Module, Size], opaque: set[nn.Module]
+    model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.Module]
 ) -> tuple[list[Region], set[nn.Module]]:
     """Find the regions of ``model``, and the layers whose parameters other modules read themselves.
 
     Args:
         model: Serial.
         sizes: The layers that may be split.
-        opaque: Modules that are not looked into.
+        closed: Modules that are not looked into.
     """
     flow = _Flow(sizes)
     with torch.random.fork_rng(devices=[]):
-        for root in _roots(model, set(sizes), set(opaque)):
+        for root in _roots(model, set(sizes), set(closed)):
             for graph in root.graphs:
                 flow.read(graph, root.module)
     return flow.regions(), flow.read_by_others
@@ -96,18 +96,18 @@ class _Root:
     graphs: list[fx.Graph]
 
 
-def _roots(module: nn.Module, layers: set[nn.Module], opaque: set[nn.Module]) -> list[_Root]:
-    """The largest traceable modules within ``module``; those that are not traceable join ``opaque``."""
-    if module in layers or module in opaque:
+def _roots(module: nn.Module, layers: set[nn.Module], closed: set[nn.Module]) -> list[_Root]:
+    """The largest traceable modules within ``module``; those that are not traceable join ``closed``."""
+    if module in layers or module in closed:
         return []
-    below = [root for child in module.children() for root in _roots(child, layers, opaque)]
+    below = [root for child in module.children() for root in _roots(child, layers, closed)]
     if module.__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
         return below
-    graphs = [_trace(module, layers | opaque, training) for training in (True, False)]
+    graphs = [_trace(module, layers | closed, training) for training in (True, False)]
     found = [graph for graph in graphs if graph is not None]
     if len(found) == 2:
         return [_Root(module, found)]
-    opaque.add(module)
+    closed.add(module)
     return below
 
 

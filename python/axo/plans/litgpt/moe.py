@@ -23,6 +23,7 @@ from torch import nn
 
 from axo.matmul.product import refuse_create_graph
 from axo.nn import Linear
+from axo.plans.replace import Replacer
 
 
 class SumGradient:
@@ -88,25 +89,13 @@ class _SerialRouter(GroupedTopkRouter):
         nn.init.normal_(self.weight, mean=0.0, std=0.02)  # what GPT._init_weights does
 
 
-def replace_moe(mlp: Any, name: str, replacer: Any, linear: Any, dense: Any) -> None:
-    """Replace the layers of a ``LLaMAMoE`` in place.
-
-    Args:
-        mlp: The mixture.
-        name: What messages call it.
-        replacer: Makes the parallel layers.
-        linear, dense: Replace a linear layer, and a whole MLP.
-    """
+def replace_mixture(mlp: Any, name: str, replacer: Replacer) -> None:
+    """Let the gate and the experts of a ``LLaMAMoE`` agree over the ranks; its linear layers are parallel already."""
     if isinstance(mlp.gate, GroupedTopkRouter):
         router = GroupedRouter(mlp.gate, comms=replacer.comms, grad_reduce=replacer.grad_reduce, name=f"{name}.gate")
         replacer.put(mlp, "gate", router)
     else:
-        linear(mlp, "gate", f"{name}.gate", replacer, whole_output=True)
         mlp.gate.register_forward_hook(SumGradient(replacer.comms))
-    for index, expert in enumerate(mlp.experts):
-        dense(expert, f"{name}.experts.{index}", replacer)
-        for layer in expert.modules():
-            if isinstance(layer, Linear):
-                layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
-    if hasattr(mlp, "shared_experts"):
-        dense(mlp.shared_experts, f"{name}.shared_experts", replacer)
+    for layer in mlp.experts.modules():
+        if isinstance(layer, Linear):
+            layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens

@@ -29,26 +29,36 @@ quantised layers; sequence parallelism with mixtures of experts or LoRA.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from litgpt import lora
+from litgpt.model import GPT, CausalSelfAttention, GemmaMLP, GptNeoxMLP, GroupedTopkRouter, LLaMAMLP, LLaMAMoE
+from litgpt.model import RMSNorm as SerialRMSNorm
+from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 from torch import nn
 
 from axo.nn import RMSNorm
 from axo.nn.sequence import GatherTokens
 from axo.placement import check_divides
 from axo.plans.heads import kv_copies
+from axo.plans.litgpt.attention import softcapped
+from axo.plans.litgpt.lora import AdaptedLinear
+from axo.plans.litgpt.moe import replace_mixture
 from axo.plans.replace import Replacer, check_exact
+
+_ATTENTIONS: tuple[type, ...] = (CausalSelfAttention, lora.CausalSelfAttention)
+_DENSE: tuple[type, ...] = (GptNeoxMLP, LLaMAMLP, GemmaMLP, lora.GptNeoxMLP, lora.LLaMAMLP, lora.GemmaMLP)
+_MIXTURES: tuple[type, ...] = (LLaMAMoE, lora.LLaMAMoE)
 
 
 class LitRMSNorm(RMSNorm):
     """``litgpt.model.RMSNorm`` over a split hidden dim; ``axo.init_weights`` sees litgpt's class."""
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        from litgpt.model import RMSNorm as Serial
-
         with torch.device(device):
-            return Serial(self.normalized_shape[0], eps=self.eps, add_unit_offset=self.unit_offset).to(dtype)
+            return SerialRMSNorm(self.normalized_shape[0], eps=self.eps, add_unit_offset=self.unit_offset).to(dtype)
 
 
 def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) -> nn.Module:
@@ -62,21 +72,67 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     Raises:
         ValueError: The model has a feature that the plan does not know, or a size that does not divide.
     """
-    check(model, replacer.comms, replacer.sequence_parallel)
+    comms = replacer.comms
+    check(model, comms, replacer.sequence_parallel)
     gpt: Any = model
     tied = _layer(gpt.lm_head).weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
+    for parent, child, name, options in list(_linears(gpt, comms.grid.x, gather_logits)):
+        _replace_linear(parent, child, name, replacer, **options)
+    for parent, child, name, options in list(_norms(gpt, replacer.sequence_parallel)):
+        _replace_norm(parent, child, name, replacer, **options)
     for index, block in enumerate(gpt.transformer.h):
-        _replace_block(block, f"transformer.h.{index}", replacer)
-    split_tokens: dict[str, Any] = {"sum_grad_over": ("x",)} if replacer.sequence_parallel else {}
-    _replace_norm(gpt.transformer, "ln_f", "transformer.ln_f", replacer, **split_tokens)
-    _replace_linear(gpt, "lm_head", "lm_head", replacer, uneven_out=True, gather_output=gather_logits)
+        _replace_attention(block, comms)
+        if hasattr(block.mlp, "experts"):
+            replace_mixture(block.mlp, f"transformer.h.{index}.mlp", replacer)
+        if replacer.sequence_parallel:
+            for part in (block.attn, block.mlp):
+                part.register_forward_pre_hook(GatherTokens(comms))
+        block.register_load_state_dict_pre_hook(_reassemble_legacy_qkv)
     if replacer.sequence_parallel:
-        gpt.transformer.ln_f.register_forward_hook(GatherTokens(replacer.comms))
+        gpt.transformer.ln_f.register_forward_hook(GatherTokens(comms))
     if tied:
         _layer(gpt.lm_head).weight = gpt.transformer.wte.weight
-    _move_buffers(gpt, replacer.comms.device)
+    _move_buffers(gpt, comms.device)
     return model
+
+
+# A layer to replace: its parent, its name there, its name in the model, and options of the parallel layer.
+Place = tuple[Any, str, str, dict[str, Any]]
+
+
+def _linears(gpt: Any, x: int, gather_logits: bool = False) -> Iterator[Place]:
+    """The linear layers of a model that x ranks share the heads of."""
+    config = gpt.config
+    sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
+    copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, x)
+    for index, block in enumerate(gpt.transformer.h):
+        name = f"transformer.h.{index}"
+        yield block.attn, "qkv", f"{name}.attn.qkv", {"out_blocks": sizes, "out_copies": (1, copies, copies)}
+        yield block.attn, "proj", f"{name}.attn.proj", {"transposed": True}
+        for path, module in block.mlp.named_modules(prefix=f"{name}.mlp"):
+            if hasattr(module, "experts") and not isinstance(module.gate, GroupedTopkRouter):
+                yield module, "gate", f"{path}.gate", {"whole_output": True}
+            if hasattr(module, "proj"):
+                for child in ("fc", "fc_1", "fc_2", "proj"):
+                    if hasattr(module, child):
+                        yield module, child, f"{path}.{child}", {"transposed": child == "proj"}
+    yield gpt, "lm_head", "lm_head", {"uneven_out": True, "gather_output": gather_logits}
+
+
+def _norms(gpt: Any, sequence_parallel: bool) -> Iterator[Place]:
+    """The norms of a model; those of the residual stream sum gradients over x where x splits its tokens."""
+    stream: dict[str, Any] = {"sum_grad_over": ("x",)} if sequence_parallel else {}
+    for index, block in enumerate(gpt.transformer.h):
+        for child in ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm"):
+            if not isinstance(getattr(block, child), nn.Identity | None):
+                yield block, child, f"transformer.h.{index}.{child}", stream
+        spans_heads = gpt.config.norm_qk_type == "olmo2"
+        over = {"axis": "x"} if spans_heads else {"axis": None, "sum_grad_over": ("x",)}
+        for child in ("norm_q", "norm_k"):
+            if getattr(block.attn, child) is not None:
+                yield block.attn, child, f"transformer.h.{index}.attn.{child}", over
+    yield gpt.transformer, "ln_f", "transformer.ln_f", stream
 
 
 def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None:
@@ -85,67 +141,48 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
     Raises:
         ValueError: Names the feature or the size.
     """
-    from litgpt import lora
-    from litgpt.model import GPT, CausalSelfAttention, GemmaMLP, GptNeoxMLP, LLaMAMLP, LLaMAMoE
-
     if not isinstance(model, GPT):
         raise ValueError(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
-    config = model.config
+    config, grid = model.config, comms.grid
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention:
         raise ValueError(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
-    attentions: tuple[type, ...] = (CausalSelfAttention, lora.CausalSelfAttention)
-    dense: tuple[type, ...] = (GptNeoxMLP, LLaMAMLP, GemmaMLP, lora.GptNeoxMLP, lora.LLaMAMLP, lora.GemmaMLP)
-    mixtures: tuple[type, ...] = (LLaMAMoE, lora.LLaMAMoE)
     adapted = [name for name, module in model.named_modules() if isinstance(module, lora.LoRALinear)]
+    widths: dict[str, int] = {}
     for index, block in enumerate(model.transformer.h):
-        for part, kinds in ((block.attn, attentions), (block.mlp, dense + mixtures)):
+        for part, kinds in ((block.attn, _ATTENTIONS), (block.mlp, _DENSE + _MIXTURES)):
             if type(part) not in kinds:
                 raise ValueError(
                     f"{owner}: block {index} holds a {type(part).__module__}.{type(part).__qualname__}, which plan"
                     f" 'litgpt' does not know; it knows {', '.join(dict.fromkeys(k.__qualname__ for k in kinds))}"
                 )
-        name = f"transformer.h.{index}"
-        _check_linear(block.attn.qkv, f"{name}.attn.qkv")
-        _check_linear(block.attn.proj, f"{name}.attn.proj")
-        mixture = type(block.mlp) in mixtures
+        mixture = type(block.mlp) in _MIXTURES
         if sequence_parallel and (mixture or adapted):
             what = f"a mixture of experts (block {index})" if mixture else f"LoRA ({adapted[0]!r})"
             raise ValueError(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
-        for path, mlp in block.mlp.named_modules():
-            if type(mlp) in dense:
-                for child in _linears(mlp):
-                    _check_linear(getattr(mlp, child), f"{name}.mlp.{path}.{child}".replace("..", "."))
-                width, what = _layer(mlp.proj).in_features, "moe_intermediate_size" if mixture else "intermediate_size"
-                check_divides(owner, what, width, "x", comms.grid.x)
-    _check_linear(model.lm_head, "lm_head")
-    check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
-    check_divides(owner, "n_embd", config.n_embd, "y", comms.grid.y)
-    check_divides(owner, "n_head", config.n_head, "x", comms.grid.x)
-    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, comms.grid.x)
+        for mlp in block.mlp.modules():
+            if type(mlp) in _DENSE:
+                widths["moe_intermediate_size" if mixture else "intermediate_size"] = _layer(mlp.proj).in_features
+    for what, width in widths.items():
+        check_divides(owner, what, width, "x", grid.x)
+    check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
+    check_divides(owner, "n_head", config.n_head, "x", grid.x)
+    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x)
     if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
         raise ValueError(
             f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
-            f" shared by x={comms.grid.x} ranks is not supported; use at most x={config.n_query_groups}"
+            f" shared by x={grid.x} ranks is not supported; use at most x={config.n_query_groups}"
         )
+    check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
+    for parent, child, name, _ in _linears(model, grid.x):
+        module = getattr(parent, child)
+        adapter = type(module) in (lora.LoRALinear, lora.LoRAQKVLinear)
+        check_exact(_layer(module) if adapter else module, nn.Linear, f"{name}.linear" if adapter else name)
 
 
 def _layer(module: Any) -> Any:
     """A linear layer itself, without the adapter that LoRA puts beside it."""
     return getattr(module, "linear", module)
-
-
-def _check_linear(module: Any, name: str) -> None:
-    from litgpt.lora import LoRALinear, LoRAQKVLinear
-
-    if type(module) in (LoRALinear, LoRAQKVLinear):
-        module, name = module.linear, f"{name}.linear"
-    check_exact(module, nn.Linear, name)
-
-
-def _linears(mlp: nn.Module) -> list[str]:
-    """The names of the linear layers of a dense MLP."""
-    return [child for child in ("fc", "fc_1", "fc_2", "proj") if hasattr(mlp, child)]
 
 
 def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **options: Any) -> None:
@@ -154,8 +191,6 @@ def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **op
     if isinstance(old, nn.Linear):
         replacer.linear(parent, child, name, **options)
         return
-    from axo.plans.litgpt.lora import AdaptedLinear
-
     gather = options.pop("gather_output", False)
     serial = old.linear
     new = AdaptedLinear(
@@ -174,56 +209,24 @@ def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **op
     replacer.linear(new, "linear", f"{name}.linear", **options)
 
 
-def _replace_mlp(mlp: Any, name: str, replacer: Replacer) -> None:
-    for child in _linears(mlp):
-        _replace_linear(mlp, child, f"{name}.{child}", replacer, transposed=child == "proj")
-
-
-def _replace_block(block: Any, name: str, replacer: Replacer) -> None:
-    attn, mlp, config = block.attn, block.mlp, block.config
-    split_tokens: dict[str, Any] = {}
-    if replacer.sequence_parallel:
-        split_tokens = {"sum_grad_over": ("x",)}
-        for part in (attn, mlp):
-            part.register_forward_pre_hook(GatherTokens(replacer.comms))
-    for norm in ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm"):
-        if not isinstance(getattr(block, norm), nn.Identity | None):
-            _replace_norm(block, norm, f"{name}.{norm}", replacer, **split_tokens)
-    sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
-    parts = replacer.comms.grid.x
-    copies = kv_copies(name, "n_query_groups", config.n_query_groups, parts)
-    _replace_linear(attn, "qkv", f"{name}.attn.qkv", replacer, out_blocks=sizes, out_copies=(1, copies, copies))
-    _replace_linear(attn, "proj", f"{name}.attn.proj", replacer, transposed=True)
-    for norm in ("norm_q", "norm_k"):
-        if getattr(attn, norm) is not None:
-            spans_heads = config.norm_qk_type == "olmo2"
-            over = {"axis": "x"} if spans_heads else {"axis": None, "sum_grad_over": ("x",)}
-            _replace_norm(attn, norm, f"{name}.attn.{norm}", replacer, **over)
-    if hasattr(mlp, "experts"):
-        from axo.plans.litgpt.moe import replace_moe
-
-        replace_moe(mlp, f"{name}.mlp", replacer, _replace_linear, _replace_mlp)
-    else:
-        _replace_mlp(mlp, f"{name}.mlp", replacer)
+def _replace_attention(block: Any, comms: Any) -> None:
+    """Let attention compute with this rank's heads."""
+    attn, config, parts = block.attn, block.config, comms.grid.x
     if config.attention_logit_softcapping is not None:
-        from axo.plans.litgpt.attention import softcapped
-
         attn.__class__ = softcapped(type(attn))
+    copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, parts)
     attn.config = copy.copy(config)
     attn.config.n_head //= parts
     attn.config.n_query_groups //= parts // copies
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
             groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)
-            setattr(attn.kv_cache, buffer, groups[replacer.comms.coords.x // copies].contiguous())
-    block.register_load_state_dict_pre_hook(_reassemble_legacy_qkv)
+            setattr(attn.kv_cache, buffer, groups[comms.coords.x // copies].contiguous())
 
 
 def _replace_norm(parent: Any, child: str, name: str, replacer: Replacer, **over: Any) -> None:
-    from litgpt.model import RMSNorm as Serial
-
     old = getattr(parent, child)
-    if type(old) is not Serial:
+    if type(old) is not SerialRMSNorm:
         replacer.layer_norm(parent, child, name, **over)
         return
     new = LitRMSNorm(
@@ -243,8 +246,6 @@ def _replace_norm(parent: Any, child: str, name: str, replacer: Replacer, **over
 
 def _reassemble_legacy_qkv(block: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Translate ``attn.attn.*`` of old checkpoints with the whole configuration; litgpt would use attention's own."""
-    from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
-
     for kind in ("weight", "bias", "linear.weight", "linear.bias"):
         legacy = f"{prefix}attn.attn.{kind}"
         if legacy in state_dict:

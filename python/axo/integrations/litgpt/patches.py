@@ -1,0 +1,305 @@
+"""Every name of LitGPT's training commands that ``axo litgpt`` replaces: by what, and why. Nothing else is changed.
+
+LitGPT's commands look these names up in their own module (``litgpt.pretrain``, ``litgpt.finetune.full``, ...), so that
+is where the replacements stand, each made from the stock one, for the time of one run (:func:`patched`). The table is
+:data:`PATCHES`; the order of its entries does not matter, as none looks at another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from litgpt.model import LLaMAMoE
+from torch import nn
+
+from axo.errors import Error
+from axo.grid import Grid
+from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.integrations.fabric.strategy import AxoStrategy
+from axo.integrations.litgpt.options import Options
+from axo.nn.goldfish import goldfish_mask
+from axo.nn.init import source_generator
+
+
+@dataclass
+class Run:
+    """One run of a training command, on this rank: what the replaced functions know of it.
+
+    Args:
+        module: The command's module, such as ``litgpt.pretrain``.
+        grid: The grid.
+        options: What was asked of Axo.
+
+    Attributes:
+        agreement: What the ranks agree with before each step.
+        strategy: Of the run's Fabric, once there is one.
+        fabric: Once the loop has begun.
+    """
+
+    module: ModuleType
+    grid: Grid
+    options: Options
+    agreement: StepAgreement = field(default_factory=StepAgreement)
+    strategy: AxoStrategy | None = None
+    fabric: Any = None
+
+
+class Patch(NamedTuple):
+    """One replaced name: ``make(run, stock)`` is what stands there instead of ``stock``."""
+
+    make: Callable[[Run, Any], Any]
+    why: str
+
+
+class Stopped(Exception):
+    """The run ended on request; ``checkpoint`` is what it saved, from which it may go on or not."""
+
+    def __init__(self, checkpoint: Path, step: int, *, resumes: bool = True) -> None:
+        then = "go on with --resume auto" if resumes else "adapters only, from which LitGPT does not resume a run"
+        super().__init__(f"stopped by SIGTERM after step {step}; saved {checkpoint}; {then}")
+        self.checkpoint, self.step = checkpoint, step
+
+
+class _End(Exception):
+    """Raised between two steps, on every rank."""
+
+
+# --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    def fit(*args: Any, **options: Any) -> Any:
+        given = signature.bind(*args, **options).arguments
+        run.fabric, train = given["fabric"], given["train"]
+        if train.max_time:
+            given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, run.fabric.strategy))
+        try:
+            with _every_rank_is_first(run.fabric) if _trains_adapters(run) else contextlib.nullcontext():
+                return stock(**given)
+        except _End:
+            raise _save(run, given) from None
+
+    return fit
+
+
+def _trains_adapters(run: Run) -> bool:
+    return hasattr(run.module, "save_lora_checkpoint")
+
+
+@contextlib.contextmanager
+def _every_rank_is_first(fabric: Any) -> Iterator[None]:
+    """finetune_lora lets rank 0 alone generate examples and save adapters; on a grid all ranks must take part."""
+    own: Any = type(fabric)
+    fabric.__class__ = type(own.__name__, (own,), {"global_rank": property(lambda _: 0)})
+    try:
+        yield
+    finally:
+        fabric.__class__ = own
+
+
+def _save(run: Run, given: dict[str, Any]) -> Stopped:
+    """Save as the loop itself does, in the folder of the step that was done last."""
+    module, fabric, out = run.module, given["fabric"], Path(given["out_dir"])
+    if _trains_adapters(run):
+        step = run.agreement.step
+        path = out / f"step-{step:06d}" / "lit_model.pth.lora"
+        module.save_lora_checkpoint(fabric, given["model"], path)
+    else:
+        state: dict[str, Any] = given["state"]
+        step = int(state["step_count"])
+        if hasattr(module, "save_checkpoint"):  # pretrain
+            path = out / f"step-{step:08d}" / "lit_model.pth"
+            if not path.exists():
+                module.save_checkpoint(fabric, state, given["tokenizer_dir"], path)
+            return Stopped(path, step)
+        state["iter_num"] -= 1  # finetuning counts before it reads
+        path = out / f"step-{step:06d}" / "lit_model.pth"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fabric.save(path, state)
+    module.copy_config_files(given["checkpoint_dir"], path.parent)
+    module.save_hyperparameters(module.setup, path.parent)
+    module.save_prompt_style(given["data"].prompt_style, path.parent)
+    return Stopped(path, step, resumes=not _trains_adapters(run))
+
+
+class _AgreedLimit(float):
+    """Seconds that a loop may take, asked on every rank with ``elapsed > limit``: reached on all as soon as on one.
+
+    Else clocks that differ a little would let some ranks go on, and wait there for the others.
+    """
+
+    def __new__(cls, seconds: float, strategy: AxoStrategy) -> _AgreedLimit:
+        return super().__new__(cls, seconds)
+
+    def __init__(self, seconds: float, strategy: AxoStrategy) -> None:
+        self._agree = strategy.reduce_boolean_decision
+
+    def __lt__(self, elapsed: float) -> bool:  # Python asks the right side of ``>`` first, since its class is derived
+        return bool(self._agree(float(self) < elapsed, all=False))
+
+
+def _batches(run: Run, stock: Any) -> type:
+    class Batches(stock):  # type: ignore[misc]
+        def __next__(self) -> Any:
+            if run.agreement.stop:
+                raise _End
+            try:
+                return super().__next__()
+            except (StopIteration, ValueError, Error):
+                raise
+            except Exception as error:
+                raise ValueError(f"data: {_in_one_line(error)}") from error
+
+    return Batches
+
+
+def _in_one_line(error: Exception) -> str:
+    """``OSError: disk on fire (in __getitem__, books.py:12)``."""
+    words = str(error).strip().splitlines() or [""]
+    where = f" ({error.__notes__[-1]})" if getattr(error, "__notes__", None) else ""  # the loader's
+    of_worker = any("Traceback" in line for line in words)  # then torch has put the worker's traceback in
+    return f"{type(error).__name__}: {words[-1] if of_worker else words[0]}{where}"
+
+
+def _loss(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    goldfish = run.options.goldfish
+
+    def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
+        if goldfish is not None and torch.is_grad_enabled():  # litgpt validates without gradients
+            targets = targets.masked_fill(~goldfish_mask(targets, *goldfish, ignore_index=ignore_index), ignore_index)
+        assert run.strategy is not None
+        return run.strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
+
+    return loss if run.options.vocab_loss or goldfish is not None else stock
+
+
+# --- figures of speed ---------------------------------------------------------------------------------------------
+
+
+def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
+    def monitor(*args: Any, **options: Any) -> Any:
+        made = stock(*args, **options)
+        if made.available_flops is not None:  # unknown on CPU
+            made.available_flops *= run.grid.x * run.grid.y
+        return made
+
+    return monitor
+
+
+def _measure(run: Run, stock: Callable[..., int]) -> Callable[..., int]:
+    def measure(model: nn.Module, *args: Any, **options: Any) -> int:
+        with _routed_evenly(model):
+            return stock(model, *args, **options)
+
+    return measure
+
+
+class _Even(LLaMAMoE):
+    """A mixture whose first expert is given the rows of all: each token goes to as many experts, all of one size."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        routed = self.gate(rows)
+        chosen = routed[0] if isinstance(routed, tuple) else torch.topk(routed, self.config.n_expert_per_token)[0]
+        each = self.experts[0](rows.repeat(chosen.shape[1], 1)).view(chosen.shape[1], *rows.shape)
+        y = (each * chosen.t().unsqueeze(-1)).sum(0).view_as(x)
+        return y + self.shared_experts(x) if self.config.n_shared_expert else y
+
+
+@contextlib.contextmanager
+def _routed_evenly(model: nn.Module) -> Iterator[None]:
+    on_meta = all(parameter.is_meta for parameter in model.parameters())
+    mixtures = [part for part in model.modules() if on_meta and type(part) is LLaMAMoE]
+    for part in mixtures:
+        part.__class__ = _Even
+    try:
+        yield
+    finally:
+        for part in mixtures:
+            part.__class__ = LLaMAMoE
+
+
+# --- what rank 0 does, or all ranks, or one alone -------------------------------------------------------------------
+
+
+def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    return rank_zero_only(stock)
+
+
+def _generate_example(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def generate(fabric: Any, *args: Any, **options: Any) -> Any:
+        random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
+        with source_generator(fabric.strategy.comms, fabric.device):
+            return stock(fabric, *args, **options)
+
+    return generate
+
+
+def _save_lora(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    from litgpt.lora import lora_filter
+
+    def save(fabric: Any, model: Any, file_path: Any) -> None:
+        fabric.print(f"Saving LoRA weights to {str(file_path)!r}")
+        fabric.save(file_path, {"model": model}, filter={"model": lora_filter})
+
+    return save
+
+
+_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LT_STRATEGY", "LT_ACCELERATOR")
+
+
+def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def alone(*args: Any, **options: Any) -> Any:
+        kept = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
+        try:
+            return stock(*args, **options)
+        finally:
+            os.environ |= kept
+
+    return alone
+
+
+PATCHES = {
+    "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
+    "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
+    "chunked_cross_entropy": Patch(_loss, "logits split over x, and tokens that goldfish leaves out"),
+    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks"),
+    "measure_flops": Patch(_measure, "on the meta device a mixture of experts cannot ask which tokens chose an expert"),
+    "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
+    "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
+    "merge_lora": Patch(
+        _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
+    ),
+    "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
+    "save_hyperparameters": Patch(_on_rank_0, "the same"),
+    "save_prompt_style": Patch(_on_rank_0, "the same"),
+}
+
+
+@contextlib.contextmanager
+def patched(run: Run) -> Iterator[None]:
+    """Replace the names that ``run.module`` has, while the body runs."""
+    stock = {name: getattr(run.module, name) for name in PATCHES if hasattr(run.module, name)}
+    for name, function in stock.items():
+        setattr(run.module, name, PATCHES[name].make(run, function))
+    try:
+        yield
+    finally:
+        for name, function in stock.items():
+            setattr(run.module, name, function)
+        for logger in getattr(run.fabric, "_loggers", ()):
+            logger.finalize("finished")  # a forked process ends without flushing what loggers hold
