@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from axo.cli import plan as cli
+from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import machine, planner, plots, profile, readers, simulator
 from axo.perf import output as report

@@ -19,7 +19,8 @@ from rich.console import Console
 import axo
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
-from axo.train.config import TrainConfig, check, open_batches, open_corpus
+from axo.train.check import check, open_batches, open_corpus
+from axo.train.config import TrainConfig
 from axo.train.log import LOG_NAME, TrainLog
 from axo.train.loop import Trainer
 from axo.train.progress import Display

@@ -1,7 +1,7 @@
-"""Find a LitGPT configuration: by name, from a YAML or JSON file, with single fields overridden.
+"""Plain models: LitGPT's GPT from a configuration's name or file, with single fields overridden, built without storage.
 
 ``tiny`` is Axo's own addition: a Llama-like model (RMSNorm, SwiGLU, rotary embedding, grouped queries) over bytes,
-small enough for eight ranks on a laptop. Sources: ``litgpt.config``; nothing here builds a model.
+small enough for eight ranks on a laptop. Sources: ``litgpt.config``. Nothing here knows of a grid.
 """
 
 from __future__ import annotations
@@ -10,10 +10,14 @@ import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
 from litgpt.config import Config, configs, name_to_config
+from litgpt.model import GPT
 
 TINY = "tiny"
 _TINY: dict[str, Any] = {
@@ -70,13 +74,34 @@ def check_sequence(config: Config, seq_len: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Layers, width, vocabulary (padded) and the count of parameters."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    parameters: int
+
+
+def build_empty(config: Config) -> GPT:
+    """Return the model on the meta device: shapes, no storage."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def shape_of(config: Config) -> Shape:
+    """Return the sizes of ``config``; parameters are counted on a model without storage."""
+    parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
+    assert config.padded_vocab_size is not None
+    return Shape(config.n_layer, config.n_embd, config.padded_vocab_size, parameters)
+
+
 def _looks_like_file(model: str) -> bool:
     return Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
         raise ValueError(f"model: the file {path} does not exist")
     try:
@@ -104,8 +129,6 @@ def _from_name(name: str) -> dict[str, Any]:
 
 
 def _parse(value: Any) -> Any:
-    import yaml
-
     return yaml.safe_load(value) if isinstance(value, str) else value
 
 
