@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from axo.cli.output import Table, say, show_table
+from axo.cli.output import say, show_table
 from axo.grid import AXES, Grid
 from axo.settings import VARIABLES, settings
 
@@ -77,7 +77,7 @@ def _libraries() -> dict[str, str]:
     return found
 
 
-def settings_table() -> Table:
+def settings_table() -> tuple[list[str], list[list[str]]]:
     """The environment variables; those that are set with their values."""
     given = settings()
     rows = [[v.name, given.get(v.name, "-"), v.default, v.meaning] for v in VARIABLES]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-Table = tuple[list[str], list[list[str]]]  # header and rows, as text
-
-_NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
+if TYPE_CHECKING:
+    from axo.perf.output import Table
 
 
 def say(line: str) -> None:
@@ -20,19 +18,19 @@ def say(line: str) -> None:
 
 def show_table(title: str, table: Table) -> None:
     """Print a table; columns of numbers are set to the right. What is no terminal is 160 signs wide."""
-    from rich import box
     from rich.console import Console
     from rich.table import Table as Drawing
 
+    from axo.perf.output import text_columns
+
     header, rows = table
-    drawn = Drawing(title=title, title_justify="left", header_style="bold", box=box.HEAVY_HEAD)
-    for i, name in enumerate(header):
-        text = any(row[i] and not _NUMBER.fullmatch(row[i]) for row in rows)
+    drawn = Drawing(title=title, title_justify="left", header_style="bold")
+    for name, text in zip(header, text_columns(table), strict=True):
         drawn.add_column(name, justify="left" if text else "right", overflow="fold")
     for row in rows:
         drawn.add_row(*row)
     console = Console()
-    (console if console.is_terminal else Console(width=160)).print(drawn, markup=False)
+    (console if console.is_terminal else Console(width=160)).print(drawn)
 
 
 def is_stdout(path: Path | None) -> bool:

@@ -67,7 +67,7 @@ def plan(
         drawn = plots.plan_plots(made, step)
         return drawn, lambda: output.plan_page(made, step, drawn)
 
-    _write_outputs(json_out, output.as_json(made), csv_out, lambda: output.as_csv(made), plot, html, draw)
+    _write_outputs(json_out, output.plan_json(made), csv_out, lambda: output.plan_csv(made), plot, html, draw)
 
 
 def simulate(
@@ -107,7 +107,7 @@ def simulate(
     work = flops.step_flops(request.workload, request.batch_tokens)
     percent = 100 * work / found.seconds / (request.gpus * request.machine.peak_tflops * 1e12)
     if trace is not None:
-        chrome_trace.write(found, trace)
+        chrome_trace.write(trace, (s for s in found.spans if s.end > s.start), found.ranks, found.memory)
     values = {
         "grid": str(parsed),
         "seconds": found.seconds,

@@ -37,8 +37,7 @@ from axo.train.recipe import (
     set_learning_rate,
     wanted_targets,
 )
-from axo.train.trace import StepTrace, gather
-from axo.train.trace_file import write
+from axo.train.trace import StepTrace, gather, write
 
 _AXES = (*AXES, "world")
 WARM_STEPS = 3  # before the one that is traced
