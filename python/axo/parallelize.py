@@ -7,6 +7,7 @@ that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -94,6 +95,12 @@ def parallelize(
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
         attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
         return model
+    models = sys.modules.get("litgpt.model")  # not imported by this: it takes seconds, and a litgpt.GPT has done it
+    if models is None or not isinstance(model, models.GPT):
+        raise ValueError(
+            f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\" for"
+            " any other module"
+        )
     from axo.plans.litgpt import plan as litgpt
 
     model = litgpt.apply(model, replacer, gather_logits=gather_logits)

@@ -261,7 +261,7 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
         ("plan --model gpt-5b --gpus 64 --machine alps --zero 3", "zero=3 is not a stage; use 0, 1 or 2"),
         ("plan --model gpt-5b --gpus 100000000000 --machine alps", "is more than any machine has; use at most 1048576"),
         ("plan --model gpt-5b --gpus 8 --machine alps --plot /proc/x", "'/proc/x' cannot be used"),
-        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace /no/t", "'/no/t' cannot be used: No such file"),
+        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace /no/t", "folder '/no' does not exist; make it"),
         ("profile --device tpu", "axo profile: error: device='tpu' is not known; use cpu or cuda"),
         ("plan --model gpt-80b --gpus 4 --machine alps", "not enough memory; the nearest miss is"),
         ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens many", "'many' is not a count of tokens"),

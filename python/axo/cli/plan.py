@@ -55,7 +55,7 @@ def plan(
 
     if top < 1:
         raise ValueError(f"top={top} is not at least 1")
-    _check_outputs(json_out, csv_out, html)
+    _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero)
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
@@ -90,7 +90,7 @@ def simulate(
     from axo.perf import chrome_trace, flops, output, planner, plots, simulator
     from axo.perf.memory import GIB
 
-    _check_outputs(json_out, None, None)
+    _check_outputs(json_out, trace, plot=plot)
     parsed = Grid.parse(grid)
     request = _request(
         model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero
@@ -150,7 +150,7 @@ def reproduce(
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
-    _check_outputs(json_out, csv_out, html)
+    _check_outputs(json_out, csv_out, html, plot=plot)
     groups = list(papers.groups())
     notes = papers.calibration_notes(check_fit)
     if not _stdout_taken(json_out, csv_out):
@@ -297,13 +297,15 @@ def _stdout_taken(*paths: Path | None) -> bool:
     return any(map(is_stdout, paths))
 
 
-def _check_outputs(json_out: Path | None, csv_out: Path | None, html: Path | None) -> None:
+def _check_outputs(*paths: Path | None, plot: Path | None) -> None:
     """Check where results are to go before anything is computed."""
-    if is_stdout(json_out) and is_stdout(csv_out):
+    if sum(map(is_stdout, paths)) > 1:
         raise ValueError("--json - and --csv - both want stdout; give one of them a file")
-    for path in (json_out, csv_out, html):
+    for path in paths:
         if path is not None and not is_stdout(path):
             check_file(path)
+    if plot is not None and plot.exists() and not plot.is_dir():
+        raise ValueError(f"--plot {plot} is a file; name a folder")
 
 
 def _write_outputs(

@@ -11,6 +11,7 @@ import typer
 
 from axo.cli.errors import FAILED
 from axo.cli.output import say
+from axo.launch import Rank
 from axo.train.config import OUTPUT, TrainConfig
 
 if TYPE_CHECKING:
@@ -28,9 +29,15 @@ def train(**given: Any) -> None:
         read = field.metadata["option"].read
         if read is not None:
             given[field.name] = read(given[field.name] or [] if field.name != "grid" else given[field.name])
+    if expect_drop is not None and not math.isfinite(expect_drop):
+        raise ValueError(f"expect-drop={expect_drop} is not a finite number of nats")
+    config = TrainConfig(**given)
+    rank = Rank.from_environment()
+    if rank is not None:
+        rank.check_grid("train", config.grid)  # before what takes seconds to import
     from axo.train import run
 
-    outcome = run(TrainConfig(**given))
+    outcome = run(config)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 
@@ -66,7 +73,7 @@ train.__annotations__ = {parameter.name: parameter.annotation for parameter in _
 def with_auto(arguments: list[str]) -> list[str]:
     """Let ``--resume`` alone mean ``--resume auto``: an option with an optional value, which typer does not have."""
     found = []
-    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=True):
+    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=False):
         found += [argument, "auto"] if argument == "--resume" and after.startswith("-") else [argument]
     return found
 

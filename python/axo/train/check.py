@@ -13,12 +13,14 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 
+from axo import checkpoint
 from axo.comm.transports import check_device
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
 from axo.train.config import PRECISIONS, TrainConfig
 from axo.train.log import LOG_NAME
 from axo.train.plot import PLOT_NAME
+from axo.train.resume import CHECKPOINTS
 
 
 def check(config: TrainConfig) -> None:
@@ -87,11 +89,29 @@ def _check_files(config: TrainConfig) -> None:
         raise ValueError("train: out is empty; name the folder of the run")
     out = Path(config.out)
     check_writable("out", out / "file")
+    if out.is_symlink() and not out.exists():
+        raise ValueError(f"train: out={out} is a link to {os.readlink(out)}, which does not exist; give a folder")
     written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
+    if config.resume is not None:
+        if not config.resume.strip():
+            raise ValueError("train: resume is empty; use auto, or name a checkpoint")
+        if config.overwrite:
+            raise ValueError("train: overwrite starts anew, and resume goes on; use one of the two")
+    else:
+        older = checkpoint.latest(out / CHECKPOINTS)
+        if older is not None and not config.overwrite:
+            raise ValueError(
+                f"train: out={out} holds checkpoints of an earlier run, the newest {older.name}; go on from it with"
+                " --resume, give another --out, or say --overwrite to remove them"
+            )
     if config.trace is not None:
         trace = Path(config.trace)
         if trace.is_dir():
             raise ValueError(f"train: trace={trace} is a folder; name a file, such as {trace}/trace.json")
+        if trace.exists() and not trace.is_file():
+            raise ValueError(f"train: trace={trace} is not a file; name one, such as trace.json")
+        if trace.suffix == ".png":
+            raise ValueError(f"train: trace={trace} ends in .png, the name of its picture; use {trace.stem}.json")
         check_writable("trace", trace)
         written["trace's picture"] = trace.with_suffix(".png")
     for option, path in written.items():
@@ -105,16 +125,16 @@ def check_writable(option: str, path: Path) -> None:
     Raises:
         ValueError: It cannot; names the option and what is in the way.
     """
-    wrong = f"train: {option}={path.parent if option == 'out' else path} cannot be written"
+    wrong = f"train: {option}={str(path.parent if option == 'out' else path)[:120]} cannot be written"
     folder = path.parent.absolute()
     try:
-        path.parent.exists()  # raises for a name that is too long
+        path.exists()  # raises for a name that is too long
         while not folder.exists():
             folder = folder.parent
     except OSError as error:
         raise ValueError(f"{wrong}: {error.strerror}") from None
     if not folder.is_dir():
-        raise ValueError(f"{wrong}: {folder} is a file, not a folder")
+        raise ValueError(f"{wrong}: {folder} is not a folder")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"{wrong}: no permission to write in {folder}")
 
