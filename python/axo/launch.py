@@ -275,25 +275,35 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     Path(reports, f"{os.getpid()}.pid").touch()
     try:
         return function(*args)
-    except Exception as error:
-        unread = isinstance(error, BrokenPipeError) and stdout_is_closed()
-        if unread:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at exit
-        _write_report(Path(reports), Interrupted(signal.SIGPIPE) if unread else error)
+    except (Exception, SystemExit) as error:
+        if nobody_reads(error):
+            error = Interrupted(signal.SIGPIPE)
+        elif isinstance(error, SystemExit):
+            raise
+        _write_report(Path(reports), error)
         if _is_consequence(error):
             time.sleep(_CAUSE_FIRST_SECONDS)
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
 
 
-def _is_consequence(error: BaseException) -> bool:
-    return isinstance(error, CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
+def nobody_reads(error: BaseException) -> bool:
+    """Whether ``error`` says that nobody reads any more what this process prints; then it prints no more.
 
-
-def stdout_is_closed() -> bool:
-    """Whether nobody reads any more what this process prints."""
+    rich turns the BrokenPipeError of its console into SystemExit.
+    """
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if not isinstance(cause, BrokenPipeError):
+        return False
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
-    return any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+    closed = error is not cause or any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    return closed
+
+
+def _is_consequence(error: BaseException) -> bool:
+    return isinstance(error, CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
 
 
 def _write_report(reports: Path, error: BaseException) -> None:

@@ -23,7 +23,7 @@ import typer
 from typer.core import TyperGroup
 
 from axo.errors import Aborted, PeerLost, user_message
-from axo.launch import Interrupted, RankFailed, stdout_is_closed
+from axo.launch import Interrupted, RankFailed, nobody_reads
 
 FAILED, WRONG_INPUT = 1, 2
 _RANK_0_FIRST_SECONDS = 10.0
@@ -65,8 +65,10 @@ def _end(error: BaseException, command: str) -> int:
     Raises:
         BaseException: ``error`` itself, if it is a bug.
     """
-    if isinstance(error, BrokenPipeError) and stdout_is_closed():
+    if nobody_reads(error):
         error = Interrupted(signal.SIGPIPE)
+    if isinstance(error, SystemExit):
+        raise error
     if isinstance(error, KeyboardInterrupt):
         return _end_by_signal(error.signal if isinstance(error, Interrupted) else signal.SIGINT, command)
     if isinstance(error, RankFailed):
@@ -105,10 +107,9 @@ def _without_name(message: str, command: str) -> str:
 
 
 def _end_by_signal(number: int, command: str) -> int:
+    """The exit code after a signal; a closed pipe ends without a word."""
     _show_cursor()
-    if number == signal.SIGPIPE:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
-    else:
+    if number != signal.SIGPIPE:
         name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
         complain(f"{command}: interrupted{name}; all ranks have ended")
     return 128 + number
