@@ -276,11 +276,10 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     try:
         return function(*args)
     except (Exception, SystemExit) as error:
-        if nobody_reads(error):
-            error = Interrupted(signal.SIGPIPE)
-        elif isinstance(error, SystemExit):
+        unread = nobody_reads(error)
+        if isinstance(error, SystemExit) and not unread:
             raise
-        _write_report(Path(reports), error)
+        _write_report(Path(reports), Interrupted(signal.SIGPIPE) if unread else error)
         if _is_consequence(error):
             time.sleep(_CAUSE_FIRST_SECONDS)
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
