@@ -34,3 +34,15 @@ class Mismatch(Error):
 
 class Aborted(Error):
     """The communicator was aborted, by this rank or by another."""
+
+
+def user_message(error: BaseException) -> str | None:
+    """What to tell a user of an error that explains itself: wrong input, or a file that cannot be used.
+
+    Returns:
+        The message; None for anything else, whose traceback is wanted.
+    """
+    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
+        where = "" if error.filename is None else f"{str(error.filename)!r} cannot be used: "
+        return f"{where}{error.strerror}"
+    return str(error) if isinstance(error, (ValueError, FloatingPointError)) else None

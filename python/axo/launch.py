@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -26,7 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axo.errors import Aborted, PeerLost
+from axo.errors import Aborted, PeerLost, Timeout, user_message
+from axo.grid import Grid
 
 _LOOPBACK = "axo-loopback"
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
@@ -35,12 +38,24 @@ _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
 
 
+class Interrupted(KeyboardInterrupt):
+    """A signal ended a launch; all its ranks have ended.
+
+    Attributes:
+        signal: Its number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.signal = number
+
+
 class RankFailed(RuntimeError):
     """A rank did not finish.
 
     Attributes:
         rank: Which.
-        user_error: True when the message explains all (a ``ValueError``), so that a traceback would only hide it.
+        user_error: True when the message explains all (``axo.errors.user_message``): a traceback would only hide it.
         trace: The rank's traceback, or "".
         lost: The rank died without an error of its own, and not by SIGTERM: another start may do better.
     """
@@ -75,6 +90,20 @@ class Rank:
             raise ValueError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; use 0 to {world - 1}")
         local = _whole_number("LOCAL_RANK", rank)
         return cls(rank, world, local, _whole_number("LOCAL_WORLD_SIZE", world))
+
+    def check_grid(self, what: str, grid: Grid) -> None:
+        """Check that as many ranks were started as ``grid`` has.
+
+        Raises:
+            ValueError: Others; ``what`` asked, and a grid that fits is named.
+        """
+        if self.world_size != grid.world_size:
+            cubes = (other for other in Grid.all(self.world_size) if other.data == 1)
+            even = min(cubes, key=lambda other: (other.x + other.y + other.z, -other.x, -other.y))
+            raise ValueError(
+                f"{what}: grid {grid} has {grid.world_size} ranks, but {self.world_size} were started;"
+                f" start {grid.world_size}, or use a grid such as {even}"
+            )
 
 
 def _whole_number(name: str, default: int = 0) -> int:
@@ -152,7 +181,7 @@ def launch_local(
 
     Raises:
         RankFailed: A rank raised or died; all others have been ended.
-        KeyboardInterrupt: A signal came; all ranks have been ended.
+        Interrupted: A signal came, or nobody reads what rank 0 prints; all ranks have been ended.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -185,7 +214,7 @@ def launch_local(
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
             raise _cause(_read_reports(Path(reports)), failures) from None
         except SignalException as error:
-            raise KeyboardInterrupt(str(error)) from None
+            raise Interrupted(error.sigval) from None
         finally:
             if terminate:
                 signal.signal(signal.SIGTERM, before)
@@ -246,27 +275,48 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     Path(reports, f"{os.getpid()}.pid").touch()
     try:
         return function(*args)
-    except Exception as error:
-        _write_report(Path(reports), error)
+    except (Exception, SystemExit) as error:
+        unread = nobody_reads(error)
+        if isinstance(error, SystemExit) and not unread:
+            raise
+        _write_report(Path(reports), Interrupted(signal.SIGPIPE) if unread else error)
         if _is_consequence(error):
             time.sleep(_CAUSE_FIRST_SECONDS)
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
 
 
-def _is_consequence(error: Exception) -> bool:
+def nobody_reads(error: BaseException) -> bool:
+    """Whether ``error`` says that nobody reads any more what this process prints; then it prints no more.
+
+    rich turns the BrokenPipeError of its console into SystemExit.
+    """
+    cause = error.__context__ if isinstance(error, SystemExit) else error
+    if not isinstance(cause, BrokenPipeError):
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    closed = error is not cause or any(events & (select.POLLERR | select.POLLNVAL) for _, events in poll.poll(0))
+    if closed:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it flushes at exit
+    return closed
+
+
+def _is_consequence(error: BaseException) -> bool:
     return isinstance(error, CONSEQUENCES) or (type(error) is RuntimeError and _GLOO_LOST_A_PEER in str(error))
 
 
-def _write_report(reports: Path, error: Exception) -> None:
+def _write_report(reports: Path, error: BaseException) -> None:
     rank = int(os.environ["RANK"])
+    message = user_message(error)
     report = {
         "rank": rank,
         "time": time.monotonic(),
         "kind": type(error).__name__,
-        "message": str(error),
-        "user_error": isinstance(error, (ValueError, FloatingPointError)),
+        "message": message or str(error),
+        "user_error": message is not None,
+        "signal": error.signal if isinstance(error, Interrupted) else 0,
         "consequence": _is_consequence(error),
-        "trace": traceback.format_exc(),
+        "trace": "" if isinstance(error, (Timeout, MemoryError)) else traceback.format_exc(),
     }
     unfinished = reports / f".{rank}"
     unfinished.write_text(json.dumps(report), encoding="utf-8")
@@ -277,9 +327,12 @@ def _read_reports(reports: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
 
 
-def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFailed:
+def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFailed | Interrupted:
     """Choose what to tell of the failures of one launch."""
     own = [report for report in reports if not report["consequence"]]
+    for report in own:
+        if report["signal"]:
+            return Interrupted(report["signal"])
     for rank, code in exit_codes.items():
         # A killed rank lets others fail in many ways, in libraries that know no PeerLost too; not by wrong input.
         killed = code < 0 and code != -signal.SIGTERM and not any(report["user_error"] for report in own)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from axo.cli import bench
 from axo.cli import main as cli
 from axo.perf.flops import narayanan
 from tests.launcher import Outcome, rank_outcomes
@@ -157,7 +158,7 @@ def test_a_loss_that_does_not_fall_enough_fails(text: str, tmp_path: Path) -> No
             "grid '2x2' is not of the form XxYxZxDATA; write four sizes such as 2x2x2x1, or the first three",
         ),
         (["--data", "/nowhere/text"], "data: /nowhere/text does not exist; give files or folders of text"),
-        (["--model-override", "n_layer"], "train: --model-override 'n_layer' is not of the form FIELD=VALUE"),
+        (["--model-override", "n_layer"], "--model-override 'n_layer' is not of the form FIELD=VALUE"),
         (["--grid", "1x1x3x1"], "batch: batch-size=16 rows do not divide over z*data=3 of grid 1x1x3x1; use 15 or 18"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -294,7 +295,7 @@ def test_a_grid_that_does_not_match_torchrun_is_one_error(text: str, tmp_path: P
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
     bad = start("train", "--data", text, "--grid", "2x2x1x1", "--out", str(tmp_path), *SMALL, launcher=torchrun)
     output = bad.communicate(timeout=120)[0]
-    message = "train: grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use a grid such as 2x1x1x1"
+    message = "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use a grid such as 2x1x1x1"
     assert bad.returncode != 0 and output.count(message) == 1, output
     assert "axo.train" not in output, output  # no traceback of ours
 
@@ -305,7 +306,7 @@ def test_a_grid_that_does_not_match_torchrun_is_one_error(text: str, tmp_path: P
 def test_help_is_quick_and_needs_no_torch() -> None:
     """Oracle: the modules that are loaded when the command line has been read."""
     code = (
-        "import sys; sys.argv = ['axo', '--help']; from axo import cli\n"
+        "import sys; sys.argv = ['axo', '--help']; from axo.cli import main as cli\n"
         "try: cli.main()\nexcept SystemExit: pass\n"
         "print('heavy:', sorted({'torch', 'litgpt', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
@@ -324,11 +325,11 @@ def test_info_checks_every_axis() -> None:
 
 
 def test_bench_lists_and_refuses(tmp_path: Path) -> None:
-    assert cli._benchmarks() == sorted(cli._benchmarks())
+    assert bench.benchmarks() == sorted(bench.benchmarks())
     code, lines = run_axo("bench")
     assert code == 0 and lines[0] == "usage: axo bench NAME [ARGUMENTS]"
     code, lines = run_axo("bench", "nothing-like-it")
-    assert code == 2 and lines[0].startswith("axo bench: error: bench: 'nothing-like-it' is not one of")
+    assert code == 2 and lines[0].startswith("axo bench: error: 'nothing-like-it' is not one of")
 
 
 def test_tune_prints_a_table_and_writes_the_cache(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from axo.cli import plan as cli
+from axo.cli import main as cli
+from axo.cli.plan import tokens_of
 from axo.perf import flops, machine, readers
 from axo.perf.workload import Block, Layer, Workload
 
@@ -245,23 +246,23 @@ def test_a_workload_names_the_size_that_does_not_divide() -> None:
     + [("16800000", True, 16_800_000), ("2T", False, 2 * 10**12), ("1_000", False, 1000), ("1.5k", False, 1500)],
 )
 def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
-    assert cli.tokens_of(text, batch=batch) == expected
+    assert tokens_of(text, batch=batch) == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("plan --model gpt-80b --gpus 8192 --machine summit", "axo plan: machine 'summit' is not known"),
-        ("plan --model gpt-7b --gpus 8 --machine alps", "axo plan: model 'gpt-7b' is not known"),
-        ("plan --model gpt-5b --gpus 64 --machine alps --top 0", "axo plan: top=0 is not at least 1"),
-        ("plan --model gpt-5b --gpus 64 --machine alps --seq 0", "axo plan: sequence length 0 is not at least 1"),
+        ("plan --model gpt-80b --gpus 8192 --machine summit", "axo plan: error: machine 'summit' is not known"),
+        ("plan --model gpt-7b --gpus 8 --machine alps", "axo plan: error: model 'gpt-7b' is not known"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --top 0", "axo plan: error: top=0 is not at least 1"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --seq 0", "axo plan: error: sequence length 0 is not"),
         ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens 1e400", "'1e400' is more tokens than there are"),
         ("plan --model gpt-5b --gpus 64 --machine alps --json - --csv -", "both want stdout; give one of them a file"),
         ("plan --model gpt-5b --gpus 64 --machine alps --zero 3", "zero=3 is not a stage; use 0, 1 or 2"),
         ("plan --model gpt-5b --gpus 100000000000 --machine alps", "is more than any machine has; use at most 1048576"),
         ("plan --model gpt-5b --gpus 8 --machine alps --plot /proc/x", "'/proc/x' cannot be used"),
-        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace /no/t", "'/no/t' cannot be used: No such file"),
-        ("profile --device tpu", "axo profile: device='tpu' is not known; use cpu or cuda"),
+        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace /no/t", "folder '/no' does not exist; make it"),
+        ("profile --device tpu", "axo profile: error: device='tpu' is not known; use cpu or cuda"),
         ("plan --model gpt-80b --gpus 4 --machine alps", "not enough memory; the nearest miss is"),
         ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens many", "'many' is not a count of tokens"),
         ("plan --model gpt-5b --gpus 64 --machine alps --overlap all", "overlap all is not known"),
@@ -269,7 +270,7 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
         ("simulate --model gpt-5b --grid 2x2 --machine alps", "grid '2x2' is not of the form"),
         ("simulate --model gpt-10b --grid 1x1x1x1 --machine alps", "cannot run on grid 1x1x1x1 of alps: needs "),
         ("simulate --model gpt-10b --grid 7x1x1x1 --machine alps", "axo plan --gpus 7 ranks the grids that can"),
-        ("reproduce tables", "axo reproduce: 'tables' is not known; use papers"),
+        ("reproduce tables", "axo reproduce: error: 'tables' is not known; use papers"),
         ("plan --model gpt-5b --gpus 64 --machine alps --json /nowhere/x.json", "folder '/nowhere' does not exist"),
     ],
 )

@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from axo.cli import plan as cli
+from axo.cli import main as cli
 from axo.grid import Grid
-from axo.perf import machine, planner, plots, profile, readers, simulator
-from axo.perf import output as report
+from axo.perf import machine, output, planner, plots, profile, readers, simulator
 from axo.perf.reproduce import Group, Line
 from axo.perf.workload import gpt
 from tests.launcher import run_ranks
@@ -30,7 +29,7 @@ def made() -> planner.Plan:
 
 
 def test_csv_has_every_grid(made: planner.Plan) -> None:
-    rows = list(csv.DictReader(io.StringIO(report.as_csv(made))))
+    rows = list(csv.DictReader(io.StringIO(output.plan_csv(made))))
     assert len(rows) == len(made.ranked) + len(made.left_out) == len(list(Grid.all(32)))
     assert rows[0]["grid"] == str(made.best.grid) and made.best.time is not None
     assert float(rows[0]["step_s"]) == made.best.time.total
@@ -39,7 +38,7 @@ def test_csv_has_every_grid(made: planner.Plan) -> None:
 
 
 def test_json_adds_up(made: planner.Plan) -> None:
-    found = json.loads(json.dumps(report.as_json(made, top=3)))
+    found = json.loads(json.dumps(output.plan_json(made, top=3)))
     assert len(found["ranked"]) == 3 and len(found["left_out"]) == len(made.left_out)
     for entry in found["ranked"]:
         parts = entry["compute_s"] + entry["contention_s"] + entry["optimizer_s"] + sum(entry["exposed_s"].values())
@@ -70,7 +69,7 @@ class Page(HTMLParser):
 def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:
     step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
     drawn = plots.plan_plots(made, step)
-    text = report.plan_page(made, step, drawn)
+    text = output.plan_page(made, step, drawn)
     page = Page()
     page.feed(text)
     assert page.open == [] and page.tags.count("img") == len(drawn) == 5
@@ -85,11 +84,11 @@ def test_plots_are_pngs(made: planner.Plan) -> None:
 
 
 def test_text_in_a_page_is_escaped() -> None:
-    assert "<b>" not in report.html_table((["<b>"], [["<b>"]])) and "&lt;b&gt;" in report.paragraph("<b>")
+    assert "<b>" not in output.html_table((["<b>"], [["<b>"]])) and "&lt;b&gt;" in output.paragraph("<b>")
 
 
 def test_a_range_has_no_error() -> None:
-    _, rows = report.group_table(Group("g", [Line("a", "13 to 45", 20.0, "%"), Line("b", 10, 11.0, "%")]))
+    _, rows = output.group_table(Group("g", [Line("a", "13 to 45", 20.0, "%"), Line("b", 10, 11.0, "%")]))
     assert [row[4] for row in rows] == ["", "+10.0%"]
 
 
@@ -117,7 +116,7 @@ def test_a_grid_that_is_left_out_is_explained_by_its_reason_alone() -> None:
 
 
 def test_the_columns_of_a_row_add_up_to_its_step(made: planner.Plan) -> None:
-    header, rows = report.plan_table(made, 5)
+    header, rows = output.plan_table(made, 5)
     first, last = header.index("products s"), header.index("hidden s")
     for row in rows:
         assert sum(map(float, row[first:last])) == pytest.approx(float(row[2]), abs=0.005 * (last - first + 1))
@@ -194,7 +193,7 @@ def test_a_browser_shows_the_page_without_a_network(made: planner.Plan, tmp_path
     if browser is None:
         pytest.skip("no chromium; the page is only parsed")
     step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
-    text = report.plan_page(made, step, plots.plan_plots(made, step))
+    text = output.plan_page(made, step, plots.plan_plots(made, step))
     look = (
         "<script>onload = () => document.title = JSON.stringify({images: [...document.images].map(i => i.naturalWidth),"
         "rows: document.querySelectorAll('tr').length, wide: document.body.scrollWidth})</script>"

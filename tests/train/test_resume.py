@@ -77,7 +77,7 @@ def stopping(self, index):
         while not self.asked_to_stop(): pass
     return step(self, index)
 if "--resume" not in sys.argv: loop.Trainer.step = stopping
-from axo.cli import main
+from axo.cli.main import main
 main()
 """
 

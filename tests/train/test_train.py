@@ -16,8 +16,8 @@ import axo
 from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
-from axo.train import TrainConfig, data, models, parity, peaks, plot, recipe, runner
-from axo.train.config import check, open_batches, open_corpus
+from axo.train import TrainConfig, data, log, models, parity, plot, recipe, runner
+from axo.train.check import check, open_batches, open_corpus
 from axo.train.loop import Trainer
 from axo.train.serial import build_serial, train_serial
 from axo_kernels import SignalTimeout
@@ -161,10 +161,10 @@ def test_weights_decay_and_norms_do_not(text: str) -> None:
 
 
 def test_peaks_are_known_by_name_and_precision() -> None:
-    assert peaks.peak_tflops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989.0
-    assert peaks.peak_tflops("NVIDIA H100 PCIe", "bf16-mixed") == 756.0
-    assert peaks.peak_tflops("NVIDIA A100-SXM4-40GB", "32-true") is None
-    assert peaks.peak_tflops("Some CPU @ 2.00GHz", "bf16-mixed") is None
+    assert log.peak_tflops("NVIDIA H100 80GB HBM3", "bf16-mixed") == 989.0
+    assert log.peak_tflops("NVIDIA H100 PCIe", "bf16-mixed") == 756.0
+    assert log.peak_tflops("NVIDIA A100-SXM4-40GB", "32-true") is None
+    assert log.peak_tflops("Some CPU @ 2.00GHz", "bf16-mixed") is None
 
 
 def test_the_verdict_is_one_exact_line() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 
 import axo
 from axo.train import TrainConfig, runner
-from axo.train.config import check, open_batches, open_corpus
+from axo.train.check import check, open_batches, open_corpus
 from axo.train.serial import train_serial
 from tests import standin
 from tests.launcher import run_ranks

@@ -1,15 +1,48 @@
-"""What ``axo info`` shows: versions, libraries, settings, and whether every axis of a grid carries a sum."""
+"""``axo info``: versions, libraries, settings, and whether every axis of a grid carries a sum; or flight files."""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from axo.cli.output import say, show_table
 from axo.grid import AXES, Grid
-from axo.settings import Variable
+from axo.settings import VARIABLES, settings
+
+
+def info(
+    grid: Annotated[
+        str, typer.Option(metavar="XxYxZxDATA", help="Start these local ranks and check each axis.")
+    ] = "1x1x1x1",
+    flight: Annotated[bool, typer.Option("--flight", help="Put ranks' flight files together instead.")] = False,
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="With --flight: axo-flight-PID.jsonl of the ranks.")
+    ] = None,
+) -> None:
+    """Show versions, libraries and settings, and check that the ranks of a grid can talk; or read flight files."""
+    if flight:
+        from rich.console import Console
+
+        from axo.comm.flight import render
+
+        if not files:
+            raise ValueError("--flight wants files, such as FOLDER/axo-flight-*.jsonl")
+        render(files, Console())
+        return
+    if files:
+        raise ValueError(f"{files[0]} is a flight file only with --flight before it")
+    parsed = Grid.parse(grid)
+    for name, value in facts().items():
+        say(f"{name:<12} {value}")
+    show_table("environment", settings_table())
+    for line in check_grid(parsed):
+        say(line)
 
 
 def facts() -> dict[str, str]:
@@ -44,16 +77,11 @@ def _libraries() -> dict[str, str]:
     return found
 
 
-def settings_table(variables: Sequence[Variable], settings: dict[str, str]) -> Any:
-    """The environment variables, as a table of rich: those that are set with their values."""
-    from rich.table import Table
-
-    table = Table(title="environment", title_justify="left")
-    for column in ("variable", "set to", "default", "meaning"):
-        table.add_column(column, overflow="fold", no_wrap=column == "variable")
-    for variable in variables:
-        table.add_row(variable.name, settings.get(variable.name, "-"), variable.default, variable.meaning)
-    return table
+def settings_table() -> tuple[list[str], list[list[str]]]:
+    """The environment variables; those that are set with their values."""
+    given = settings()
+    rows = [[v.name, given.get(v.name, "-"), v.default, v.meaning] for v in VARIABLES]
+    return ["variable", "set to", "default", "meaning"], rows
 
 
 def check_grid(grid: Grid) -> Iterator[str]:

@@ -1,28 +1,20 @@
-"""The commands `axo plan`, `axo simulate`, `axo reproduce` and `axo profile`.
-
-`axo.cli` mounts ``app``. A user's mistake ends in one line on stderr and exit code 2; a bug keeps its traceback.
-"""
+"""``axo plan``, ``axo simulate``, ``axo reproduce`` and ``axo profile``: what ``axo.perf`` computes, printed."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import sys
 from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axo.cli.output import check_file, is_stdout, say, show_table, write
 from axo.grid import Grid
-from axo.perf import flops, machine, planner, readers, simulator
-from axo.perf.layer_time import OVERLAPS
-from axo.perf.machine import Machine
-from axo.perf.memory import GIB
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Plan, simulate and check training steps.")
+if TYPE_CHECKING:
+    from axo.perf import planner
 
 MOST_TOKENS = 1e18
 
@@ -40,29 +32,6 @@ PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (P
 HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one self-contained HTML page.")]
 
 
-def _clean(command: Callable[..., None]) -> Callable[..., None]:
-    """End a user's mistake (ValueError, a file that cannot be written) in one line and exit code 2."""
-
-    @wraps(command)
-    def run(*args: Any, **options: Any) -> None:
-        try:
-            command(*args, **options)
-        except ValueError as error:
-            name = command.__name__
-            typer.echo(f"axo {name}: {str(error).removeprefix(f'{name}: ')}", err=True)
-            raise typer.Exit(2) from None
-        except OSError as error:
-            if error.filename is None:
-                raise
-            name = command.__name__
-            typer.echo(f"axo {name}: {str(error.filename)!r} cannot be used: {error.strerror}", err=True)
-            raise typer.Exit(2) from None
-
-    return run
-
-
-@app.command()
-@_clean
 def plan(
     model: Model,
     gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")],
@@ -82,36 +51,25 @@ def plan(
     html: HtmlOut = None,
 ) -> None:
     """Rank every grid of a number of GPUs by predicted step time."""
-    from axo.perf import output as report
+    from axo.perf import output, planner, plots, simulator
 
     if top < 1:
         raise ValueError(f"top={top} is not at least 1")
-    if _dash(json_out) and _dash(csv_out):
-        raise ValueError("--json - and --csv - both want stdout; give one of them a file")
+    _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero)
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
-    stdout_taken = _dash(json_out) or _dash(csv_out)
-    if not stdout_taken:
+    if not _stdout_taken(json_out, csv_out):
         _print_plan(made, top, wanted)
-    if json_out is not None:
-        _write(json_out, json.dumps(report.as_json(made), indent=1))
-    if csv_out is not None:
-        _write(csv_out, report.as_csv(made))
-    if plot is not None or html is not None:
-        from axo.perf import plots
 
-        best = made.best
-        step = simulator.simulate(request.workload, best.grid, request.machine, best.run)
+    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
+        step = simulator.simulate(request.workload, made.best.grid, request.machine, made.best.run)
         drawn = plots.plan_plots(made, step)
-        if plot is not None:
-            _write_plots(plot, drawn, quiet=stdout_taken)
-        if html is not None:
-            _write(html, report.plan_page(made, step, drawn))
+        return drawn, lambda: output.plan_page(made, step, drawn)
+
+    _write_outputs(json_out, output.plan_json(made), csv_out, lambda: output.plan_csv(made), plot, html, draw)
 
 
-@app.command()
-@_clean
 def simulate(
     model: Model,
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 2x2x128x16.")],
@@ -129,9 +87,10 @@ def simulate(
     plot: PlotOut = None,
 ) -> None:
     """Run one training step on one grid, event by event."""
-    from axo.perf import chrome_trace as chrome
-    from axo.perf import output as report
+    from axo.perf import chrome_trace, flops, output, planner, plots, simulator
+    from axo.perf.memory import GIB
 
+    _check_outputs(json_out, trace, plot=plot)
     parsed = Grid.parse(grid)
     request = _request(
         model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero
@@ -148,42 +107,33 @@ def simulate(
     work = flops.step_flops(request.workload, request.batch_tokens)
     percent = 100 * work / found.seconds / (request.gpus * request.machine.peak_tflops * 1e12)
     if trace is not None:
-        chrome.write(found, trace)
-    if json_out is not None:
-        values = {
-            "grid": str(parsed),
-            "seconds": found.seconds,
-            "hfu_percent": percent,
-            "exposed_s": found.exposed,
-            "busy_s": found.busy,
-            "peak_memory_bytes": found.peak_memory,
-            "closed_form_s": made.best.time.total,
-            "ranks": found.ranks,
-        }
-        _write(json_out, json.dumps(values, indent=1))
-    if plot is not None:
-        from axo.perf import plots
-
-        _write_plots(plot, plots.plan_plots(made, found), quiet=_dash(json_out))
-    if not _dash(json_out):
+        chrome_trace.write(trace, (s for s in found.spans if s.end > s.start), found.ranks, found.memory)
+    values = {
+        "grid": str(parsed),
+        "seconds": found.seconds,
+        "hfu_percent": percent,
+        "exposed_s": found.exposed,
+        "busy_s": found.busy,
+        "peak_memory_bytes": found.peak_memory,
+        "closed_form_s": made.best.time.total,
+        "ranks": found.ranks,
+    }
+    _write_outputs(json_out, values, None, str, plot, None, lambda: (plots.plan_plots(made, found), str))
+    if not is_stdout(json_out):
         title = f"{request.workload.name} on {parsed} ({request.gpus} GPUs of {request.machine.name})"
-        _table(title, report.simulation_table(found))
-        typer.echo(
+        show_table(title, output.simulation_table(found))
+        say(
             f"one step {found.seconds:.3f} s, {percent:.1f}% of peak, at most {found.peak_memory / GIB:.1f} GiB a GPU;"
             f" the closed form says {made.best.time.total:.3f} s"
         )
         if len(found.ranks) > 1:
-            typer.echo(f"ranks that stood for all: {', '.join(map(str, found.ranks))}")
+            say(f"ranks that stood for all: {', '.join(map(str, found.ranks))}")
         if found.micro_batches < made.best.run.micro_batches:
-            typer.echo(
-                f"simulated {found.micro_batches} of {made.best.run.micro_batches} micro-batches; the rest repeat"
-            )
+            say(f"simulated {found.micro_batches} of {made.best.run.micro_batches} micro-batches; the rest repeat")
         if trace is not None:
-            typer.echo(f"trace: {trace} (open it in ui.perfetto.dev)")
+            say(f"trace: {trace} (open it in ui.perfetto.dev)")
 
 
-@app.command()
-@_clean
 def reproduce(
     what: Annotated[str, typer.Argument(help="papers")] = "papers",
     check_fit: Annotated[
@@ -195,48 +145,41 @@ def reproduce(
     html: HtmlOut = None,
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
-    from axo.perf import output as report
-    from axo.perf import reproduce as reproduce_
+    from axo.perf import output, plots
+    from axo.perf import reproduce as papers
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
-    groups = list(reproduce_.groups())
-    notes = reproduce_.calibration_notes(check_fit)
-    if not (_dash(json_out) or _dash(csv_out)):
+    _check_outputs(json_out, csv_out, html, plot=plot)
+    groups = list(papers.groups())
+    notes = papers.calibration_notes(check_fit)
+    if not _stdout_taken(json_out, csv_out):
         for group in groups:
-            _table(group.title, report.group_table(group))
+            show_table(group.title, output.group_table(group))
             if group.note:
-                typer.echo(f"  {group.note}\n")
+                say(f"  {group.note}\n")
         for title, texts in (
             ("How it was calibrated", notes),
-            ("What cannot be predicted", reproduce_.CANNOT),
-            ("Where the papers contradict", reproduce_.CONTRADICTIONS),
+            ("What cannot be predicted", papers.CANNOT),
+            ("Where the papers contradict", papers.CONTRADICTIONS),
         ):
-            typer.echo(f"\n{title}")
+            say(f"\n{title}")
             for text in texts:
-                typer.echo(f"  - {text}")
-    if json_out is not None:
-        values = {
-            "groups": [report.group_json(group) for group in groups],
-            "calibration": list(notes),
-            "cannot": list(reproduce_.CANNOT),
-            "contradictions": list(reproduce_.CONTRADICTIONS),
-        }
-        _write(json_out, json.dumps(values, indent=1))
-    if csv_out is not None:
-        _write(csv_out, report.groups_csv(groups))
-    if plot is not None or html is not None:
-        from axo.perf import plots
+                say(f"  - {text}")
+    values = {
+        "groups": [output.group_json(group) for group in groups],
+        "calibration": list(notes),
+        "cannot": list(papers.CANNOT),
+        "contradictions": list(papers.CONTRADICTIONS),
+    }
 
+    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
         drawn = {"Weak scaling": plots.reproduction_plot(groups[0])}
-        if plot is not None:
-            _write_plots(plot, drawn, quiet=_dash(json_out) or _dash(csv_out))
-        if html is not None:
-            _write(html, report.reproduction_page(groups, notes, drawn))
+        return drawn, lambda: output.reproduction_page(groups, notes, drawn)
+
+    _write_outputs(json_out, values, csv_out, lambda: output.groups_csv(groups), plot, html, draw)
 
 
-@app.command()
-@_clean
 def profile(
     ranks: Annotated[int, typer.Option(help="Local ranks; under torchrun its world counts.")] = 2,
     out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.yaml"),
@@ -253,30 +196,23 @@ def profile(
     size = tokens_of(message, batch=True)
     if ranks < 1:
         raise ValueError(f"ranks={ranks} is not at least 1")
-    if not out.parent.is_dir():
-        raise ValueError(f"folder {str(out.parent)!r} does not exist")
+    check_file(out)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known; use cpu or cuda")
     me = launch.Rank.from_environment()
     arguments = (ranks if me is None else me.world_size, model, rows, size, repeats, device)
     if me is None:
-        try:
-            fields = launch.launch_local(profiling.on_this_rank, ranks, *arguments, fork=device == "cpu")
-        except launch.RankFailed as error:
-            raise (ValueError if error.user_error else RuntimeError)(str(error)) from None
+        fields = launch.launch_local(profiling.on_this_rank, ranks, *arguments, fork=device == "cpu")
     else:
         fields = profiling.on_this_rank(*arguments)
     if me is None or me.rank == 0:
         profiling.write(fields, out)
         table = fields["intra_gbs"] | fields.get("cross_gbs", {}) if isinstance(fields["intra_gbs"], dict) else {}
         pairs = [[key, f"{gbs}"] for key, gbs in table.items()]
-        _table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
+        show_table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
         products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
-        _table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
-        typer.echo(f"wrote {out}: axo plan --machine {out} uses it")
-
-
-# ------------------------------------------------------------------------------------------------------------ helpers
+        show_table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
+        say(f"wrote {out}: axo plan --machine {out} uses it")
 
 
 def tokens_of(text: str, *, batch: bool) -> int:
@@ -312,8 +248,11 @@ def _request(
     checkpoint: bool,
     zero: int,
 ) -> planner.Request:
+    from axo.perf import machine, planner, readers
+    from axo.perf.layer_time import OVERLAPS
+
     wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
-    on: Machine = machine.load(machine_name)
+    on = machine.load(machine_name)
     workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
     if unknown := wanted - set(OVERLAPS):
         raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
@@ -329,68 +268,69 @@ def _grid(text: str, gpus: int) -> Grid:
 
 
 def _print_plan(made: planner.Plan, top: int, explain: Grid | None) -> None:
-    from axo.perf import output as report
+    from axo.perf import output
 
     asked = made.request
-    typer.echo(
+    say(
         f"{asked.workload.name}: {asked.workload.parameters / 1e9:.1f} billion parameters;"
         f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})"
     )
     calibrated = ", ".join(asked.machine.calibrated_on) or "nothing: its fractions are guesses (axo profile measures)"
-    typer.echo(f"{asked.machine.name}: {asked.machine.description}; calibrated on {calibrated}")
-    _table(
+    say(f"{asked.machine.name}: {asked.machine.description}; calibrated on {calibrated}")
+    show_table(
         f"{min(top, len(made.ranked))} of {len(made.ranked)} grids that fit; {len(made.left_out)} do not",
-        report.plan_table(made, top),
+        output.plan_table(made, top),
     )
-    typer.echo(made.why(made.best))
+    say(made.why(made.best))
     if explain is not None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
-        typer.echo("")
-        typer.echo(made.why(chosen))
+        say("")
+        say(made.why(chosen))
         if chosen.time is not None:
-            _table(f"traffic of {explain}", report.traffic_table(made, chosen))
+            show_table(f"traffic of {explain}", output.traffic_table(made, chosen))
         if chosen.memory is not None:
-            _table(f"memory of {explain}", report.memory_table(chosen))
+            show_table(f"memory of {explain}", output.memory_table(chosen))
 
 
-def _table(title: str, table: tuple[list[str], list[list[str]]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    header, rows = table
-    drawn = Table(title=title, title_justify="left", header_style="bold")
-    for i, name in enumerate(header):
-        text = any(row[i] and not _number(row[i]) for row in rows)
-        drawn.add_column(name, justify="left" if text else "right", overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=160)
-    console.print(drawn)
+def _stdout_taken(*paths: Path | None) -> bool:
+    """Whether one of the outputs goes to stdout, so that nothing else may."""
+    return any(map(is_stdout, paths))
 
 
-def _number(text: str) -> bool:
-    return re.fullmatch(r"[+-]?[\d.]+(e[+-]?\d+)?%?", text) is not None
+def _check_outputs(*paths: Path | None, plot: Path | None) -> None:
+    """Check where results are to go before anything is computed."""
+    if sum(map(is_stdout, paths)) > 1:
+        raise ValueError("--json - and --csv - both want stdout; give one of them a file")
+    for path in paths:
+        if path is not None and not is_stdout(path):
+            check_file(path)
+    if plot is not None and plot.exists() and not plot.is_dir():
+        raise ValueError(f"--plot {plot} is a file; name a folder")
 
 
-def _dash(path: Path | None) -> bool:
-    return path is not None and str(path) == "-"
-
-
-def _write(path: Path, text: str) -> None:
-    if _dash(path):
-        sys.stdout.write(text if text.endswith("\n") else text + "\n")
+def _write_outputs(
+    json_out: Path | None,
+    values: Any,
+    csv_out: Path | None,
+    csv: Callable[[], str],
+    plot: Path | None,
+    html: Path | None,
+    draw: Callable[[], tuple[dict[str, bytes], Callable[[], str]]],
+) -> None:
+    """Write what was asked for. ``draw`` gives the plots by title, and the page that holds them."""
+    if json_out is not None:
+        write(json_out, values)
+    if csv_out is not None:
+        write(csv_out, csv())
+    if plot is None and html is None:
         return
-    if not path.parent.is_dir():
-        raise ValueError(f"folder {str(path.parent)!r} does not exist")
-    path.write_text(text)
-
-
-def _write_plots(folder: Path, drawn: dict[str, bytes], *, quiet: bool) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, png in drawn.items():
-        path = folder / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
-        path.write_bytes(png)
-        if not quiet:
-            typer.echo(f"wrote {path}")
+    drawn, page = draw()
+    if plot is not None:
+        plot.mkdir(parents=True, exist_ok=True)
+        for name, png in drawn.items():
+            path = plot / f"{re.sub(r'[^a-z0-9]+', '-', name.lower()).strip('-')}.png"
+            write(path, png)
+            if not _stdout_taken(json_out, csv_out):
+                say(f"wrote {path}")
+    if html is not None:
+        write(html, page())

@@ -1,14 +1,13 @@
-"""The command `axo tune`: measure a model's products once, show what was chosen, and write the tuner's cache.
+"""``axo tune``: measure a model's products once, show what was chosen, and write the tuner's cache.
 
-`axo.cli` mounts ``app``. A user's mistake ends in one line on stderr and exit code 2. What is measured, and how, is in
-axo_kernels; the layers read the cache at their first call (``AXO_TUNE=cached``, the default).
+What is measured, and how, is in axo_kernels; the layers read the cache at their first call (``AXO_TUNE=cached``, the
+default).
 
 Not here: fused operations, which need the ranks of their axis: ``AXO_TUNE=first-step`` measures those inside a run.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from axo.cli.output import check_file, is_stdout, say, write
 from axo.grid import Grid
 
 if TYPE_CHECKING:
@@ -24,12 +24,9 @@ if TYPE_CHECKING:
 
     from axo_kernels.tune.model import Row
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
-
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-@app.command()
 def tune(
     model: Annotated[str, typer.Option(help="gpt-5b, gpt-10b, ... gpt-640b: the papers' models.")],
     grid: Annotated[str, typer.Option(metavar="XxYxZxDATA", help="What cuts the model's layers.")] = "1x1x1x1",
@@ -40,18 +37,23 @@ def tune(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write the rows here too; - for stdout.")] = None,
 ) -> None:
     """Measure a model's products, print a table, and write the tuner's cache."""
-    try:
-        measured = _measure(model, Grid.parse(grid), rows, dtype, device, shrink, str(json_out or ""))
-    except ValueError as error:
-        typer.echo(f"axo tune: error: {error}", err=True)
-        raise typer.Exit(2) from None
-    if json_out is None or str(json_out) == "-":
-        return
-    json_out.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
-    typer.echo(f"rows written to {json_out}")
+    cuts = Grid.parse(grid)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    for name, value in (("rows", rows), ("shrink", shrink)):
+        if value < 1:
+            raise ValueError(f"--{name} {value} is not at least 1")
+    quiet = is_stdout(json_out)
+    if json_out is not None and not quiet:
+        check_file(json_out)
+    measured = _measure(model, cuts, rows, dtype, device, shrink, quiet)
+    if json_out is not None:
+        write(json_out, measured)
+        if not quiet:
+            say(f"rows written to {json_out}")
 
 
-def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink: int, json_out: str) -> dict[str, Any]:
+def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink: int, quiet: bool) -> dict[str, Any]:
     import torch
 
     from axo_kernels import Tuner
@@ -60,22 +62,16 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
     from axo_kernels.tune.model import as_table, tune_model
     from axo_kernels.tune.model_shapes import layers
 
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-    for name, value in (("rows", rows), ("shrink", shrink)):
-        if value < 1:
-            raise ValueError(f"--{name} {value} is not at least 1")
-    if json_out not in ("", "-") and not Path(json_out).absolute().parent.is_dir():
-        raise ValueError(f"folder {str(Path(json_out).parent)!r} does not exist; make it, or choose another --json")
     place = _device(device)
     kind = getattr(torch, dtype)
-    cuts = f"{grid.x}x{grid.y}x{grid.z}"
-    _check_memory(layers(model, (grid.x, grid.y, grid.z), rows, shrink), kind, place)
+    cut = layers(model, (grid.x, grid.y, grid.z), rows, shrink)
+    _check_memory(cut, kind, place)
     cache = Cache(devices.device_name(place), devices.versions())
     started = time.perf_counter()
-    with _Progress(layers(model, (grid.x, grid.y, grid.z), rows, shrink), json_out == "-") as progress:
+    with _Progress(cut, quiet) as progress:
         tuner = Tuner("first-step", cache=cache, progress=progress.candidate)
         found: list[Row] = []
+        cuts = f"{grid.x}x{grid.y}x{grid.z}"
         for row in tune_model(model, cuts, rows=rows, dtype=kind, device=place, shrink=shrink, tuner=tuner):
             found.append(row)
             progress.row()
@@ -85,12 +81,10 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
         "device": devices.device_name(place), "versions": devices.versions(), "seconds": round(seconds, 2),
         "measured": tuner.measured, "cache": str(cache.path), "products": [asdict(row) for row in found],
     }  # fmt: skip
-    if json_out == "-":
-        typer.echo(json.dumps(result, indent=1))
-        return result
-    typer.echo(as_table(found))
-    kept = "choices are in" if cache.path.exists() else "could not be kept in"
-    typer.echo(f"{tuner.measured} products measured in {seconds:.1f} s on {result['device']}; {kept} {cache.path}")
+    if not quiet:
+        say(as_table(found))
+        kept = "choices are in" if cache.path.exists() else "could not be kept in"
+        say(f"{tuner.measured} products measured in {seconds:.1f} s on {result['device']}; {kept} {cache.path}")
     return result
 
 

@@ -1,47 +1,108 @@
-"""Write a simulated step as a Chrome trace (Trace Event Format), which https://ui.perfetto.dev opens.
+"""A step as a Chrome trace (Trace Event Format), which https://ui.perfetto.dev opens: simulated, or recorded.
 
-One process a representative rank, one thread a stream, complete events ("X") in microseconds; memory of rank 0 as a
-counter.
+One process a rank, one thread a stream (compute, x, y, z, data, world), complete events ("X") in microseconds. Spans of
+one stream that overlap have threads of their own ("z", "z 2", ...), since those of a thread must nest. Waits stand in
+compute, where the rank is blocked.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from axo.perf.schedule import STREAMS
-from axo.perf.simulator import Simulation
+from axo.grid import AXES
+
+COMPUTE = "compute"
+STREAMS = (COMPUTE, *AXES, "world")
+_LANES = 1000  # of a stream, at most
 
 
-def events(simulation: Simulation) -> list[dict[str, Any]]:
-    """Return the trace events of a simulation, in time order."""
+@dataclass(frozen=True)
+class Span:
+    """Something that lasted on one rank.
+
+    Args:
+        stream: One of ``STREAMS``.
+        name: What.
+        start, end: Seconds, of one clock a rank.
+        rank: Whose.
+        bytes: Of a collective; 0: not known.
+        blocked: The rank waited meanwhile.
+        layer: Whose it is, where that is known.
+    """
+
+    stream: str
+    name: str
+    start: float
+    end: float
+    rank: int = 0
+    bytes: int = 0
+    blocked: bool = False
+    layer: str = ""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is the wait for a collective, not the collective."""
+        return self.name.startswith("wait ")
+
+
+def write(path: Path, spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[float, float]] = ()) -> None:
+    """Write a trace to ``path`` (JSON).
+
+    Args:
+        spans: Of all ranks; ``rank`` is a place in ``ranks``. Times are shown from the first span of each rank.
+        ranks: What the processes are called.
+        memory: (seconds, bytes held) of the first, in time order.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": _events(spans, ranks, memory)}), "utf-8")
+
+
+def _events(spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[float, float]]) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for process, rank in enumerate(simulation.ranks):
-        found.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": f"rank {rank}"}})
+    mine: dict[int, list[Span]] = {process: [] for process in range(len(ranks))}
+    for span in spans:
+        mine[span.rank].append(span)
+    for process, rank in enumerate(ranks):
+        found.append(_name("process", {"name": f"rank {rank}"}, pid=process))
         found.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}})
-        for thread, stream in enumerate(STREAMS):
-            name = {"name": stream if stream == STREAMS[0] else f"axis {stream}"}
-            found.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": name})
-    for span in sorted(simulation.spans, key=lambda span: (span.start, span.end)):
-        if span.end > span.start:
+        threads: dict[int, str] = {}
+        ends: dict[str, list[float]] = {}  # of each stream: when its threads are free again
+        first = min((span.start for span in mine[process]), default=0.0)
+        for span in sorted(mine[process], key=lambda span: (span.start, -span.end)):
+            stream, lane = COMPUTE if span.waits else span.stream, 0
+            if stream != COMPUTE:
+                free = ends.setdefault(stream, [])
+                lane = next((number for number, end in enumerate(free) if end <= span.start), len(free))
+                free[lane : lane + 1] = [span.end]
+            thread = STREAMS.index(stream) * _LANES + lane
+            threads[thread] = stream if lane == 0 else f"{stream} {lane + 1}"
+            args = {"bytes": span.bytes, "layer": span.layer, "axis": span.stream if span.waits else ""}
             found.append(
                 {
                     "ph": "X",
                     "name": span.name,
-                    "cat": "compute" if span.stream == STREAMS[0] else "communication",
-                    "pid": span.rank,
-                    "tid": STREAMS.index(span.stream),
-                    "ts": round(1e6 * span.start, 3),
+                    "cat": "blocked" if span.blocked else "compute" if stream == COMPUTE else "communication",
+                    "pid": process,
+                    "tid": thread,
+                    "ts": round(1e6 * (span.start - first), 3),
                     "dur": round(1e6 * (span.end - span.start), 3),
+                    "args": {name: value for name, value in args.items() if value},
                 }
             )
-    for when, held in simulation.memory:
+        for thread, name in threads.items():
+            found.append(_name("thread", {"name": name}, pid=process, tid=thread))
+            found.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+            )
+    for when, held in memory:
         args = {"GiB": round(held / 2**30, 4)}
         found.append({"ph": "C", "name": "memory held", "pid": 0, "ts": round(1e6 * when, 3), "args": args})
     return found
 
 
-def write(simulation: Simulation, path: Path) -> None:
-    """Write the trace to ``path`` (JSON)."""
-    path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events(simulation)}))
+def _name(what: str, args: dict[str, str], **ids: int) -> dict[str, Any]:
+    return {"ph": "M", "name": f"{what}_name", **ids, "args": args}

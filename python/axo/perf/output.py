@@ -1,6 +1,6 @@
 """Plans, simulations and reproductions as tables, JSON, CSV and one self-contained HTML page.
 
-The HTML page holds its style and its plots (PNG, base64); it loads nothing from the network.
+One writer for each form. The HTML page holds its style and its plots (PNG, base64); it loads nothing from the network.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import base64
 import csv
 import html
 import io
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from axo.grid import AXES
@@ -18,15 +20,30 @@ from axo.perf.planner import Candidate, Plan
 from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group
 from axo.perf.simulator import Simulation
 
-Table = tuple[list[str], list[list[str]]]
+Table = tuple[list[str], list[list[str]]]  # header and rows, as text
+_NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
+
+
+def text_columns(table: Table) -> list[bool]:
+    """For each column of a table, whether it holds text, which is set to the left; numbers are set to the right."""
+    header, rows = table
+    return [any(row[i] and not _NUMBER.fullmatch(row[i]) for row in rows) for i in range(len(header))]
+
+
+def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
+    """Return records as CSV; what a record lacks is left empty."""
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
 
 
 def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
     found: dict[str, Any] = {"grid": str(candidate.grid), "reason": candidate.reason}
     if candidate.memory is not None:
-        parts = ("weights", "gradients", "optimizer", "gathered", "kept", "working", "total")
-        found["memory_bytes"] = {part: getattr(candidate.memory, part) for part in parts}
+        found["memory_bytes"] = asdict(candidate.memory) | {"total": candidate.memory.total}
     if candidate.time is not None:
         time = candidate.time
         found |= {
@@ -47,7 +64,7 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     return found
 
 
-def as_json(made: Plan, top: int | None = None) -> dict[str, Any]:
+def plan_json(made: Plan, top: int | None = None) -> dict[str, Any]:
     """Return the whole plan as plain data; ``top`` limits the ranked grids."""
     asked = made.request
     return {
@@ -65,30 +82,19 @@ def as_json(made: Plan, top: int | None = None) -> dict[str, Any]:
     }
 
 
-def as_csv(made: Plan) -> str:
+def plan_csv(made: Plan) -> str:
     """Return every grid as CSV, the fastest first, what is left out at the end."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    exposed = [f"exposed_{axis}_s" for axis in AXES]
-    writer.writerow(
-        ["rank", "grid", *AXES, "step_s", "compute_s", "contention_s", *exposed, "hfu_percent", "mfu_percent", "days"]
-        + ["micro_batches", "cached_gathers", "memory_bytes", "reason"]
-    )
+    rows = []
     for number, candidate in enumerate([*made.ranked, *made.left_out], 1):
-        sizes = [candidate.grid.size(axis) for axis in AXES]
-        held = f"{candidate.memory.total:.0f}" if candidate.memory else ""
-        if candidate.time is None:
-            writer.writerow(["", candidate.grid, *sizes, *[""] * 12, held, candidate.reason])
-            continue
-        time = candidate.time
-        seconds = [time.total, time.compute, time.contention, *(time.exposed[axis] for axis in AXES)]
-        shares = [made.percent_of_peak(candidate), made.percent_of_peak(candidate, model_flops=True)]
-        days = made.days(candidate) if made.request.tokens else ""
-        writer.writerow(
-            [number, candidate.grid, *sizes, *seconds, *shares, days]
-            + [candidate.run.micro_batches, candidate.run.cached_gathers, held, ""]
-        )
-    return out.getvalue()
+        row = record(made, candidate)
+        row["rank"] = "" if candidate.time is None else number
+        row |= {axis: candidate.grid.size(axis) for axis in AXES}
+        row |= {f"exposed_{axis}_s": seconds for axis, seconds in row.get("exposed_s", {}).items()}
+        row["memory_bytes"] = f"{candidate.memory.total:.0f}" if candidate.memory else ""
+        rows.append(row)
+    columns = ["rank", "grid", *AXES, "step_s", "compute_s", "contention_s", *(f"exposed_{axis}_s" for axis in AXES)]
+    columns += ["hfu_percent", "mfu_percent", "days", "micro_batches", "cached_gathers", "memory_bytes", "reason"]
+    return as_csv(rows, columns)
 
 
 def plan_table(made: Plan, top: int) -> Table:
@@ -106,29 +112,18 @@ def plan_table(made: Plan, top: int) -> Table:
         time, held = candidate.time, candidate.memory
         assert time is not None and held is not None
         hidden = sum(time.communication.values()) - time.exposed_total
+        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), hidden]
         row = [str(number), str(candidate.grid), f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
-        other = time.contention + time.optimizer
-        row += [
-            f"{time.compute:.2f}",
-            f"{other:.2f}",
-            *(f"{time.exposed[axis]:.2f}" for axis in AXES),
-            f"{hidden:.2f}",
-        ]
-        row += [f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
-        if made.request.tokens:
-            row.append(f"{made.days(candidate):.1f}")
-        rows.append(row)
+        row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
+        rows.append([*row, f"{made.days(candidate):.1f}"] if made.request.tokens else row)
     return header, rows
 
 
 def memory_table(candidate: Candidate) -> Table:
     """Return what a rank holds, by what it is for."""
     held = candidate.memory
-    if held is None:
-        return ["what", "GiB"], []
-    parts = ("weights", "gradients", "optimizer", "gathered", "kept", "working")
-    rows = [[part, f"{getattr(held, part) / GIB:.2f}"] for part in parts]
-    return ["what", "GiB"], [*rows, ["with waste and reserve", f"{held.total / GIB:.2f}"]]
+    parts = {} if held is None else asdict(held) | {"with waste and reserve": held.total}
+    return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in parts.items()]
 
 
 def traffic_table(made: Plan, candidate: Candidate) -> Table:
@@ -170,24 +165,14 @@ def group_table(group: Group) -> Table:
 
 def group_json(group: Group) -> dict[str, Any]:
     """Return a reproduction group as plain data."""
-    lines = [
-        {"what": line.what, "paper": line.paper, "predicted": line.predicted, "unit": line.unit, "error": line.error}
-        | {"note": line.note}
-        for line in group.lines
-    ]
+    lines = [asdict(line) | {"error": line.error} for line in group.lines]
     return {"title": group.title, "note": group.note, "lines": lines}
 
 
 def groups_csv(groups: Sequence[Group]) -> str:
     """Return reproduction groups as CSV."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["group", "what", "paper", "predicted", "unit", "error", "note"])
-    for group in groups:
-        for line in group.lines:
-            error = "" if line.error is None else line.error
-            writer.writerow([group.title, line.what, line.paper, line.predicted, line.unit, error, line.note])
-    return out.getvalue()
+    rows = [{"group": group.title} | line for group in groups for line in group_json(group)["lines"]]
+    return as_csv(rows, ["group", "what", "paper", "predicted", "unit", "error", "note"])
 
 
 # ------------------------------------------------------------------------------------------------------------- HTML
@@ -227,7 +212,7 @@ def bullets(texts: Sequence[str]) -> str:
 def html_table(table: Table) -> str:
     """Return a table; cells that do not look like numbers are set to the left."""
     header, rows = table
-    texts = [any(row[i] and not _numeric(row[i]) for row in rows) for i in range(len(header))]
+    texts = text_columns(table)
 
     def cells(tag: str, values: Sequence[str]) -> str:
         return "".join(
@@ -278,11 +263,3 @@ def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict
     sections.append(("What cannot be predicted", [bullets(CANNOT)]))
     sections.append(("Where the papers contradict", [bullets(CONTRADICTIONS)]))
     return page("The papers' numbers beside the model's", sections)
-
-
-def _numeric(text: str) -> bool:
-    try:
-        float(text.rstrip("%"))
-    except ValueError:
-        return False
-    return True

@@ -23,6 +23,12 @@ from axo.perf.workload import Workload
 GATHERS = ("auto", "keep", "drop")
 DAY = 86400.0
 MOST_GPUS = 2**20
+_TRAFFIC = {
+    "x": "input gradients and outputs of transposed layers",
+    "y": "outputs, norms and input gradients of transposed layers",
+    "z": "gathered weights and scattered gradients",
+    "data": "gradients of the data-parallel groups",
+}
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
 
 
@@ -83,6 +89,18 @@ class Candidate:
     memory: memory.Memory | None = None
     reason: str = ""
 
+    @property
+    def seconds(self) -> float:
+        """Predicted time of a step; of a candidate that fits."""
+        assert self.time is not None
+        return self.time.total
+
+    @property
+    def exposed(self) -> float:
+        """Predicted time of a step in which nothing but communication happens; of a candidate that fits."""
+        assert self.time is not None
+        return self.time.exposed_total
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -105,15 +123,36 @@ class Plan:
         work = flops.step_flops(
             self.request.workload, self.request.batch_tokens, recompute=False if model_flops else None
         )
-        return 100 * work / _time(candidate) / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
+        return 100 * work / candidate.seconds / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
 
     def days(self, candidate: Candidate) -> float:
         """Return days to train ``tokens`` tokens (0 when they were not asked)."""
-        return self.request.tokens / self.request.batch_tokens * _time(candidate) / DAY
+        return self.request.tokens / self.request.batch_tokens * candidate.seconds / DAY
 
     def why(self, candidate: Candidate) -> str:
         """Say in one sentence where the time of a candidate goes and what stands between it and the best."""
-        return _why(self, candidate)
+        if candidate.time is None:
+            return f"{candidate.grid} is left out: {candidate.reason}."
+        time = candidate.time
+        worst = max(AXES, key=lambda axis: time.exposed[axis])
+        hidden = sum(time.communication.values()) - time.exposed_total
+        text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {time.total:.2f} s"
+        if time.exposed_total > 0:
+            text += f"; {time.exposed_total:.2f} s of communication show, most on {worst} ({_TRAFFIC[worst]})"
+        if hidden > 0.005 * time.total:
+            text += f", {hidden:.2f} s hide behind products"
+        best = self.best
+        if best is candidate:
+            if len(self.ranked) > 1:
+                second = self.ranked[1]
+                text += f"; {second.grid} comes next at {100 * (second.seconds / time.total - 1):+.1f}%"
+            return text + "."
+        assert best.time is not None
+        lost = {f"exposed {axis}": time.exposed[axis] - best.time.exposed[axis] for axis in AXES}
+        lost["products"] = time.compute - best.time.compute
+        lost["products slowed by hidden communication"] = time.contention - best.time.contention
+        cause = max(lost, key=lambda name: lost[name])
+        return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.grid}, most of it {cause}."
 
 
 def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
@@ -129,7 +168,7 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
         (left_out if candidate.reason else ranked).append(candidate)
     if not ranked:
         raise ValueError(_nothing_fits(request, left_out))
-    ranked.sort(key=lambda candidate: (_time(candidate), candidate.grid.x, candidate.grid.y, candidate.grid.z))
+    ranked.sort(key=lambda candidate: (candidate.seconds, candidate.grid.x, candidate.grid.y, candidate.grid.z))
     return Plan(request, ranked, left_out)
 
 
@@ -234,42 +273,3 @@ def _possible_counts(request: Request) -> list[int]:
             gpus += step
     biggest = 2 ** (request.sequences.bit_length() - 1)
     return found or [biggest]
-
-
-def _time(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.total
-
-
-def _why(made: Plan, candidate: Candidate) -> str:
-    if candidate.time is None:
-        return f"{candidate.grid} is left out: {candidate.reason}."
-    time = candidate.time
-    worst = max(AXES, key=lambda axis: time.exposed[axis])
-    hidden = sum(time.communication.values()) - time.exposed_total
-    text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {time.total:.2f} s"
-    if time.exposed_total > 0:
-        text += f"; {time.exposed_total:.2f} s of communication show, most on {worst} ({_traffic(worst)})"
-    if hidden > 0.005 * time.total:
-        text += f", {hidden:.2f} s hide behind products"
-    best = made.best
-    if best is candidate:
-        if len(made.ranked) > 1:
-            second = made.ranked[1]
-            text += f"; {second.grid} comes next at {100 * (_time(second) / time.total - 1):+.1f}%"
-        return text + "."
-    assert best.time is not None
-    lost = {f"exposed {axis}": time.exposed[axis] - best.time.exposed[axis] for axis in AXES}
-    lost["products"] = time.compute - best.time.compute
-    lost["products slowed by hidden communication"] = time.contention - best.time.contention
-    cause = max(lost, key=lambda name: lost[name])
-    return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.grid}, most of it {cause}."
-
-
-def _traffic(axis: str) -> str:
-    return {
-        "x": "input gradients and outputs of transposed layers",
-        "y": "outputs, norms and input gradients of transposed layers",
-        "z": "gathered weights and scattered gradients",
-        "data": "gradients of the data-parallel groups",
-    }[axis]

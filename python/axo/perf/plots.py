@@ -1,4 +1,4 @@
-"""Plots of a plan, a simulated step and a reproduction, as PNG bytes. The only file here that needs matplotlib."""
+"""Plots of a plan, a step and a reproduction, as PNG bytes. The only file here that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from axo.grid import AXES
 from axo.perf import layer_time
+from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.memory import GIB
 from axo.perf.planner import Plan
 from axo.perf.reproduce import Group
-from axo.perf.schedule import STREAMS
 from axo.perf.simulator import Simulation
 
 _COLORS = {
@@ -24,6 +24,8 @@ _COLORS = {
     "optimizer": "#9aa3ad",
     "compute": "#3b6fb6",
 }
+_PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
+_MOST_BARS = 2000  # drawn one by one
 
 
 def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, bytes]:
@@ -34,7 +36,7 @@ def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, by
         "Roofline of the best grid's products": _png(_roofline(made)),
     }
     if simulation is not None:
-        plots["One simulated step"] = _png(_timeline(simulation))
+        plots["One simulated step"] = timeline([span for span in simulation.spans if span.rank == 0])
         plots["Memory held over the step"] = _png(_memory(simulation, made.request.machine.memory_gib))
     return plots
 
@@ -134,16 +136,31 @@ def _roofline(made: Plan) -> Any:
     return figure
 
 
-def _timeline(simulation: Simulation) -> Any:
-    figure, axes = _figure(8.5, 2.8)
-    streams = [stream for stream in STREAMS if simulation.busy.get(stream)]
-    for row, stream in enumerate(streams):
-        spans = [(s.start, s.end - s.start) for s in simulation.spans if s.rank == 0 and s.stream == stream]
-        axes.broken_barh(_merge(spans, simulation.seconds), (row - 0.4, 0.8), facecolors=_COLORS[stream])
-    axes.set_yticks(range(len(streams)), streams)
+def timeline(spans: list[Span], title: str = "") -> bytes:
+    """Return one rank's step as a PNG: a lane for each stream that has something in it, waits hatched."""
+    lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
+    first = min((span.start for span in spans), default=0.0)
+    total = 1e3 * (max((span.end for span in spans), default=0.0) - first) or 1.0
+    figure, axes = _figure(10, 0.6 * len(lanes) + 1.4)
+    for lane, stream in enumerate(lanes):
+        bars: dict[str, list[tuple[float, float]]] = {}  # by colour; "": waits
+        for span in sorted((span for span in spans if span.stream == stream), key=lambda span: span.start):
+            colour = "" if span.waits else _PHASES.get(span.name.rpartition(" ")[2], _COLORS.get(stream, "#9aa3ad"))
+            bars.setdefault(colour, []).append((1e3 * (span.start - first), 1e3 * (span.end - span.start)))
+        for colour, of_colour in bars.items():
+            axes.broken_barh(
+                _merge(of_colour, total) if len(spans) > _MOST_BARS else of_colour,
+                (lane - 0.4, 0.8),
+                facecolors=colour or "none",
+                edgecolor="white" if colour else "black",
+                hatch=None if colour else "////",
+                linewidth=0.3 if len(spans) <= _MOST_BARS else 0,
+            )
+    axes.set_yticks(range(len(lanes)), lanes)
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, simulation.seconds))
-    return figure
+    axes.set(xlabel="ms", xlim=(0, total))
+    axes.set_title(title, fontsize=10, loc="left")
+    return _png(figure)
 
 
 def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, float]]:

@@ -71,7 +71,7 @@ def weak_scaling(plans: dict[Row, Plan]) -> Group:
     lines = []
     for row, measured in calibrate.rows().items():
         made = plans[row]
-        note = f"{made.best.grid}, {_seconds(made.best):.2f} s"
+        note = f"{made.best.grid}, {made.best.seconds:.2f} s"
         if row in calibrate.CALIBRATION:
             note += ", calibrated"
         lines.append(Line(str(row), measured, made.percent_of_peak(made.best), "% of peak", note))
@@ -115,7 +115,7 @@ def _strong_scaling() -> Group:
 
     def train(name: str, gpus: int) -> float:
         made = planner.plan(calibrate.request(Row("frontier", gpus, name)))
-        return 2e12 / BATCH * _seconds(made.best)
+        return 2e12 / BATCH * made.best.seconds
 
     large_512, large_8192 = train("gpt-640b", 512), train("gpt-640b", 8192)
     small_128, small_8192 = train("gpt-80b", 128), train("gpt-80b", 8192)
@@ -163,12 +163,12 @@ def _first_paper() -> Group:
     made = planner.plan(Request(readers.read("gpt-80b"), frontier, 1024, 2**22, gather="drop"))
     shown = text["nonoverlap_comm_s_80B_1024GCD"]
     lines.append(
-        Line("frontier 1024 80B, exposed communication", shown["axonn"], _exposed(made.best), "s", str(made.best.grid))
+        Line("frontier 1024 80B, exposed communication", shown["axonn"], made.best.exposed, "s", str(made.best.grid))
     )
     only_z = planner.consider(made.request, Grid(z=1024))
     if not only_z.reason:
         lines.append(
-            Line("frontier 1024 80B ZeRO-3, exposed", shown["zero3"], _exposed(only_z), "s", f"grid {only_z.grid}")
+            Line("frontier 1024 80B ZeRO-3, exposed", shown["zero3"], only_z.exposed, "s", f"grid {only_z.grid}")
         )
     return Group("4M tokens a batch (A 4D Hybrid Algorithm, Table III and figure 10)", lines)
 
@@ -190,7 +190,7 @@ def overlap_gains(plans: dict[Row, Plan]) -> Group:
     lines.append(Line("20B on 16 A100, all", text["total"], 100 * (1 - steps[-1] / steps[0]), "% less", str(grid)))
     row = Row("frontier", 8192, "gpt-80b")
     bare = planner.plan(calibrate.request(row, overlap=()))
-    gain = 100 * (1 - _seconds(plans[row].best) / _seconds(bare.best))
+    gain = 100 * (1 - plans[row].best.seconds / bare.best.seconds)
     numbers = readers.papers()["democratizing_text"]
     theirs = f"{numbers['overlap_gain_80B_8192_pct']} to {numbers['overlap_batch_reduction_80B_pct']}"
     note = f"{bare.best.grid} to {plans[row].best.grid}"
@@ -225,7 +225,7 @@ def baseline_gain(row: Row, on: machine.Machine) -> tuple[float, str]:
     best = planner.plan(asked).best
     one_d = [grid for grid in Grid.all(row.gpus) if grid.x == on.gpus_per_node and grid.y == 1]
     base = planner.plan(asked, one_d).best
-    return 100 * (1 - _seconds(best) / _seconds(base)), f"{base.grid} to {best.grid}"
+    return 100 * (1 - best.seconds / base.seconds), f"{base.grid} to {best.grid}"
 
 
 def _intra() -> dict[tuple[int, int], float]:
@@ -282,16 +282,6 @@ def _tesseract() -> Group:
         Line("2.5D / Tesseract", 3.75, half / tesseract, "x"),
     ]
     return Group("Tesseract's own counts at p = 64 (arithmetic only)", lines)
-
-
-def _seconds(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.total
-
-
-def _exposed(candidate: Candidate) -> float:
-    assert candidate.time is not None
-    return candidate.time.exposed_total
 
 
 def calibration_notes(fit_again: bool) -> list[str]:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 
 from axo.grid import AXES, Grid
 from axo.perf import memory
+from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
-COMPUTE = "compute"
 STREAMS = (COMPUTE, *AXES)
 Gather = tuple[int, int, str]  # number of the block, place of the layer in it, phase
 

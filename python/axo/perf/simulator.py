@@ -22,23 +22,13 @@ from itertools import product
 from statistics import NormalDist
 
 from axo.grid import AXES, Grid
+from axo.perf.chrome_trace import COMPUTE, Span
 from axo.perf.layer_time import Run
 from axo.perf.machine import Machine
-from axo.perf.schedule import COMPUTE, STREAMS, Schedule, build
+from axo.perf.schedule import STREAMS, Schedule, build
 from axo.perf.workload import Workload
 
 MOST_MICRO_BATCHES = 8  # simulated one by one; further ones repeat
-
-
-@dataclass(frozen=True)
-class Span:
-    """One operation as it ran: seconds from the start of the step."""
-
-    rank: int
-    stream: str
-    name: str
-    start: float
-    end: float
 
 
 @dataclass
@@ -49,7 +39,7 @@ class Simulation:
         seconds: From the start to the end of the optimizer.
         exposed: Seconds by axis in which the compute stream of rank 0 stood still for that axis.
         busy: Seconds by stream in which it ran something, on rank 0.
-        spans: Every operation of every representative rank.
+        spans: Every operation of every representative; ``rank`` is its place in ``ranks``, 0 s the start of the step.
         memory: (seconds, bytes held) on rank 0, in time order.
         ranks: Grid ranks of the representatives.
         micro_batches: How many were simulated; where there are more, ``seconds``, ``exposed`` and ``busy`` count the
@@ -234,7 +224,7 @@ class _Clock:
             del self.active[rank][running.stream]
             self.next[rank][running.stream] += 1
             self.done[rank][running.number] = 1
-            self.spans.append(Span(rank, running.stream, name, running.start, self.now))
+            self.spans.append(Span(running.stream, name, running.start, self.now, rank))
         self._rates(running.ranks)
         for rank in running.ranks:
             self._wake(rank)

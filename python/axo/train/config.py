@@ -1,194 +1,128 @@
-"""What one training run is: the options of ``axo train`` as a frozen dataclass, and every check that needs no rank.
+"""What one training run is: its options, each with its help, as a frozen dataclass. ``axo train`` is generated from it.
 
-The checks run before ranks start (and again, cheaply, on each rank under torchrun), so that bad input costs one
-message and no process. They build the model without storage and read the sizes of the files; they run no torch
-operation on data, since the ranks are forked from this process (a parallel operation here would leave them without
-their thread pool).
+Not here: whether the options fit together (``check``). Nothing heavy is imported, so that ``axo --help`` answers at
+once.
 """
 
+# ruff: noqa: RUF009  (each default is a dataclasses.field)
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
-from axo.comm.transports import check_device
 from axo.grid import Grid
-from axo.plans.litgpt import plan as litgpt_plan
-from axo.train import data, models
 
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
+MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
+
+
+class Option(NamedTuple):
+    """How a field of :class:`TrainConfig` is given on the command line.
+
+    Args:
+        panel: Where ``axo train --help`` shows it.
+        help: One line.
+        metavar: What stands for the value; None: its type.
+        name: Where it is not the field's own name.
+        text: The type on the command line; None: the field's own.
+        read: Makes the field's value of it.
+        least, most: Bounds of a number; a bound that is itself not allowed has ``open_below`` or ``open_above``.
+    """
+
+    panel: str
+    help: str
+    metavar: str | None = None
+    name: str = ""
+    text: Any = None
+    read: Callable[[Any], Any] | None = None
+    least: float = -math.inf
+    most: float = math.inf
+    open_below: bool = False
+    open_above: bool = False
+
+    def wrong(self, value: float) -> str:
+        """What a number must be; "" where it is so."""
+        above = value > self.least if self.open_below else value >= self.least
+        below = value < self.most if self.open_above else value <= self.most
+        if above and below and math.isfinite(value):
+            return ""
+        if self.most < math.inf:
+            return f"in {'[('[self.open_below]}{self.least:g}, {self.most:g}{'])'[self.open_above]}"
+        low = f"{'above' if self.open_below else 'at least'} {self.least:g}"
+        return low if math.isfinite(value) else f"{low} and finite"
+
+
+def _fields(overrides: Sequence[str]) -> dict[str, str]:
+    """FIELD=VALUE, several times over, as a dict."""
+    pairs = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"train: --model-override {override!r} is not of the form FIELD=VALUE")
+        pairs[key.strip()] = value
+    return pairs
+
+
+def _option(default: Any, panel: str, help: str, **more: Any) -> Any:
+    kind = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**kind, metadata={"option": Option(panel, help, **more)})  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a training run.
+    """Options of a training run. Each field says what it is; :func:`axo.train.check.check` says what goes together."""
 
-    Args:
-        model, model_overrides: See :func:`axo.train.models.resolve`.
-        grid: Ranks on each axis.
-        data: Files and folders of text; empty: the Python standard library's sources.
-        tokenizer: A ``tokenizer.json``; None: bytes.
-        steps: Optimizer steps.
-        batch_size: Rows of the global batch, the same for every grid.
-        seq_len: Tokens of a row.
-        accumulate: Pieces that a rank's rows are cut into, one backward each.
-        lr, min_lr, warmup: Peak and last learning rate; steps of linear warm-up before the cosine.
-        weight_decay, beta1, beta2: AdamW. Decay is on parameters of two dims only (weights, not biases or norms).
-        clip: Largest gradient norm; 0: no clipping.
-        goldfish_k, goldfish_h: Goldfish loss: leave one of k tokens out, chosen by the h before it; k = 0: off.
-        seed: Chooses initial weights and the order of the data.
-        precision: One of ``PRECISIONS``.
-        recompute: Run each block's forward again in backward (activation checkpointing).
-        zero: 1 cuts optimizer state over the data axis, 2 gradients too.
-        device: ``cpu``, or ``cuda``: each rank takes the GPU that LOCAL_RANK names.
-        threads: CPU threads of a rank; 0: cores divided by the ranks of this host, at least 1.
-        out: Folder for the log and the plot.
-        log_every: Steps between two lines of the log.
-        peak_tflops: Dense peak of one rank's device; None: looked up by the GPU's name, unknown on a CPU.
-        save_every: Save a checkpoint each so many steps, after the last one and on SIGTERM; 0: never.
-        keep: How many checkpoints stay.
-        resume: Go on from a checkpoint: ``auto`` (the newest of ``out``; from the start if it has none) or a folder.
-        trace: Write a chrome trace of one step to this file, and its picture beside it.
-        compare_serial: Train the same model on one rank without Axo and compare the losses.
-    """
+    model: str = _option("tiny", MODEL, "A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")
+    model_overrides: dict[str, Any] = _option(
+        dict, MODEL, "Set a field of litgpt.Config; repeatable.",
+        metavar="FIELD=VALUE", name="model-override", text=list[str], read=_fields,
+    )  # fmt: skip
+    grid: Grid = _option(Grid, RANKS, "Ranks on each axis.", metavar="XxYxZxDATA", text=str, read=Grid.parse)
+    threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
+    data: tuple[str, ...] = _option(
+        (), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...", text=list[str], read=tuple
+    )
+    tokenizer: str | None = _option(None, DATA, "A tokenizer.json; default: bytes.", metavar="PATH")
+    steps: int = _option(200, DATA, "Optimizer steps.", least=1)
+    batch_size: int = _option(16, DATA, "Rows of the global batch, whatever the grid.", least=1)
+    seq_len: int = _option(128, DATA, "Tokens of a row.", least=1)
+    accumulate: int = _option(1, DATA, "Pieces that a rank's rows are cut into.", least=1)
+    lr: float = _option(1e-3, OPTIMIZER, "Peak learning rate.", least=0)
+    min_lr: float | None = _option(None, OPTIMIZER, "Last learning rate; default: a tenth of the peak.", least=0)
+    warmup: int = _option(20, OPTIMIZER, "Steps of linear warm-up.", least=0)
+    weight_decay: float = _option(0.1, OPTIMIZER, "Of weights only.", least=0)
+    beta1: float = _option(0.9, OPTIMIZER, "AdamW.", least=0, most=1, open_above=True)
+    beta2: float = _option(0.95, OPTIMIZER, "AdamW.", least=0, most=1, open_above=True)
+    clip: float = _option(1.0, OPTIMIZER, "Largest gradient norm; 0: off.", least=0)
+    goldfish_k: int = _option(0, OPTIMIZER, "Goldfish loss: leave one of K tokens out; 0: off.", least=0)
+    goldfish_h: int = _option(13, OPTIMIZER, "Goldfish loss: tokens before one that decide.", least=1)
+    seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", least=0, most=2**63 - 1)
+    precision: str = _option("bf16-mixed", OPTIMIZER, "bf16-mixed, 32-true, bf16-true or 16-mixed.")
+    recompute: bool = _option(False, OPTIMIZER, "Run each block again in backward.")
+    zero: int = _option(0, OPTIMIZER, "1: optimizer state cut over data; 2: gradients too.")
+    device: str = _option("cpu", RANKS, "cpu, or cuda: a GPU for each rank.")
+    out: str = _option("runs/train", OUTPUT, "Where the log and the plot go.", metavar="DIR")
+    log_every: int = _option(1, OUTPUT, "Steps between lines of the log.", least=1)
+    save_every: int = _option(0, OUTPUT, "Steps between checkpoints, in DIR/checkpoints; 0: none.", least=0)
+    keep: int = _option(2, OUTPUT, "Checkpoints that stay.", least=1)
+    resume: str | None = _option(
+        None, OUTPUT, "Go on from the newest checkpoint of --out, or DIR.", metavar="[auto|DIR]"
+    )
+    allow_new_data: bool = _option(False, OUTPUT, "Resume although seed, batch or text are others now.")
+    overwrite: bool = _option(False, OUTPUT, "Start anew in --out; remove an earlier run's checkpoints in it.")
+    trace: str | None = _option(None, OUTPUT, "Write a chrome trace of a step, and a PNG.", metavar="FILE")
+    peak_tflops: float | None = _option(
+        None, OUTPUT, "Dense peak of a rank's device, for MFU.", least=0, open_below=True
+    )
+    compare_serial: bool = _option(False, OUTPUT, "Train on one rank without Axo too, and compare.")
 
-    model: str = models.TINY
-    model_overrides: dict[str, Any] = field(default_factory=dict)
-    grid: Grid = field(default_factory=Grid)
-    data: tuple[str, ...] = ()
-    tokenizer: str | None = None
-    steps: int = 200
-    batch_size: int = 16
-    seq_len: int = 128
-    accumulate: int = 1
-    lr: float = 1e-3
-    min_lr: float = 1e-4
-    warmup: int = 20
-    weight_decay: float = 0.1
-    beta1: float = 0.9
-    beta2: float = 0.95
-    clip: float = 1.0
-    goldfish_k: int = 0
-    goldfish_h: int = 13
-    seed: int = 0
-    precision: str = "bf16-mixed"
-    recompute: bool = False
-    zero: int = 0
-    device: str = "cpu"
-    threads: int = 0
-    out: str = "runs/train"
-    log_every: int = 1
-    peak_tflops: float | None = None
-    save_every: int = 0
-    keep: int = 2
-    resume: str | None = None
-    trace: str | None = None
-    compare_serial: bool = False
+    @property
+    def last_lr(self) -> float:
+        """The learning rate of the last step."""
+        return self.lr / 10 if self.min_lr is None else self.min_lr
 
     def as_dict(self) -> dict[str, Any]:
         """Return the options as plain values, for the header of a log."""
-        return dataclasses.asdict(self) | {"grid": str(self.grid), "data": list(self.data)}
-
-
-def check(config: TrainConfig) -> None:
-    """Check everything that can be known before ranks exist.
-
-    Raises:
-        ValueError: An option is wrong; the message names it, its value and what would work.
-    """
-    _check_numbers(config)
-    if config.zero not in (0, 1, 2):
-        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
-    if config.precision not in PRECISIONS:
-        raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
-    _check_device(config)
-    if Path(config.out).exists() and not Path(config.out).is_dir():
-        raise ValueError(f"train: out={config.out} is a file; give a folder")
-    if config.trace is not None and Path(config.trace).is_dir():
-        raise ValueError(f"train: trace={config.trace} is a folder; name a file, such as {config.trace}/trace.json")
-    model = models.resolve(config.model, config.model_overrides)
-    models.check_sequence(model, config.seq_len)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0))
-    if rows.count % config.accumulate:
-        raise ValueError(
-            f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
-            f"(batch-size={config.batch_size} over z*data={config.grid.z * config.grid.data}); "
-            f"use one of {[n for n in range(1, rows.count + 1) if rows.count % n == 0]}"
-        )
-    vocabulary = data.BYTE_VOCABULARY
-    if config.tokenizer is not None:
-        vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
-    assert model.padded_vocab_size is not None
-    if vocabulary > model.padded_vocab_size:
-        source = config.tokenizer or "byte-level tokens"
-        raise ValueError(
-            f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
-            f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
-        )
-    litgpt_plan.check(models.build_empty(model), SimpleNamespace(grid=config.grid))
-    files = source_files(config)
-    if config.tokenizer is None:
-        open_batches(config, data.ByteCorpus(files))
-
-
-def _check_device(config: TrainConfig) -> None:
-    place = check_device("train", config.device)
-    if place.index is not None and config.grid.world_size > 1:
-        raise ValueError(
-            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.grid.world_size} ranks;"
-            f" use device={place.type!r}, which gives each rank its own"
-        )
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    bounds: dict[str, tuple[float, float]] = {
-        "steps": (1, float("inf")),
-        "batch_size": (1, float("inf")),
-        "seq_len": (1, float("inf")),
-        "accumulate": (1, float("inf")),
-        "warmup": (0, float("inf")),
-        "weight_decay": (0, float("inf")),
-        "clip": (0, float("inf")),
-        "goldfish_k": (0, float("inf")),
-        "goldfish_h": (1, float("inf")),
-        "seed": (0, 2**63 - 1),
-        "threads": (0, 4096),
-        "log_every": (1, float("inf")),
-        "save_every": (0, float("inf")),
-        "keep": (1, float("inf")),
-        "lr": (0, float("inf")),
-        "min_lr": (0, config.lr),
-        "beta1": (0, 1 - 1e-9),
-        "beta2": (0, 1 - 1e-9),
-    }
-    for name, (low, high) in bounds.items():
-        value = getattr(config, name)
-        if not low <= value <= high or not math.isfinite(value):  # NaN fails the first
-            limit = f"at least {low:g}" if high == float("inf") else f"in [{low:g}, {high:g}]"
-            raise ValueError(f"train: {name.replace('_', '-')}={value} is out of range; it must be {limit}")
-    if config.goldfish_k == 1:
-        raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
-    if config.peak_tflops is not None and not config.peak_tflops > 0:
-        raise ValueError(f"train: peak-tflops={config.peak_tflops} must be above 0")
-
-
-def source_files(config: TrainConfig) -> list[Path]:
-    """The text files of a run."""
-    return data.find_files(config.data) if config.data else data.default_text()
-
-
-def open_corpus(config: TrainConfig) -> data.Corpus:
-    """Open the text as tokens; with a tokenizer, encode it into the run's folder first (once)."""
-    files = source_files(config)
-    if config.tokenizer is None:
-        return data.ByteCorpus(files)
-    return data.encode(files, Path(config.tokenizer), Path(config.out) / "tokens")
-
-
-def open_batches(config: TrainConfig, corpus: data.Corpus) -> data.Batches:
-    """The run's batches."""
-    return data.Batches(corpus, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)
+        return asdict(self) | {"grid": str(self.grid), "data": list(self.data), "min_lr": self.last_lr}

@@ -20,6 +20,7 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import sysconfig
 import tempfile
 from collections.abc import Sequence
@@ -53,19 +54,28 @@ def find_files(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
     """Resolve files and folders to a list of files; a folder gives everything under it but hidden names, sorted.
 
     Raises:
-        ValueError: A path does not exist, or a folder holds no file.
+        ValueError: A path does not exist or is no file or folder, or a folder holds no file.
     """
     files: list[Path] = []
-    for path in map(Path, paths):
-        if path.is_file():
+    for given in paths:
+        path = Path(given)
+        if not os.fspath(given).strip():
+            raise ValueError("data: a path is empty; name files or folders of text")
+        try:
+            mode = path.stat().st_mode
+        except OSError as error:
+            what = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be used: {error.strerror}"
+            what = f"is a link to {os.readlink(path)}, which does not exist" if path.is_symlink() else what
+            raise ValueError(f"data: {path} {what}; give files or folders of text") from None
+        if stat.S_ISREG(mode):
             files.append(path)
-        elif path.is_dir():
+        elif stat.S_ISDIR(mode):
             found = _walk(path)
             if not found:
                 raise ValueError(f"data: the folder {path} holds no files")
             files.extend(found)
         else:
-            raise ValueError(f"data: {path} does not exist; give files or folders of text")
+            raise ValueError(f"data: {path} is neither a file nor a folder; give files or folders of text")
     return files
 
 
@@ -74,7 +84,14 @@ def _walk(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> l
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in skip and not name.startswith("."))
         files += [Path(folder, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+    files = [file for file in files if file.is_file()]  # no FIFOs, no dangling links
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def digest(files: Sequence[Path]) -> str:
+    """A short hash of the names and sizes of files, in their order."""
+    text = json.dumps([(file.name, file.stat().st_size) for file in files])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 class ByteCorpus:
@@ -91,6 +108,7 @@ class ByteCorpus:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
+        self.digest = digest(files)
         self._starts = [0]
         for file in self._files:
             if not os.access(file, os.R_OK):
@@ -124,10 +142,11 @@ class TokenCorpus:
         path: The ids.
         dtype: ``uint16`` or ``uint32``.
         vocab_size: Ids are below this.
+        digest: Of the text, see :func:`digest`.
     """
 
-    def __init__(self, path: Path, dtype: str, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, path: Path, dtype: str, vocab_size: int, digest: str = "") -> None:
+        self.vocab_size, self.digest = vocab_size, digest
         empty = path.stat().st_size == 0
         self._tokens = (
             np.empty(0, dtype) if empty else np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
@@ -173,7 +192,7 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
         fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the file, whatever happens to this process
         if not target.exists():
             _encode_into(target, files, loaded, dtype)
-    return TokenCorpus(target, dtype, vocab_size)
+    return TokenCorpus(target, dtype, vocab_size, digest(files))
 
 
 def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> None:
@@ -198,14 +217,15 @@ def _pieces(files: Sequence[Path]):
 
 def _load_tokenizer(path: Path):
     if not path.is_file():
-        raise ValueError(f"tokenizer: {path} does not exist; give a tokenizer.json, or leave it out for bytes")
+        what = "is not a file" if path.exists() else "does not exist"
+        raise ValueError(f"tokenizer: {path} {what}; give a tokenizer.json, or leave it out for bytes")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive the fork of the ranks
     from tokenizers import Tokenizer
 
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises a bare Exception
-        raise ValueError(f"tokenizer: {path} is not a tokenizer.json: {error}") from error
+        raise ValueError(f"tokenizer: {path} is not a tokenizer.json: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -254,6 +274,7 @@ class Batches:
     def __init__(self, corpus: Corpus, *, seq_len: int, batch_size: int, seed: int) -> None:
         self._corpus, self._seq_len, self._batch_size, self._seed = corpus, seq_len, batch_size, seed
         self.vocab_size, self.tokens = corpus.vocab_size, len(corpus)
+        self.text = f"{len(corpus)} tokens, {corpus.digest}"  # what a resumed run compares
         self.windows = max(0, (len(corpus) - 1) // seq_len)
         if self.windows < batch_size:
             raise ValueError(

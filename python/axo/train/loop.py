@@ -15,6 +15,7 @@ left to the lines of the log. Not here: files, pictures, terminals (``log``, ``p
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch
 from litgpt.model import GPT
 
 import axo
+from axo.errors import user_message
 from axo.grid import AXES
 from axo.train import data, models
 from axo.train.config import TrainConfig
@@ -37,8 +39,7 @@ from axo.train.recipe import (
     set_learning_rate,
     wanted_targets,
 )
-from axo.train.trace import StepTrace, gather
-from axo.train.trace_file import write
+from axo.train.trace import StepTrace, gather, write
 
 _AXES = (*AXES, "world")
 WARM_STEPS = 3  # before the one that is traced
@@ -93,7 +94,10 @@ class Trainer:
         self.trace = None
         if spans is not None:
             what = f"step {index} on {self.comms.grid}, rank 0 · {self.config.precision}"
-            write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
+            try:
+                write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
+            except OSError as error:  # a full disk is no reason to end a run
+                print(f"axo train: the trace is not written: {user_message(error)}", file=sys.stderr)
         self.comms.world.barrier()  # or the others would wait for rank 0 inside the next step
         return step
 

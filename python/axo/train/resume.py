@@ -2,7 +2,8 @@
 
 A checkpoint of step s holds everything after s steps; step s is the next. The batches are a function of (seed, step,
 row), so the step is the data's position; what that function depends on is kept beside it and compared. A run may go on
-on another grid, for more steps, or with another rate; not with another order of the data.
+on another grid, for more steps, or with another rate; with another order of the data only where that is asked for.
+A run has an identity (``axo.checkpoint.Run``): it loads, replaces and removes its own checkpoints only.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from axo.launch import Termination
 from axo.train.config import TrainConfig
 from axo.train.loop import Step, Trainer
 
-FOLDER = "checkpoints"
-# What the order of the data depends on.
-_POSITION = ("seed", "batch_size", "seq_len", "tokenizer")
+CHECKPOINTS = "checkpoints"  # in the run's folder
+_ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
 
 
 def saves(config: TrainConfig) -> bool:
@@ -29,16 +29,17 @@ class Checkpoints:
     """The checkpoints of one run on this rank; a context in which SIGTERM is noted.
 
     Args:
-        config: The run.
-        trainer: Its model and optimizer.
+        config: The options.
+        trainer: Its model, optimizer and data.
+        run: Its hold on its folder.
 
     Attributes:
         last: The newest checkpoint that this run wrote; None: none yet.
     """
 
-    def __init__(self, config: TrainConfig, trainer: Trainer) -> None:
-        self._config, self._trainer = config, trainer
-        self._folder = Path(config.out) / FOLDER
+    def __init__(self, config: TrainConfig, trainer: Trainer, run: checkpoint.Run) -> None:
+        self._config, self._trainer, self._run = config, trainer, run
+        self._folder = Path(config.out) / CHECKPOINTS
         self._termination = Termination() if saves(config) else None
         self.last: Path | None = None
 
@@ -62,20 +63,18 @@ class Checkpoints:
         if asked is None:
             return 0, []
         if asked == "auto":
-            # Rank 0 looks: the others might see the folder later.
-            newest = checkpoint.latest(self._folder) if self._trainer.comms.rank == 0 else None
-            found = checkpoint.share_path(self._trainer.comms, newest)
+            found = self._newest()
             if found is None:
                 return 0, []
             asked = str(found)
         loaded = checkpoint.load(asked, self._trainer.model, self._trainer.optimizer)
         extra = loaded.extra or {}
         for name, value in self._position().items():
-            if name in extra and extra[name] != value:
+            if name in extra and extra[name] != value and not self._config.allow_new_data:
                 option = name.replace("_", "-")
                 raise ValueError(
-                    f"train: {loaded.path} was saved with {option}={extra[name]}, now it is {value}, and the order"
-                    " of the data would be another: use the same, or start anew without --resume"
+                    f"train: {loaded.path} was saved with {option}={extra[name]}, now it is {value}, and the order of"
+                    " the data would be another: use the same, or say --allow-new-data"
                 )
         if loaded.step > self._config.steps:
             raise ValueError(
@@ -84,6 +83,19 @@ class Checkpoints:
         if extra.get("scaler"):
             self._trainer.scaler.load_state_dict(extra["scaler"])
         return loaded.step, list(extra.get("losses", []))
+
+    def _newest(self) -> Path | None:
+        """This run's newest checkpoint. Rank 0 looks: the others might see the folder later."""
+        mine = others = None
+        if self._trainer.comms.rank == 0:
+            mine, others = checkpoint.latest(self._folder, run=self._run.id), checkpoint.latest(self._folder)
+        found, other = (checkpoint.share_path(self._trainer.comms, path) for path in (mine, others))
+        if found is None and other is not None:
+            raise ValueError(
+                f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
+                f" --resume {other}"
+            )
+        return found
 
     def after(self, step: Step, losses: list[float]) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
@@ -98,8 +110,10 @@ class Checkpoints:
             self._trainer.model,
             self._trainer.optimizer,
             step=done,
-            extra=self._position() | {"losses": losses, "scaler": self._trainer.scaler.state_dict()},
+            # A copy of the losses: the file is written while the next steps add theirs.
+            extra=self._position() | {"losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
             keep=self._config.keep,
+            run=self._run.id,
             async_=True,
         )
         self.last = handle.path
@@ -107,4 +121,4 @@ class Checkpoints:
             handle.wait()
 
     def _position(self) -> dict[str, Any]:
-        return {name: getattr(self._config, name) for name in _POSITION}
+        return {name: getattr(self._config, name) for name in _ORDER} | {"text": self._trainer.batches.text}

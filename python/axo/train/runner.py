@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,15 @@ import torch
 from rich.console import Console
 
 import axo
+from axo.checkpoint import Run
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
-from axo.train.config import TrainConfig, check, open_batches, open_corpus
+from axo.train.check import check, open_batches, open_corpus
+from axo.train.config import TrainConfig
 from axo.train.log import LOG_NAME, TrainLog
 from axo.train.loop import Trainer
 from axo.train.progress import Display
-from axo.train.resume import Checkpoints, saves
+from axo.train.resume import CHECKPOINTS, Checkpoints, saves
 from axo.train.serial import train_serial
 
 _MESSAGE_BYTES = 2048
@@ -73,7 +75,11 @@ def run(config: TrainConfig) -> Outcome | None:
     check_devices(config)
     open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
     return launch_local(
-        train_rank, config.grid.world_size, config, fork=config.device == "cpu", terminate=saves(config)
+        train_rank,
+        config.grid.world_size,
+        config,
+        fork=torch.device(config.device).type == "cpu",
+        terminate=saves(config),
     )
 
 
@@ -89,7 +95,7 @@ def check_devices(config: TrainConfig) -> None:
     if config.grid.world_size > count:
         raise ValueError(
             f"train: grid {config.grid} has {config.grid.world_size} ranks and this machine {count} of device"
-            f" {config.device!r}, one for a rank; use a grid such as {_grid_for(count)}, or torchrun on more machines"
+            f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
         )
 
 
@@ -101,21 +107,19 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     """
     rank = Rank.from_environment()
     assert rank is not None
-    if rank.world_size != config.grid.world_size:
-        raise ValueError(
-            f"train: grid {config.grid} has {config.grid.world_size} ranks, but {rank.world_size} were started; "
-            f"start {config.grid.world_size}, or use a grid such as {_grid_for(rank.world_size)}"
-        )
+    rank.check_grid("train", config.grid)
     set_threads(config.threads, rank.local_world_size)
     batches, problem = _prepare(config)
-    # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-    with axo.connect(config.grid, device=config.device) as comms:
-        agree(comms, problem)
-        assert batches is not None
-        training = _train(config, comms, batches)
-    if rank.rank != 0:
-        return None
-    return _finish(config, batches, training)
+    with ExitStack() as held:
+        # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
+        with axo.connect(config.grid, device=config.device) as comms:
+            agree(comms, problem)
+            assert batches is not None
+            again = {"resume": config.resume is not None, "overwrite": config.overwrite}
+            run = Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
+            held.callback(run.close)
+            training = _train(config, comms, batches, run)
+        return _finish(config, batches, training) if rank.rank == 0 else None
 
 
 def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
@@ -152,9 +156,9 @@ class _Training:
     stopped: bool
 
 
-def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> _Training:
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, run: Run) -> _Training:
     trainer = Trainer(config, comms, batches)
-    checkpoints = Checkpoints(config, trainer)
+    checkpoints = Checkpoints(config, trainer, run)
     start, losses = checkpoints.resume()
     log, display = None, None
     if comms.rank == 0:
@@ -227,21 +231,3 @@ def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
         f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "
         f"{config.seq_len} tokens · AdamW, lr {config.lr:g} · {took}"
     )
-
-
-def _grid_for(ranks: int) -> str:
-    sizes, axis = [1, 1, 1, 1], 0
-    for prime in _primes(ranks):
-        sizes[axis % 3] *= prime
-        axis += 1
-    return "x".join(map(str, sizes))
-
-
-def _primes(number: int) -> list[int]:
-    primes, divisor = [], 2
-    while number > 1:
-        while number % divisor == 0:
-            primes.append(divisor)
-            number //= divisor
-        divisor += 1
-    return primes

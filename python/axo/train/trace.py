@@ -4,7 +4,7 @@ compute has the forward of each module that has parameters of its own, its backw
 dI, dW), the optimizer and clipping. A collective lasts from its issue to its completion where that is known (blocking
 ones, and those that the transport times), else until somebody waited for it. A wait is what the rank was blocked for; a
 collective found complete has none. Collectives and waits of the engine (``axo.overlap``) carry the layer's name.
-Recording costs some microseconds an event, so a traced step is a little longer. Not here: files (``trace_file``).
+Recording costs some microseconds an event, so a traced step is a little longer. The file's form: ``chrome_trace``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,22 +22,10 @@ from torch import nn
 
 from axo.comm.counting import Awaited, Observed, watch
 from axo.overlap import Events, record
+from axo.perf import chrome_trace
+from axo.perf.chrome_trace import Span
 
 _PRODUCTS = {"forward": "product", "dI": "dI", "dW": "dW"}
-
-
-@dataclass(frozen=True)
-class Span:
-    """Something that lasted: seconds of this process's clock. ``blocked``: the rank waited meanwhile; ``layer``: whose
-    it is, where that is known."""
-
-    stream: str
-    name: str
-    start: float
-    end: float
-    bytes: int = 0
-    blocked: bool = False
-    layer: str = ""
 
 
 class StepTrace:
@@ -114,7 +103,7 @@ def communication(issued: list[Observed], waits: list[Awaited], events: Events) 
         lasted = one.work.duration() if one.work is not None and one.work.is_completed() else None
         end = one.start + lasted if lasted is not None else min((wait.end for wait in mine), default=one.end)
         layer = layers.get(number, "")
-        spans.append(Span(one.axis, one.op, one.start, end, one.bytes, blocked=one.work is None, layer=layer))
+        spans.append(Span(one.axis, one.op, one.start, end, bytes=one.bytes, blocked=one.work is None, layer=layer))
         for wait in mine:
             # The engine also lets go of what it finds complete, which is no wait.
             if layer and not any(event.start <= wait.start and wait.end <= event.end for event in blocked):
@@ -154,3 +143,12 @@ def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
         return None
     rows = (bytes(row[:length].tolist()) for row, length in zip(theirs, lengths, strict=True))
     return [[Span(**span) for span in json.loads(row)] for row in rows]
+
+
+def write(spans: list[list[Span]], path: Path, title: str) -> None:
+    """Write the trace of all ranks to ``path``, and the picture of the first rank beside it (.png)."""
+    from axo.perf import plots
+
+    of_all = [replace(span, rank=rank) for rank, of_rank in enumerate(spans) for span in of_rank]
+    chrome_trace.write(path, of_all, list(range(len(spans))))
+    path.with_suffix(".png").write_bytes(plots.timeline(spans[0], title))

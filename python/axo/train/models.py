@@ -1,19 +1,22 @@
-"""Find a LitGPT configuration: by name, from a YAML or JSON file, with single fields overridden.
+"""Plain models: LitGPT's GPT from a configuration's name or file, with single fields overridden, built without storage.
 
 ``tiny`` is Axo's own addition: a Llama-like model (RMSNorm, SwiGLU, rotary embedding, grouped queries) over bytes,
-small enough for eight ranks on a laptop. Sources: ``litgpt.config``; nothing here builds a model.
+small enough for eight ranks on a laptop. Sources: ``litgpt.config``. Nothing here knows of a grid.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
+import torch
+import yaml
 from litgpt.config import Config, configs, name_to_config
+from litgpt.model import GPT
 
 TINY = "tiny"
 _TINY: dict[str, Any] = {
@@ -34,6 +37,17 @@ _TINY: dict[str, Any] = {
 }
 
 
+_COUNTS = (
+    "block_size", "n_layer", "n_embd", "n_head", "n_query_groups", "head_size", "vocab_size", "padded_vocab_size",
+    "intermediate_size", "moe_intermediate_size", "n_expert_per_token",
+)  # fmt: skip
+_MOST = 10**8
+_CLASSES = {
+    "norm_class_name": ("LayerNorm", "RMSNorm"),
+    "mlp_class_name": ("GptNeoxMLP", "LLaMAMLP", "GemmaMLP", "LLaMAMoE"),
+}
+
+
 def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
     """Return the configuration that ``model`` names, with ``overrides`` applied.
 
@@ -46,7 +60,7 @@ def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
         ValueError: The name or a field is unknown, the file is missing or malformed, or LitGPT refuses the values.
     """
     fields = dict(_from_file(Path(model)) if _looks_like_file(model) else _from_name(model))
-    fields.update({key: _parse(value) for key, value in (overrides or {}).items()})
+    fields.update({key: _parse(key, value) for key, value in (overrides or {}).items()})
     fields.setdefault("name", Path(model).stem)
     _check_fields(model, fields)
     try:
@@ -54,6 +68,10 @@ def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error) or _explain(fields)
         raise ValueError(f"model {model!r}: LitGPT refuses this configuration: {reason}") from error
+    if config.rope_n_elem % 2:
+        raise ValueError(
+            f"model {model!r}: {config.rope_n_elem} rotary elements of a head are odd; use an even head_size"
+        )
     return config
 
 
@@ -70,15 +88,36 @@ def check_sequence(config: Config, seq_len: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Shape:
+    """Layers, width, vocabulary (padded) and the count of parameters."""
+
+    layers: int
+    hidden: int
+    vocabulary: int
+    parameters: int
+
+
+def build_empty(config: Config) -> GPT:
+    """Return the model on the meta device: shapes, no storage."""
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def shape_of(config: Config) -> Shape:
+    """Return the sizes of ``config``; parameters are counted on a model without storage."""
+    parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
+    assert config.padded_vocab_size is not None
+    return Shape(config.n_layer, config.n_embd, config.padded_vocab_size, parameters)
+
+
 def _looks_like_file(model: str) -> bool:
     return Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
 
 
 def _from_file(path: Path) -> dict[str, Any]:
-    import yaml
-
     if not path.is_file():
-        raise ValueError(f"model: the file {path} does not exist")
+        raise ValueError(f"model: the file {path} {'is no file' if path.exists() else 'does not exist'}")
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))  # YAML holds JSON
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -103,21 +142,37 @@ def _from_name(name: str) -> dict[str, Any]:
     raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{hint}")
 
 
-def _parse(value: Any) -> Any:
-    import yaml
-
-    return yaml.safe_load(value) if isinstance(value, str) else value
+def _parse(field: str, value: Any) -> Any:
+    try:
+        return yaml.safe_load(value) if isinstance(value, str) else value
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None) or "it ends too early"
+        raise ValueError(f"model: {field}={value!r} is not YAML: {problem}") from None
 
 
 def _check_fields(model: str, fields: Mapping[str, Any]) -> None:
-    known = {field.name: field.type for field in dataclasses.fields(Config)}
+    types = get_type_hints(Config)
     for key, value in fields.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=3, cutoff=0.5)
+        if key not in types:
+            near = difflib.get_close_matches(key, types, n=3, cutoff=0.5)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ValueError(f"model {model!r}: litgpt.Config has no field {key!r}{hint}")
-        if known[key] in (int, "int") and (isinstance(value, bool) or not isinstance(value, int)):
-            raise ValueError(f"model {model!r}: {key}={value!r} is not a whole number")
+        wrong = f"model {model!r}: {key}={value!r} is not"
+        wanted = get_args(types[key]) or (types[key],)
+        if value is None and type(None) in wanted:
+            continue
+        if int in wanted and float not in wanted and (isinstance(value, bool) or not isinstance(value, int)):
+            raise ValueError(f"{wrong} a whole number")
+        if float in wanted and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise ValueError(f"{wrong} a number")
+        if wanted == (bool,) and not isinstance(value, bool):
+            raise ValueError(f"{wrong} true or false")
+        if key in _COUNTS and not 1 <= value <= _MOST:
+            raise ValueError(f"{wrong} a count from 1 to {_MOST}")
+        if key in _CLASSES and value not in _CLASSES[key]:
+            raise ValueError(f"{wrong} known; use one of {', '.join(_CLASSES[key])}")
+    if not 0 <= fields.get("rotary_percentage", 0.25) <= 1:
+        raise ValueError(f"model {model!r}: rotary_percentage={fields['rotary_percentage']} is not in [0, 1]")
 
 
 def _explain(fields: Mapping[str, Any]) -> str:

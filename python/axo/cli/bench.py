@@ -1,0 +1,47 @@
+"""``axo bench``: runs a benchmark of the package ``axo_bench``, with the arguments that follow its name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from axo.cli.output import say
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def bench(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help="Which; without it, they are listed.")] = "",
+) -> None:
+    """Run a benchmark with the arguments that follow its name, e.g. 'axo bench collectives --help'."""
+    known = benchmarks()
+    if name in ("", "--help", "-h"):
+        say("usage: axo bench NAME [ARGUMENTS]")
+        say("benchmarks: " + (", ".join(known) or "none installed"))
+        return
+    if name not in known:
+        raise ValueError(f"{name!r} is not one of {', '.join(known) or 'the installed benchmarks (none)'}")
+    sys.argv = [f"axo bench {name}", *context.args]
+    runpy.run_module(f"axo_bench.{name}", run_name="__main__", alter_sys=False)
+
+
+def benchmarks() -> list[str]:
+    """Names of the benchmarks that are installed."""
+    if importlib.util.find_spec("axo_bench") is None:
+        return []
+    package = importlib.import_module("axo_bench")
+    return sorted(module.name for module in pkgutil.iter_modules(package.__path__) if _is_script(module.name))
+
+
+def _is_script(name: str) -> bool:
+    """Whether a module of the benches can be run; others are what they share."""
+    spec = importlib.util.find_spec(f"axo_bench.{name}")
+    return spec is not None and spec.origin is not None and '__name__ == "__main__"' in Path(spec.origin).read_text()

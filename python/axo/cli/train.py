@@ -1,0 +1,101 @@
+"""``axo train``: its options are the fields of ``axo.train.TrainConfig``, with their help; it prints the verdict."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+import typer
+
+from axo.cli.errors import FAILED
+from axo.cli.output import say
+from axo.launch import Rank
+from axo.train.config import OUTPUT, TrainConfig
+
+if TYPE_CHECKING:
+    from axo.train import Outcome
+
+_PATHS = "More text, so that '--data A B C' is A, B and C."
+_DROP = "Fail unless the last 10 losses average at least this far under ln(vocabulary)."
+
+
+def train(**given: Any) -> None:
+    """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
+    paths, expect_drop = given.pop("paths") or [], given.pop("expect_drop")
+    given["data"] = [*(given["data"] or []), *paths]
+    for field in dataclasses.fields(TrainConfig):
+        read = field.metadata["option"].read
+        if read is not None:
+            given[field.name] = read(given[field.name] or [] if field.name != "grid" else given[field.name])
+    if expect_drop is not None and not math.isfinite(expect_drop):
+        raise ValueError(f"expect-drop={expect_drop} is not a finite number of nats")
+    config = TrainConfig(**given)
+    rank = Rank.from_environment()
+    if rank is not None:
+        rank.check_grid("train", config.grid)  # before what takes seconds to import
+    from axo.train import run
+
+    outcome = run(config)
+    if outcome is not None and not _tell(outcome, expect_drop):
+        raise typer.Exit(FAILED)
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """The command's parameters: one for each field of ``TrainConfig``, and two that are the command's own."""
+    found: dict[str, tuple[Any, Any]] = {
+        "paths": (list[str] | None, typer.Argument(None, metavar="[PATH]...", help=_PATHS))
+    }
+    types = get_type_hints(TrainConfig)
+    for field in dataclasses.fields(TrainConfig):
+        option = field.metadata["option"]
+        kind, default = types[field.name], field.default
+        if option.text is not None:
+            kind = option.text
+            default = str(TrainConfig().grid) if kind is str else None
+            kind = kind if kind is str else kind | None
+        names = [f"--{option.name or field.name.replace('_', '-')}"]
+        info = typer.Option(
+            default, *names, metavar=option.metavar, help=option.help, rich_help_panel=option.panel, show_default=True
+        )
+        found[field.name] = (kind, info)
+    drop = typer.Option(None, metavar="NATS", help=_DROP, rich_help_panel=OUTPUT)
+    found["expect_drop"] = (float | None, drop)
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(name, by_name, default=info, annotation=kind) for name, (kind, info) in found.items()]
+
+
+train.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]
+train.__annotations__ = {parameter.name: parameter.annotation for parameter in _parameters()}
+
+
+def with_auto(arguments: list[str]) -> list[str]:
+    """Let ``--resume`` alone mean ``--resume auto``: an option with an optional value, which typer does not have."""
+    found = []
+    for argument, after in zip(arguments, [*arguments[1:], "-"], strict=False):
+        found += [argument, "auto"] if argument == "--resume" and after.startswith("-") else [argument]
+    return found
+
+
+def _tell(outcome: Outcome, expect_drop: float | None) -> bool:
+    """Print a run's result; return whether all that was asked of it holds. The verdict of the parity comes last."""
+    seconds = f"{outcome.seconds:.0f} s" + (f", serial {outcome.serial_seconds:.0f} s" if outcome.serial else "")
+    say(f"log {outcome.log} · loss curve {outcome.plot} · training {seconds}")
+    if outcome.checkpoint is not None:
+        say(f"checkpoint {outcome.checkpoint}")
+    if outcome.stopped:
+        say(f"stopped by SIGTERM after {len(outcome.losses)} steps; go on with --resume auto")
+        return True
+    line = (
+        f"loss: {outcome.losses[0]:.3f} at first, {outcome.tail_loss:.3f} over the last {len(outcome.losses[-10:])} of "
+        f"{len(outcome.losses)} steps, {outcome.drop:.3f} nats under "
+        f"ln({outcome.vocabulary}) = {math.log(outcome.vocabulary):.3f}"
+    )
+    fell = expect_drop is None or outcome.drop >= expect_drop
+    if expect_drop is not None:
+        line += f" (at least {expect_drop:g}): {'ok' if fell else 'FAILED'}"
+    say(line)
+    if outcome.parity is not None:
+        say(str(outcome.parity))
+    return fell and (outcome.parity is None or outcome.parity.ok)

@@ -1,0 +1,157 @@
+"""Every check of a training run that needs no rank, and the run's text.
+
+The checks run before ranks start (and again, cheaply, on each rank under torchrun), so that bad input costs one
+message and no process. They build the model without storage and read the sizes of the files; they run no torch
+operation on data, since the ranks are forked from this process (a parallel operation here would leave them without
+their thread pool).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+from axo import checkpoint
+from axo.comm.transports import check_device
+from axo.plans.litgpt import plan as litgpt_plan
+from axo.train import data, models
+from axo.train.config import PRECISIONS, TrainConfig
+from axo.train.log import LOG_NAME
+from axo.train.plot import PLOT_NAME
+from axo.train.resume import CHECKPOINTS
+
+
+def check(config: TrainConfig) -> None:
+    """Check everything that can be known before ranks exist.
+
+    Raises:
+        ValueError: An option is wrong; the message names it, its value and what would work.
+    """
+    _check_numbers(config)
+    if config.zero not in (0, 1, 2):
+        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
+    if config.precision not in PRECISIONS:
+        raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
+    _check_device(config)
+    _check_files(config)
+    model = models.resolve(config.model, config.model_overrides)
+    models.check_sequence(model, config.seq_len)
+    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0))
+    if rows.count % config.accumulate:
+        raise ValueError(
+            f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
+            f"(batch-size={config.batch_size} over z*data={config.grid.z * config.grid.data}); "
+            f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
+        )
+    vocabulary = data.BYTE_VOCABULARY
+    if config.tokenizer is not None:
+        vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
+    assert model.padded_vocab_size is not None
+    if vocabulary > model.padded_vocab_size:
+        source = config.tokenizer or "byte-level tokens"
+        raise ValueError(
+            f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
+            f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
+        )
+    litgpt_plan.check(models.build_empty(model), SimpleNamespace(grid=config.grid))
+    files = source_files(config)
+    if config.tokenizer is None:
+        open_batches(config, data.ByteCorpus(files))
+
+
+def _check_device(config: TrainConfig) -> None:
+    place = check_device("train", config.device)
+    if place.index is not None and config.grid.world_size > 1:
+        raise ValueError(
+            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.grid.world_size} ranks;"
+            f" use device={place.type!r}, which gives each rank its own"
+        )
+
+
+def _check_numbers(config: TrainConfig) -> None:
+    for field in dataclasses.fields(config):
+        option, value = field.metadata["option"], getattr(config, field.name)
+        if isinstance(value, (int, float)):
+            if field.name == "min_lr":
+                option = option._replace(most=config.lr)
+            must = option.wrong(value)
+            if must:
+                raise ValueError(f"train: {field.name.replace('_', '-')}={value} is out of range; it must be {must}")
+    if config.goldfish_k == 1:
+        raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
+
+
+def _check_files(config: TrainConfig) -> None:
+    """Check that what a run writes can be written, before it has trained for hours."""
+    if not config.out.strip():
+        raise ValueError("train: out is empty; name the folder of the run")
+    out = Path(config.out)
+    check_writable("out", out / "file")
+    if out.is_symlink() and not out.exists():
+        raise ValueError(f"train: out={out} is a link to {os.readlink(out)}, which does not exist; give a folder")
+    written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
+    if config.resume is not None:
+        if not config.resume.strip():
+            raise ValueError("train: resume is empty; use auto, or name a checkpoint")
+        if config.overwrite:
+            raise ValueError("train: overwrite starts anew, and resume goes on; use one of the two")
+    else:
+        older = checkpoint.latest(out / CHECKPOINTS)
+        if older is not None and not config.overwrite:
+            raise ValueError(
+                f"train: out={out} holds checkpoints of an earlier run, the newest {older.name}; go on from it with"
+                " --resume, give another --out, or say --overwrite to remove them"
+            )
+    if config.trace is not None:
+        trace = Path(config.trace)
+        if trace.is_dir():
+            raise ValueError(f"train: trace={trace} is a folder; name a file, such as {trace}/trace.json")
+        if trace.exists() and not trace.is_file():
+            raise ValueError(f"train: trace={trace} is not a file; name one, such as trace.json")
+        if trace.suffix == ".png":
+            raise ValueError(f"train: trace={trace} ends in .png, the name of its picture; use {trace.stem}.json")
+        check_writable("trace", trace)
+        written["trace's picture"] = trace.with_suffix(".png")
+    for option, path in written.items():
+        if path.is_dir():
+            raise ValueError(f"train: {option}: {path} is a folder, and a file of that name is to be written")
+
+
+def check_writable(option: str, path: Path) -> None:
+    """Check that the file ``path`` can be made: its folder is there, or can be made.
+
+    Raises:
+        ValueError: It cannot; names the option and what is in the way.
+    """
+    wrong = f"train: {option}={str(path.parent if option == 'out' else path)[:120]} cannot be written"
+    folder = path.parent.absolute()
+    try:
+        path.exists()  # raises for a name that is too long
+        while not folder.exists():
+            folder = folder.parent
+    except OSError as error:
+        raise ValueError(f"{wrong}: {error.strerror}") from None
+    if not folder.is_dir():
+        raise ValueError(f"{wrong}: {folder} is not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ValueError(f"{wrong}: no permission to write in {folder}")
+
+
+def source_files(config: TrainConfig) -> list[Path]:
+    """The text files of a run."""
+    return data.find_files(config.data) if config.data else data.default_text()
+
+
+def open_corpus(config: TrainConfig) -> data.Corpus:
+    """Open the text as tokens; with a tokenizer, encode it into the run's folder first (once)."""
+    files = source_files(config)
+    if config.tokenizer is None:
+        return data.ByteCorpus(files)
+    return data.encode(files, Path(config.tokenizer), Path(config.out) / "tokens")
+
+
+def open_batches(config: TrainConfig, corpus: data.Corpus) -> data.Batches:
+    """The run's batches."""
+    return data.Batches(corpus, seq_len=config.seq_len, batch_size=config.batch_size, seed=config.seed)

@@ -1,0 +1,230 @@
+"""What users get wrong: one line that names it, the right exit code, no traceback, and nothing written.
+
+Oracle: the line itself. Commands run in this process where they end before ranks exist, else in one of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from axo.cli import main as cli
+from tests.cli.test_cli import SMALL, living, run_axo, start, text
+
+__all__ = ["text"]  # a fixture
+
+
+@pytest.fixture()
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with things that are not what they are named for."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "text.txt").write_text("some words\n" * 999)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "with_log" / "log.jsonl").mkdir(parents=True)
+    (tmp_path / "with_plot" / "loss.png").mkdir(parents=True)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/nowhere")
+    (tmp_path / "list.yaml").write_text("[1, 2")
+    return tmp_path
+
+
+def override(field: str) -> list[str]:
+    return ["--model-override", field]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (override("norm_class_name=Foo"), "norm_class_name='Foo' is not known; use one of LayerNorm, RMSNorm"),
+        (override("mlp_class_name=GPT"), "mlp_class_name='GPT' is not known; use one of GptNeoxMLP, LLaMAMLP"),
+        (override("n_layer=[1"), "model: n_layer='[1' is not YAML: expected ',' or ']'"),
+        (override("n_layer=0"), "n_layer=0 is not a count from 1 to"),
+        (override("n_layer=-1"), "n_layer=-1 is not a count from 1 to"),
+        (override("n_embd=0"), "n_embd=0 is not a count from 1 to"),
+        (override("n_head=0"), "n_head=0 is not a count from 1 to"),
+        (override("n_embd=1000000000"), "n_embd=1000000000 is not a count from 1 to"),
+        (override("rotary_percentage=7"), "rotary_percentage=7 is not in [0, 1]"),
+        (override("norm_eps=x"), "norm_eps='x' is not a number"),
+        (override("bias=maybe"), "bias='maybe' is not true or false"),
+        (["--out", ""], "out is empty; name the folder of the run"),
+        (["--out", "file/x"], "out=file/x cannot be written: "),
+        (["--out", "link"], "out=link is a link to /nowhere, which does not exist"),
+        (["--out", "x" * 300], "cannot be written: File name too long"),
+        (["--out", "with_log"], "with_log/log.jsonl is a folder, and a file of that name is to be written"),
+        (["--out", "with_plot"], "with_plot/loss.png is a folder, and a file of that name is to be written"),
+        (["--trace", "folder"], "trace=folder is a folder; name a file, such as folder/trace.json"),
+        (["--trace", "fifo"], "trace=fifo is not a file"),
+        (["--trace", "file/t.json"], "trace=file/t.json cannot be written: "),
+        (["--trace", "x.png"], "trace=x.png ends in .png, the name of its picture; use x.json"),
+        (["--lr", "inf"], "lr=inf is out of range; it must be at least 0 and finite"),
+        (["--beta2", "1.0"], "beta2=1.0 is out of range; it must be in [0, 1)"),
+        (["--expect-drop", "nan"], "expect-drop=nan is not a finite number of nats"),
+        (["--data", ""], "data: a path is empty; name files or folders of text"),
+        (["--data", "fifo"], "data: fifo is neither a file nor a folder"),
+        (["--data", "/dev/null"], "data: /dev/null is neither a file nor a folder"),
+        (["--data", "link"], "data: link is a link to /nowhere, which does not exist"),
+        (["--data", "folder"], "data: the folder folder holds no files"),
+        (["--tokenizer", "folder"], "tokenizer: folder is not a file; give a tokenizer.json"),
+        (["--tokenizer", "list.yaml"], "tokenizer: list.yaml is not a tokenizer.json"),
+        (["--model", "fifo"], "model 'fifo' is neither a LitGPT configuration nor a .yaml or .json file"),
+        (["--model", "list.yaml"], "model: list.yaml is neither YAML nor JSON"),
+        (["--resume", ""], "resume is empty; use auto, or name a checkpoint"),
+        (["--resume", "auto", "--overwrite"], "overwrite starts anew, and resume goes on; use one of the two"),
+        (["--device", "tpu"], "device='tpu' is not one that torch knows; use cpu, or cuda"),
+        (["--steps", "many"], "Invalid value for '--steps'"),
+        (["--nope"], "No such option: --nope"),
+    ],
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
+)
+def test_train(here: Path, arguments: list[str], message: str) -> None:
+    before = sorted(here.rglob("*"))
+    usual = [] if "--data" in arguments else ["--data", "text.txt"]
+    result = CliRunner().invoke(cli.app, ["train", *usual, *arguments])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
+    assert result.stderr.startswith("axo train: error: ") and message in result.stderr, result.stderr
+    assert sorted(here.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("trian", "axo: error: No such command 'trian'"),
+        ("--nope", "axo: error: No such option: --nope"),
+        ("plan --model gpt-5b --gpus 8", "axo plan: error: Missing option '--machine'"),
+        ("plan --model gpt-5b --gpus 8 --machine alps --html folder", "'folder' is a folder; name a file in it"),
+        ("plan --model gpt-5b --gpus 8 --machine alps --plot file", "--plot file is a file; name a folder"),
+        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace folder", "'folder' is a folder; name a file"),
+        ("profile --out folder", "'folder' is a folder; name a file in it"),
+        ("tune --model gpt-5b --json folder", "'folder' is a folder; name a file in it"),
+        ("info --flight", "axo info: error: --flight wants files"),
+        ("consolidate folder", "axo consolidate: error: Missing argument 'OUT'"),
+    ],
+)
+def test_other_commands(here: Path, arguments: str, message: str) -> None:
+    result = CliRunner().invoke(cli.app, arguments.split())
+    assert result.exit_code == 2 and result.output.count("\n") == 1 and message in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "abc", "RANK='abc' is not a whole number of at least 0; a launcher, such as torchrun, sets it"),
+        ("RANK", "4", "RANK=4 is not a rank of WORLD_SIZE=1; use 0 to 0"),
+        ("LOCAL_RANK", "x", "LOCAL_RANK='x' is not a whole number"),
+        ("WORLD_SIZE", "2", "grid 1x1x1x1 has 1 ranks, but 2 were started; start 1, or use a grid such as 2x1x1x1"),
+    ],
+)
+def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
+    for variable in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, usual in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(variable, value if variable == name else usual)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    result = CliRunner().invoke(cli.app, ["train"])
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+
+
+# --- a run's folder ----------------------------------------------------------------------------------------------
+
+
+def test_a_new_run_does_not_touch_an_earlier_runs_checkpoints(text: str, tmp_path: Path) -> None:
+    out, checkpoints = tmp_path / "out", tmp_path / "out" / "checkpoints"
+    usual = ["train", "--data", text, "--steps", "2", "--save-every", "1", "--out", str(out), *SMALL]
+    code, lines = run_axo(*usual)
+    assert code == 0, lines
+    before = {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")}
+    code, lines = run_axo(*usual, "--seed", "9")
+    assert code == 2 and len(lines) == 1, lines
+    assert lines[0].startswith(
+        f"axo train: error: out={out} holds checkpoints of an earlier run, the newest step-0000000"
+    )
+    assert "--resume" in lines[0] and "--out" in lines[0] and "--overwrite" in lines[0]
+    assert {path: path.stat().st_mtime_ns for path in checkpoints.rglob("*")} == before
+
+    other = tmp_path / "other.txt"
+    other.write_text(Path(text).read_text()[:-1] + "!!\n")
+    for change, what in ((["--seed", "9"], "seed=0, now it is 9"), ([str(other)], "text=")):  # one text more
+        code, lines = run_axo(*usual, "--resume", "auto", "--steps", "3", *change)
+        assert code == 2 and f"was saved with {what}" in lines[-1] and "or say --allow-new-data" in lines[-1], lines
+    code, lines = run_axo(*usual, "--resume", "auto", "--steps", "3", "--seed", "9", "--allow-new-data")
+    assert code == 0 and "3 steps" in lines[-1], lines
+
+    code, lines = run_axo(*usual, "--overwrite")
+    assert code == 0, lines
+    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-00000001", "step-00000002"]
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_name(text: str, tmp_path: Path) -> None:
+    first = start("train", "--data", text, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL)
+    try:
+        log = tmp_path / "out" / "log.jsonl"
+        deadline = time.monotonic() + 100
+        while not (log.exists() and log.read_text().count("\n") > 1):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        code, lines = run_axo("train", "--data", text, "--steps", "2", "--out", str(tmp_path / "out"), *SMALL)
+        assert code == 2 and len(lines) == 1 and "is in use by process" in lines[0], lines
+    finally:
+        os.killpg(first.pid, signal.SIGKILL)
+        first.communicate()
+    code, lines = run_axo("train", "--data", text, "--steps", "2", "--out", str(tmp_path / "out"), *SMALL)
+    assert code == 0, "death has released the folder"
+
+
+def test_a_trace_that_cannot_be_written_does_not_end_the_run(text: str, tmp_path: Path) -> None:
+    run = ["train", "--data", text, "--steps", "3", "--out", str(tmp_path / "out"), *SMALL]
+    code, lines = run_axo(*run, "--trace", "/proc/trace.json")
+    assert code == 0, lines
+    assert sum("the trace is not written: '/proc/trace.json' cannot be used" in line for line in lines) == 1, lines
+
+
+# --- signals, pipes, terminals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_a_signal_ends_all_ranks_with_128_and_its_number(text: str, tmp_path: Path, number: signal.Signals) -> None:
+    process = start("train", "--grid", "1x1x2x1", "--data", text, "--steps", "100000", "--out", str(tmp_path), *SMALL)
+    log = tmp_path / "log.jsonl"
+    deadline = time.monotonic() + 100
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)[0]
+        time.sleep(0.05)
+    os.kill(process.pid, number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number, output
+    assert output.strip().splitlines()[-1] == f"axo train: interrupted by {number.name}; all ranks have ended"
+    assert "Traceback" not in output and living(process.pid) == []
+
+
+def test_a_closed_pipe_ends_without_a_word(text: str, tmp_path: Path) -> None:
+    """As `axo train ... | head -1`: the rank that prints, and the command, end like any other Unix tool."""
+    for arguments in (["train", "--data", text, "--steps", "300", "--out", str(tmp_path), *SMALL], ["info"]):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "axo.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
+        )
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        complaints = process.stderr.read()
+        assert process.wait(60) == 128 + signal.SIGPIPE and complaints == "", complaints
+
+
+def test_a_terminal_without_unicode_shows_other_signs(text: str, tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "axo.cli", "train", "--data", text, "--steps", "2", "--out", str(tmp_path), *SMALL]
+    done = subprocess.run(command, capture_output=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr
+    shown = done.stdout.decode("ascii")
+    assert f"log {tmp_path}/log.jsonl - loss curve" in shown and "tokens/s - comm" in shown, shown
