@@ -69,14 +69,14 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
         raise ValueError(f"folder {str(Path(json_out).parent)!r} does not exist; make it, or choose another --json")
     place = _device(device)
     kind = getattr(torch, dtype)
-    cuts = f"{grid.x}x{grid.y}x{grid.z}"
-    _check_memory(layers(model, (grid.x, grid.y, grid.z), rows, shrink), kind, place)
+    cut = layers(model, (grid.x, grid.y, grid.z), rows, shrink)
+    _check_memory(cut, kind, place)
     cache = Cache(devices.device_name(place), devices.versions())
     started = time.perf_counter()
-    with _Progress(layers(model, (grid.x, grid.y, grid.z), rows, shrink), json_out == "-") as progress:
+    with _Progress(cut, json_out == "-") as progress:
         tuner = Tuner("first-step", cache=cache, progress=progress.candidate)
         found: list[Row] = []
-        for row in tune_model(model, cuts, rows=rows, dtype=kind, device=place, shrink=shrink, tuner=tuner):
+        for row in tune_model(cut, tuner, dtype=kind, device=place):
             found.append(row)
             progress.row()
     seconds = time.perf_counter() - started
