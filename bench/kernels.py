@@ -32,9 +32,9 @@ import torch
 
 from axo_kernels import SignalTimeout, matmul
 from axo_kernels import device as devices
-from axo_kernels.fused.chunks import plan
-from axo_kernels.fused.segments import launch_segments
-from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.chunks import chunk_order
+from axo_kernels.fused.segments import SegmentedProduct
+from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable, matmul_reference
 from axo_kernels.gemm.tiles import Config, candidates
@@ -238,11 +238,11 @@ def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> Non
     for _ in range(count):
         x = torch.randint(-2, 3, (m, k), generator=generator, device=device).to(dtype)
         w = torch.randint(-2, 3, (n, k), generator=generator, device=device).to(dtype)
-        out, _full = run_all_gather(x, w, comm, "NT", "b", "signal", 3, keep=False)
+        out, _full = run_all_gather(x, w, comm, "NT", "b", Way("signal", 3), keep=False)
         expected = (x.float() @ w.float().T).to(dtype)
         wrong += (out != expected.repeat(1, 2)).any()
-        wrong += (run_reduce_scatter(w, x, comm, "NT", "signal", 4) != 2 * expected.T[: n // 2]).any()
-        total, finish = start_all_reduce(x, w, comm, "NT", "signal", 2)
+        wrong += (run_reduce_scatter(w, x, comm, "NT", Way("signal", 4)) != 2 * expected.T[: n // 2]).any()
+        total, finish = start_all_reduce(x, w, comm, "NT", Way("signal", 2))
         finish()
         wrong += (total != 2 * expected).any()
     comm.check()
@@ -260,12 +260,12 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
         return torch.randint(-2, 3, (rows, 64), generator=generator, device=device).to(torch.bfloat16)
 
     for strategy in ("split", "signal"):
-        x, w, wrong = draw(256), draw(512), torch.zeros((), device=device)
+        way, x, w, wrong = Way(strategy, 2), draw(256), draw(512), torch.zeros((), device=device)
 
-        def operations(strategy: str = strategy, x: torch.Tensor = x, w: torch.Tensor = w) -> list[torch.Tensor]:
-            gathered = run_all_gather(x, w, comm, "NT", "b", strategy, 2, keep=False)[0]
-            scattered = run_reduce_scatter(w, x, comm, "NT", strategy, 2)
-            total, finish = start_all_reduce(x, w, comm, "NT", strategy, 2)
+        def operations(way: Way = way, x: torch.Tensor = x, w: torch.Tensor = w) -> list[torch.Tensor]:
+            gathered = run_all_gather(x, w, comm, "NT", "b", way, keep=False)[0]
+            scattered = run_reduce_scatter(w, x, comm, "NT", way)
+            total, finish = start_all_reduce(x, w, comm, "NT", way)
             finish()
             return [gathered, scattered, total]
 
@@ -289,15 +289,15 @@ def silence(device: torch.device, table: Table) -> None:
     if not devices.runs_triton(device):
         return
     comm = SimulatedCommunicator(2, 1e11, device, timeout=0.2)
-    schedule = plan("all_gather", 256, 2, 0, 2, 128)
+    order = chunk_order("all_gather", 256, 2, 0, 2, 128)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     product = Product("NT", 128, 512, 64, dtype)
-    workspace = comm.workspaces.get("silence", schedule, product, device)
+    workspace = comm.workspaces.get("silence", order, product, device)
     workspace.advance()
     workspace.write_on_host(0)
     x, w = (torch.ones((rows, 64), device=device, dtype=dtype) for rows in (128, 512))
     out = torch.zeros((128, 512), device=device, dtype=dtype)
-    launch_segments(x, w, out, product, schedule, workspace, comm, None, None, along_n=True)
+    SegmentedProduct(product, workspace, comm).launch(x, w, out, along_n=True)
     try:
         comm.check()
         told = False

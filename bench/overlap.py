@@ -23,10 +23,9 @@ import torch
 
 from axo_kernels import FusedCommunicator, adapt
 from axo_kernels import device as devices
-from axo_kernels.comm.adapters import gather_max
-from axo_kernels.fused.chunks import plan
-from axo_kernels.fused.segments import launch_segments
-from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.chunks import chunk_order
+from axo_kernels.fused.segments import SegmentedProduct
+from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
@@ -191,7 +190,7 @@ def _case(
     errors = {key: relative_error(call(), expected) for key, call in rivals.items()}
     own = _own(a, b, comm, product, operation, device)
     calls: list[Callable[[], object]] = [gemm, serial, alone, *([own] if own else []), *rivals.values()]
-    timings = gather_max(comm, [timing.seconds for timing in paired(calls, device, options.rounds)])
+    timings = comm.maximum([timing.seconds for timing in paired(calls, device, options.rounds)])
     comm.check() if device.type == "cuda" else None
     head, tail = timings[:3], timings[3 + bool(own) :]
     for (strategy, chunks), fused in zip(rivals, tail, strict=True):
@@ -227,13 +226,14 @@ def _bytes(operation: str, product: Product, size: int) -> float:
 def _call(
     operation: str, a: torch.Tensor, b: torch.Tensor, comm: FusedCommunicator, layout: str, strategy: str, chunks: int
 ) -> Callable[[], torch.Tensor]:
+    way = Way(strategy, chunks)
     if operation == "matmul_reduce_scatter":
-        return partial(run_reduce_scatter, a, b, comm, layout, strategy, chunks)
+        return partial(run_reduce_scatter, a, b, comm, layout, way)
     if operation == "all_gather_matmul":
-        return lambda: run_all_gather(a, b, comm, layout, "b", strategy, chunks, keep=False)[0]
+        return lambda: run_all_gather(a, b, comm, layout, "b", way, keep=False)[0]
 
     def run() -> torch.Tensor:
-        out, finish = start_all_reduce(a, b, comm, layout, strategy, chunks)
+        out, finish = start_all_reduce(a, b, comm, layout, way)
         finish()
         return out
 
@@ -264,12 +264,12 @@ def _own(
     gathers = operation == "all_gather_matmul"
     rows = product.n // comm.size if gathers else product.m
     kind = "all_gather" if gathers else "all_reduce"
-    schedule = plan(kind, rows, 4, comm.rank, comm.size, 128)
-    workspace = comm.workspaces.get(f"alone {operation}", schedule, product, device)
+    order = chunk_order(kind, rows, 4, comm.rank, comm.size, 128)
+    workspace = comm.workspaces.get(f"alone {operation}", order, product, device)
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=device)
     full = b.repeat(comm.size, 1) if gathers else b
     workspace.flags.copy_(workspace.epoch)
-    return lambda: launch_segments(a, full, out, product, schedule, workspace, comm, None, None, along_n=gathers)
+    return lambda: SegmentedProduct(product, workspace, comm).launch(a, full, out, along_n=gathers)
 
 
 if __name__ == "__main__":

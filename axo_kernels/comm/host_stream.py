@@ -40,9 +40,6 @@ class StreamWork:
         if self.error is not None:
             raise self.error
 
-    def is_completed(self) -> bool:
-        return self._event.is_set()
-
 
 class HostStream:
     """The thread and its queue."""

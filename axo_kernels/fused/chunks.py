@@ -1,5 +1,5 @@
-"""The schedule of a fused operation: which rows make a chunk, which part of the product is computed when, which flag
-stands for it, and what the communication stream does. Pure Python: no tensor, no kernel, no device.
+"""The chunks of a fused operation: which rows make one, which part of the product is computed when, which flag stands
+for it. Pure Python: no tensor, no kernel, no device.
 
 Three operations, with ``size`` ranks and C chunks over the rows that travel:
 
@@ -8,7 +8,7 @@ Three operations, with ``size`` ranks and C chunks over the rows that travel:
     all_gather      operand[size * R, K] from shards      chunk c: rows c of *every* shard, packed [chunk][rank][rows]
 
 A :class:`Segment` is a run of rows that lie together both where they are read and where they are written; the product
-is computed segment by segment, in the order of the schedule, so a tile never straddles a chunk. An all-reduce or a
+is computed segment by segment, in this order, so a tile never straddles a chunk. An all-reduce or a
 reduce-scatter of chunk c may start when all its segments are computed (the product *signals*); a segment of an
 all-gather may be computed when its chunk has arrived (the product *waits*). Within a chunk the next rank's rows come
 first and one's own last where rows are sent, one's own first where rows are received.
@@ -18,7 +18,6 @@ Collectives are issued in chunk order on every rank, so the order is the same ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -45,10 +44,20 @@ class Segment:
     flag: int
     peer: int
 
+    @property
+    def read(self) -> slice:
+        """The rows that are read."""
+        return slice(self.source, self.source + self.rows)
+
+    @property
+    def written(self) -> slice:
+        """The rows (or columns) that are written."""
+        return slice(self.target, self.target + self.rows)
+
 
 @dataclass(frozen=True)
-class Schedule:
-    """What one rank does, in order.
+class ChunkOrder:
+    """What one rank computes and sends, in order.
 
     Attributes:
         operation: One of OPERATIONS.
@@ -64,7 +73,7 @@ class Schedule:
     segments: tuple[Segment, ...]
 
     def __hash__(self) -> int:
-        """Without the segments, which follow from the rest: each fused operation looks up by its schedule."""
+        """Without the segments, which follow from the rest: each fused operation looks up by its order."""
         return hash((self.operation, self.rank, self.size, self.bounds))
 
     @property
@@ -106,8 +115,8 @@ def chunk_bounds(rows: int, chunks: int, multiple: int = 1) -> tuple[tuple[int, 
 
 
 @lru_cache(maxsize=1024)
-def plan(operation: str, rows: int, chunks: int, rank: int, size: int, multiple: int = 1) -> Schedule:
-    """Return the schedule of one rank.
+def chunk_order(operation: str, rows: int, chunks: int, rank: int, size: int, multiple: int = 1) -> ChunkOrder:
+    """Return what one rank does, in which order.
 
     Args:
         operation: ``"all_reduce"``, ``"reduce_scatter"`` or ``"all_gather"``.
@@ -126,7 +135,7 @@ def plan(operation: str, rows: int, chunks: int, rank: int, size: int, multiple:
     if operation == "all_reduce":
         bounds = chunk_bounds(rows, chunks, multiple)
         segments = [Segment(start, start, stop - start, index, rank) for index, (start, stop) in enumerate(bounds)]
-        return Schedule(operation, rank, size, bounds, tuple(segments))
+        return ChunkOrder(operation, rank, size, bounds, tuple(segments))
     if operation == "reduce_scatter":
         if rows % size:
             raise ValueError(
@@ -139,7 +148,7 @@ def plan(operation: str, rows: int, chunks: int, rank: int, size: int, multiple:
             for index, (start, stop) in enumerate(bounds)
             for peer in _others_first(rank, size)
         ]
-        return Schedule(operation, rank, size, bounds, tuple(segments))
+        return ChunkOrder(operation, rank, size, bounds, tuple(segments))
     bounds = chunk_bounds(rows, chunks, multiple)
     received = [
         Segment(size * start + peer * (stop - start), peer * rows + start, stop - start, index, peer)
@@ -150,7 +159,7 @@ def plan(operation: str, rows: int, chunks: int, rank: int, size: int, multiple:
         Segment(size * start + rank * (stop - start), rank * rows + start, stop - start, NO_FLAG, rank)
         for start, stop in bounds
     ]
-    return Schedule(operation, rank, size, bounds, tuple(own + received))
+    return ChunkOrder(operation, rank, size, bounds, tuple(own + received))
 
 
 def _others_first(rank: int, size: int) -> list[int]:
@@ -159,7 +168,7 @@ def _others_first(rank: int, size: int) -> list[int]:
 
 @dataclass(frozen=True)
 class TileTable:
-    """A schedule in tiles, as the kernel reads it.
+    """An order of segments in tiles, as the kernel reads it.
 
     Attributes:
         first_tile: Number of the first tile of each segment, and the total at the end.
@@ -175,49 +184,15 @@ class TileTable:
 
 
 @lru_cache(maxsize=1024)
-def tile_table(schedule: Schedule, block: int, across: int) -> TileTable:
+def tile_table(order: ChunkOrder, block: int, across: int) -> TileTable:
     """Count tiles: ``block`` rows a tile along the segments, ``across`` tiles in the other direction."""
-    first, counts = [0], [0] * schedule.chunks
-    for segment in schedule.segments:
+    first, counts = [0], [0] * order.chunks
+    for segment in order.segments:
         tiles = -(-segment.rows // block) * across
         first.append(first[-1] + tiles)
         if segment.flag != NO_FLAG:
             counts[segment.flag] += tiles
     return TileTable(tuple(first), tuple(counts))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of a stream: ``compute`` a segment, ``wait`` for or ``write`` a flag, or run the ``collective``."""
-
-    kind: str
-    index: int
-
-
-def compute_steps(schedule: Schedule) -> Iterator[Step]:
-    """What the compute stream does: segments by number, with the flags that its kernel waits for or writes."""
-    remaining = [0] * schedule.chunks
-    for segment in schedule.segments:
-        if segment.flag != NO_FLAG:
-            remaining[segment.flag] += 1
-    for number, segment in enumerate(schedule.segments):
-        if segment.flag != NO_FLAG and not schedule.signals:
-            yield Step("wait", segment.flag)
-        yield Step("compute", number)
-        if segment.flag != NO_FLAG and schedule.signals:
-            remaining[segment.flag] -= 1
-            if not remaining[segment.flag]:
-                yield Step("write", segment.flag)
-
-
-def communication_steps(schedule: Schedule) -> Iterator[Step]:
-    """What the communication stream does: the mirror image."""
-    for chunk in range(schedule.chunks):
-        if schedule.signals:
-            yield Step("wait", chunk)
-        yield Step("collective", chunk)
-        if not schedule.signals:
-            yield Step("write", chunk)
 
 
 def reached(flag: int, epoch: int) -> bool:

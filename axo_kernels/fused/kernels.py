@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from axo_kernels.gemm.kernels import grouped_tile, store_tile, tile_product
+from axo_kernels.gemm.kernels import descriptor_product, grouped_tile, store_tile, tile_product
 
 
 @triton.jit
@@ -65,25 +65,6 @@ def proxy_fence(FENCE: tl.constexpr):
         tl.debug_barrier()
 
 
-@triton.jit
-def descriptor_product(
-    a, b, m0, n0, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """One tile's sum over K with operands read through descriptors."""
-    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for step in range(tl.cdiv(K, BLOCK_K)):
-        k = step * BLOCK_K
-        x = a.load([k, m0]).T if A_TRANSPOSED else a.load([m0, k])
-        y = b.load([n0, k]).T if B_TRANSPOSED else b.load([k, n0])
-        if INTERPRETED:
-            x = x.to(tl.float32)
-            y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
-    return acc
-
-
 @triton.jit(do_not_specialize=["tiles", "bound"])
 def segment_matmul_kernel(
     a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
@@ -94,7 +75,7 @@ def segment_matmul_kernel(
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     FENCE: tl.constexpr,
 ):  # fmt: skip
-    """A product computed segment by segment (schedule.py), waiting for, or setting, the flag of each chunk.
+    """A product computed segment by segment (chunks.py), waiting for, or setting, the flag of each chunk.
 
     table, int32 ``[6, SEGMENTS]``: first tile (padded with the largest integer), source row, target row, rows, flag
     (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits

@@ -14,10 +14,12 @@ are what is asked for, and what runs.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from axo_kernels.comm.adapters import Communicator, FusedCommunicator
-from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator
+from axo_kernels.fused.strategies import Way, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import autocast, check_layout
 from axo_kernels.gemm.matmul import BACKWARD, matmul
 
@@ -25,11 +27,11 @@ from axo_kernels.gemm.matmul import BACKWARD, matmul
 def matmul_all_reduce(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: Communicator,
+    comm: CommunicatorProtocol,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
-    grad_comm: Communicator | None = None,
+    grad_comm: CommunicatorProtocol | None = None,
     strategy: str = "serial",
     chunks: int = 4,
 ) -> torch.Tensor:
@@ -44,22 +46,17 @@ def matmul_all_reduce(
         strategy: ``"serial"``, ``"split"`` or ``"signal"``.
         chunks: Pieces of M; ignored by ``"serial"``.
     """
-    check_layout(layout)
-    _check(comm, "matmul_all_reduce")
     if grad_comm is not None:
         _check(grad_comm, "matmul_all_reduce", "grad_comm")
-    _check_second("matmul_all_reduce", b)
-    a, b = autocast(a, b)
-    _check_bias("matmul_all_reduce", bias, b.shape[0 if layout == "NT" else -1])
-    flat, lead = _flat(a, layout, "matmul_all_reduce")
-    out: torch.Tensor = _MatmulAllReduce.apply(flat, b, bias, comm, grad_comm, layout, strategy, chunks)
+    a, b, lead = _operands("matmul_all_reduce", a, b, comm, layout, bias)
+    out: torch.Tensor = _MatmulAllReduce.apply(a, b, bias, comm, grad_comm, layout, Way(strategy, chunks))
     return out if lead is None else out.view(*lead, out.shape[-1])
 
 
 def all_gather_matmul(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: Communicator,
+    comm: CommunicatorProtocol,
     layout: str = "NT",
     bias: torch.Tensor | None = None,
     *,
@@ -82,14 +79,8 @@ def all_gather_matmul(
     Returns:
         ``(..., M, size * N)`` with ``gather="b"``, ``(size * M, ..., N)`` with ``gather="a"``.
     """
-    check_layout(layout)
-    _check(comm, "all_gather_matmul")
-    _check_second("all_gather_matmul", b)
-    a, b = autocast(a, b)
-    columns = b.shape[0 if layout == "NT" else -1]
-    _check_bias("all_gather_matmul", bias, columns * (comm.size if gather == "b" else 1))
-    flat, lead = _flat(a, layout, "all_gather_matmul")
-    out: torch.Tensor = _AllGatherMatmul.apply(flat, b, bias, comm, layout, gather, keep, strategy, chunks)
+    a, b, lead = _operands("all_gather_matmul", a, b, comm, layout, bias, gathered=gather == "b")
+    out: torch.Tensor = _AllGatherMatmul.apply(a, b, bias, comm, layout, gather, keep, Way(strategy, chunks))
     if lead is None:
         return out
     first = lead[0] * comm.size if gather == "a" else lead[0]
@@ -99,7 +90,7 @@ def all_gather_matmul(
 def matmul_reduce_scatter(
     a: torch.Tensor,
     b: torch.Tensor,
-    comm: Communicator,
+    comm: CommunicatorProtocol,
     layout: str = "NT",
     *,
     strategy: str = "serial",
@@ -116,32 +107,51 @@ def matmul_reduce_scatter(
     Raises:
         ValueError: M does not divide over the ranks, or has fewer rows than chunks.
     """
-    check_layout(layout)
-    _check(comm, "matmul_reduce_scatter")
-    _check_second("matmul_reduce_scatter", b)
-    a, b = autocast(a, b)
-    flat, lead = _flat(a, layout, "matmul_reduce_scatter")
+    a, b, lead = _operands("matmul_reduce_scatter", a, b, comm, layout)
     if lead is not None and lead[0] % comm.size:
         raise ValueError(
             f"matmul_reduce_scatter: dim 0 of a has {lead[0]} rows, which do not divide over {comm.size} ranks; pad to "
             f"{-(-lead[0] // comm.size) * comm.size}"
         )
-    out: torch.Tensor = _MatmulReduceScatter.apply(flat, b, comm, layout, strategy, chunks)
+    out: torch.Tensor = _MatmulReduceScatter.apply(a, b, comm, layout, Way(strategy, chunks))
     return out if lead is None else out.view(lead[0] // comm.size, *lead[1:], out.shape[-1])
 
 
-def _check(comm: Communicator, operation: str, name: str = "comm") -> None:
+def _operands(
+    operation: str,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    comm: CommunicatorProtocol,
+    layout: str,
+    bias: torch.Tensor | None = None,
+    gathered: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Size | None]:
+    """Check the arguments; return a as a matrix, b, and a's leading dims where it had more than two.
+
+    ``gathered``: b is one rank's shard of the columns that ``bias`` belongs to.
+    """
+    check_layout(layout)
+    _check(comm, operation)
+    if b.dim() != 2:
+        raise ValueError(f"{operation}: b has {b.dim()} dims; give one matrix, 2 dims")
+    a, b = autocast(a, b)
+    columns = b.shape[0 if layout == "NT" else -1] * (comm.size if gathered else 1)
+    if bias is not None and tuple(bias.shape) != (columns,):
+        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; use ({columns},), one value a column")
+    if a.dim() == 2:
+        return a, b, None
+    if layout == "TN" or a.dim() < 2:
+        raise ValueError(f"{operation}: a has {a.dim()} dims; {layout} takes {'2' if layout == 'TN' else 'at least 2'}")
+    return a.flatten(0, -2), b, a.shape[:-1]
+
+
+def _check(comm: CommunicatorProtocol, operation: str, name: str = "comm") -> None:
     # our own first: asking a protocol takes microseconds
-    if not (isinstance(comm, FusedCommunicator) or isinstance(comm, Communicator)):
+    if not (isinstance(comm, FusedCommunicator) or isinstance(comm, CommunicatorProtocol)):
         raise ValueError(
             f"{operation}: {name} is a {type(comm).__name__}; wrap it once with axo_kernels.adapt(...) and keep the "
             f"result, which holds workspaces and records"
         )
-
-
-def _check_second(operation: str, b: torch.Tensor) -> None:
-    if b.dim() != 2:
-        raise ValueError(f"{operation}: b has {b.dim()} dims; give one matrix, 2 dims")
 
 
 def _refuse_create_graph(operation: str) -> None:
@@ -152,30 +162,17 @@ def _refuse_create_graph(operation: str) -> None:
         )
 
 
-def _check_bias(operation: str, bias: torch.Tensor | None, columns: int) -> None:
-    if bias is not None and tuple(bias.shape) != (columns,):
-        raise ValueError(f"{operation}: bias has shape {tuple(bias.shape)}; use ({columns},), one value a column")
-
-
-def _flat(a: torch.Tensor, layout: str, operation: str) -> tuple[torch.Tensor, torch.Size | None]:
-    if a.dim() == 2:
-        return a, None
-    if layout == "TN" or a.dim() < 2:
-        raise ValueError(f"{operation}: a has {a.dim()} dims; {layout} takes {'2' if layout == 'TN' else 'at least 2'}")
-    return a.flatten(0, -2), a.shape[:-1]
-
-
 def _bias_gradient(grad: torch.Tensor, bias_dtype: torch.dtype | None, wanted: bool) -> torch.Tensor | None:
     return grad.sum(0, dtype=torch.float32).to(bias_dtype) if wanted and bias_dtype is not None else None
 
 
 class _MatmulAllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, bias, comm, grad_comm, layout, strategy, chunks):  # type: ignore[no-untyped-def]
+    def forward(ctx, a, b, bias, comm, grad_comm, layout, way):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(a, b)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.rest = (grad_comm, layout, strategy, chunks)
-        out, finish = start_all_reduce(a, b, comm, layout, strategy, chunks, bias)
+        ctx.rest = (grad_comm, layout, way)
+        out, finish = start_all_reduce(a, b, comm, layout, way, bias)
         finish()
         return out
 
@@ -183,21 +180,16 @@ class _MatmulAllReduce(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         _refuse_create_graph("matmul_all_reduce")
         a, b = ctx.saved_tensors
-        grad_comm, layout, strategy, chunks = ctx.rest
+        grad_comm, layout, way = ctx.rest
         wants_a, wants_b, wants_bias = ctx.needs_input_grad[:3]
-        grad_a = grad_b = None
+        grad_a = grad_b = finish = None
         operands = {"a": a, "b": b, "grad": grad.contiguous()}
         (first, second, mode), (left, right, other_mode) = BACKWARD[layout]
-
-        def finish() -> None:
-            pass
-
         if wants_a and grad_comm is not None and grad_comm.size > 1:
             # Its chunks travel while the weight gradient is computed.
             rows = operands[first].shape[-1 if mode == "TN" else -2]
-            grad_a, finish = start_all_reduce(
-                operands[first], operands[second], grad_comm, mode, strategy, max(1, min(chunks, rows))
-            )
+            fitting = replace(way, chunks=max(1, min(way.chunks, rows)))
+            grad_a, finish = start_all_reduce(operands[first], operands[second], grad_comm, mode, fitting)
         elif wants_a:
             grad_a = matmul(operands[first], operands[second], mode)
         try:
@@ -208,17 +200,18 @@ class _MatmulAllReduce(torch.autograd.Function):
             if grad_comm is not None:
                 grad_comm.abandon()
             raise
-        finish()
-        return grad_a, grad_b, grad_bias, None, None, None, None, None
+        if finish is not None:
+            finish()
+        return grad_a, grad_b, grad_bias, None, None, None, None
 
 
 class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, bias, comm, layout, gather, keep, strategy, chunks):  # type: ignore[no-untyped-def]
+    def forward(ctx, a, b, bias, comm, layout, gather, keep, way):  # type: ignore[no-untyped-def]
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.rest = (comm, layout, gather, strategy, chunks)
+        ctx.rest = (comm, layout, gather, way)
         wanted = keep and any(ctx.needs_input_grad[:2])
-        out, full = run_all_gather(a, b, comm, layout, gather, strategy, chunks, bias, keep=wanted)
+        out, full = run_all_gather(a, b, comm, layout, gather, way, bias, keep=wanted)
         ctx.kept = full is not None
         shard, other = (a, b) if gather == "a" else (b, a)
         ctx.save_for_backward(full if full is not None else shard, other)
@@ -228,56 +221,55 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         _refuse_create_graph("all_gather_matmul")
         gathered, other = ctx.saved_tensors
-        comm, layout, gather, strategy, chunks = ctx.rest
+        comm, layout, gather, way = ctx.rest
         grad = grad.contiguous()
         if not ctx.kept and ctx.needs_input_grad[1 if gather == "a" else 0]:
-            full = gathered.new_empty((comm.size * gathered.shape[0], gathered.shape[1]))
-            comm.all_gather(full, gathered.contiguous()).wait()
-            gathered = full
+            gathered = _gathered(gathered.contiguous(), comm)
         operands = {"a": gathered, "b": other} if gather == "a" else {"a": other, "b": gathered}
         operands["grad"] = grad
         gradients: list[torch.Tensor | None] = [None, None]
         for index, (left, right, mode) in enumerate(BACKWARD[layout]):
             if not ctx.needs_input_grad[index]:
                 continue
-            scattered = index == (0 if gather == "a" else 1)
-            if scattered:
-                gradients[index] = run_reduce_scatter(operands[left], operands[right], comm, mode, strategy, chunks)
+            if "ab"[index] == gather:
+                gradients[index] = run_reduce_scatter(operands[left], operands[right], comm, mode, way)
             else:
                 gradients[index] = matmul(operands[left], operands[right], mode)
         grad_bias = _bias_gradient(grad, ctx.bias_dtype, ctx.needs_input_grad[2])
-        return gradients[0], gradients[1], grad_bias, None, None, None, None, None, None
+        return *gradients, grad_bias, None, None, None, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, a, b, comm, layout, strategy, chunks):  # type: ignore[no-untyped-def]
+    def forward(ctx, a, b, comm, layout, way):  # type: ignore[no-untyped-def]
         ctx.save_for_backward(a, b)
-        ctx.rest = (comm, layout, strategy, chunks)
-        return run_reduce_scatter(a, b, comm, layout, strategy, chunks)
+        ctx.rest = (comm, layout, way)
+        return run_reduce_scatter(a, b, comm, layout, way)
 
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         _refuse_create_graph("matmul_reduce_scatter")
         a, b = ctx.saved_tensors
-        comm, layout, strategy, chunks = ctx.rest
-        grad = grad.contiguous()
+        comm, layout, way = ctx.rest
+        operands = {"a": a, "b": b, "grad": grad.contiguous()}
         full: torch.Tensor | None = None
         gradients: list[torch.Tensor | None] = [None, None]
         for index, (left, right, mode) in enumerate(BACKWARD[layout]):
             if not ctx.needs_input_grad[index]:
                 continue
-            operands = {"a": a, "b": b, "grad": grad}
             gather = "a" if left == "grad" else "b"
-            if full is None and (gather, mode) in (("a", "NN"), ("a", "NT"), ("b", "NT")):
+            if full is None and gathers(gather, mode):
                 # The gathered gradient serves the other product too.
-                gradients[index], full = run_all_gather(
-                    operands[left], operands[right], comm, mode, gather, strategy, chunks
-                )
+                gradients[index], full = run_all_gather(operands[left], operands[right], comm, mode, gather, way)
                 continue
             if full is None:
-                full = grad.new_empty((comm.size * grad.shape[0], grad.shape[1]))
-                comm.all_gather(full, grad).wait()
-            operands["grad"] = full
-            gradients[index] = matmul(operands[left], operands[right], mode)
-        return gradients[0], gradients[1], None, None, None, None
+                full = _gathered(operands["grad"], comm)
+            whole = operands | {"grad": full}
+            gradients[index] = matmul(whole[left], whole[right], mode)
+        return *gradients, None, None, None
+
+
+def _gathered(shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
+    full = shard.new_empty((comm.size * shard.shape[0], shard.shape[1]))
+    comm.all_gather(full, shard).wait()
+    return full

@@ -6,7 +6,7 @@
     status    int32[4]        (1, flag number, epoch, value seen) once a wait inside a kernel has given up; in pinned
                               host memory, which kernels write to and the host reads for nothing, also while the
                               device's streams stand still
-    table     int32[6, S]     the schedule in tiles, as segment_matmul_kernel reads it
+    table     int32[6, S]     the order in tiles, as segment_matmul_kernel reads it
 
 Packed buffers have two slots, taken in turn by the epoch's parity.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from axo_kernels.comm.host_stream import SignalTimeout
-from axo_kernels.fused.chunks import NO_FLAG, Schedule, TileTable, next_epoch, reached
+from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, TileTable, next_epoch, reached
 
 _NEVER = 2**31 - 1
 _TABLE_ROWS = 6
@@ -30,10 +30,10 @@ _TABLE_ROWS = 6
 class Workspace:
     """The device memory of one fused operation at one shape."""
 
-    def __init__(self, name: str, schedule: Schedule, device: torch.device, first_epoch: int = 0) -> None:
+    def __init__(self, name: str, order: ChunkOrder, device: torch.device, first_epoch: int = 0) -> None:
         self.name = name
-        self.schedule = schedule
-        words = max(1, schedule.chunks)
+        self.order = order
+        words = max(1, order.chunks)
         self.flags = torch.full((words,), first_epoch, dtype=torch.int32, device=device)
         self.counters = torch.zeros(words, dtype=torch.int32, device=device)
         self.epoch = torch.full((1,), first_epoch, dtype=torch.int32, device=device)
@@ -60,8 +60,8 @@ class Workspace:
         return self._buffers[self.turn, shape, dtype]
 
     def table(self, tiles: TileTable) -> tuple[torch.Tensor, int]:
-        """Return the schedule as the kernel reads it, and its width (a power of two)."""
-        segments = self.schedule.segments
+        """Return the order as the kernel reads it, and its width (a power of two)."""
+        segments = self.order.segments
         width = max(16, 1 << (len(segments) - 1).bit_length())
         if tiles not in self._tables:
             rows = [
@@ -108,10 +108,10 @@ class Workspace:
             raise SignalTimeout(self._complaint(rank, number, epoch, seen, timeout))
 
     def _complaint(self, rank: int, number: int, epoch: int, seen: int, timeout: float) -> str:
-        peers = sorted({s.peer for s in self.schedule.segments if s.flag == number and s.peer != self.schedule.rank})
-        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.schedule.signals else ""
+        peers = sorted({s.peer for s in self.order.segments if s.flag == number and s.peer != self.order.rank})
+        whose = f" (rows of rank {', '.join(map(str, peers))})" if peers and not self.order.signals else ""
         return (
-            f"{self.name}: rank {rank} of {self.schedule.size} waited {timeout:g} s for chunk {number}{whose} of epoch "
+            f"{self.name}: rank {rank} of {self.order.size} waited {timeout:g} s for chunk {number}{whose} of epoch "
             f"{epoch}; its flag stands at {seen}: a peer has not signalled"
         )
 
@@ -122,20 +122,20 @@ class Workspaces:
     def __init__(self) -> None:
         self._all: dict[Any, Workspace] = {}
 
-    def get(self, name: str, schedule: Schedule, key: Any, device: torch.device) -> Workspace:
+    def get(self, name: str, order: ChunkOrder, key: Any, device: torch.device) -> Workspace:
         """Return the workspace of an operation at a shape, making it at the first call.
 
         Raises:
             RuntimeError: The first call is being captured: what it sets once would be set again by every replay.
         """
-        found = self._all.get((name, schedule, key, device))
+        found = self._all.get((name, order, key, device))
         if found is None:
             if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    f"{name}: the first call for {schedule.rows} rows in {schedule.chunks} chunks is being captured; "
+                    f"{name}: the first call for {order.rows} rows in {order.chunks} chunks is being captured; "
                     "run it once before the capture, which makes its flags and buffers"
                 )
-            found = self._all[(name, schedule, key, device)] = Workspace(name, schedule, device)
+            found = self._all[(name, order, key, device)] = Workspace(name, order, device)
         return found
 
     def all(self) -> Iterator[Workspace]:

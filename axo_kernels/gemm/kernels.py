@@ -4,7 +4,7 @@
 
 Both are persistent (programs walk over tiles in grouped order) and flattened: the loop over tiles and the loop over K
 are one, so the loads of the next tile are issued before this tile's epilogue. Sums are fp32. Which tile sizes to use is
-none of this file's business (tiles.py), nor are checks and launches (gemm.py).
+none of this file's business (tiles.py), nor are checks and launches (matmul.py).
 
 ``INTERPRETED`` is set under Triton's interpreter, which computes bf16 products wrongly (so operands become fp32 first)
 and has no reduction through descriptors (so accumulating loads, adds and stores).
@@ -126,6 +126,25 @@ def matmul_kernel(
 
 
 @triton.jit
+def descriptor_product(
+    a, b, m0, n0, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """One tile's sum over K with operands read through descriptors."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(tl.cdiv(K, BLOCK_K)):
+        k = step * BLOCK_K
+        x = a.load([k, m0]).T if A_TRANSPOSED else a.load([m0, k])
+        y = b.load([n0, k]).T if B_TRANSPOSED else b.load([k, n0])
+        if INTERPRETED:
+            x = x.to(tl.float32)
+            y = y.to(tl.float32)
+        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
 def store_through_descriptor(
     acc, c, bias, gate, m0, n0, M, N, stride_gm,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -165,20 +184,13 @@ def matmul_descriptor_kernel(
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
-    steps = tl.cdiv(K, BLOCK_K)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, NUM_PROGRAMS, flatten=FLATTEN):
         tile_m, tile_n = grouped_tile(tile, tiles_m, tiles_n, GROUP_M)
         m0 = tile_m * BLOCK_M
         n0 = tile_n * BLOCK_N
-        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            k = step * BLOCK_K
-            x = a.load([k, m0]).T if A_TRANSPOSED else a.load([m0, k])
-            y = b.load([n0, k]).T if B_TRANSPOSED else b.load([k, n0])
-            if INTERPRETED:
-                x = x.to(tl.float32)
-                y = y.to(tl.float32)
-            acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = descriptor_product(
+            a, b, m0, n0, K, BLOCK_M, BLOCK_N, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, INTERPRETED
+        )
         if PARTS == 1:
             store_through_descriptor(
                 acc, c, bias, gate, m0, n0, M, N, stride_gm,

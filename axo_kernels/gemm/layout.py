@@ -153,7 +153,7 @@ def laid_out(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.mT.contiguous()
 
 
-def fused_rows(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Size]:
+def folded_rows(a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Size]:
     """Fold a's leading dims into M where one matrix b serves all of them; return a as 2-D and the leading dims.
 
     A view where strides allow it, a copy otherwise. TN has no such form (its leading dims would be summed).

@@ -5,23 +5,68 @@
 bf16, fp16 and fp32 with fp32 sums. On a GPU a persistent Triton kernel runs (tensor descriptors where the operands
 allow it, plain pointers otherwise). CPU tensors, outside the interpreter, go to torch (a plain product in fp64 too),
 and so do those of a GPU that the kernels do not serve (before sm_80). Which of several kernels, configurations or the
-vendor library is fastest is the tuner's question (tuner.py), communication is fused.py's.
+vendor library is fastest is the tuner's question (axo_kernels.tune), communication is axo_kernels.fused's.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from axo_kernels import device as devices
-from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, fused_rows, product_of
+from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, folded_rows, product_of
 from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
 _INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What happens to the sums of a product before they are stored; the arguments of :func:`matmul` by these names."""
+
+    out: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    activation: str | None = None
+    accumulate: bool = False
+    out_dtype: torch.dtype | None = None
+    gate: torch.Tensor | None = None
+
+    def check(self, product: Product, a: torch.Tensor) -> None:
+        """Refuse what does not fit the product or together.
+
+        Raises:
+            ValueError: The message says what would.
+        """
+        out, bias, gate, activation = self.out, self.bias, self.gate, self.activation
+        shape = (*(a.shape[:-2]), product.m, product.n)
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"matmul: activation={activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
+        if (gate is not None) != (activation == "silu_gate"):
+            raise ValueError("matmul: gate and activation='silu_gate' belong together; give both or neither")
+        for tensor, name in ((bias, "bias"), (gate, "gate"), (out, "out")):
+            if tensor is not None and tensor.device != a.device:
+                raise ValueError(f"matmul: {name} is on {tensor.device} and a is on {a.device}; move one of them")
+            if tensor is not None and not tensor.is_floating_point():
+                raise ValueError(f"matmul: {name} is {tensor.dtype}, which is not a floating-point type; cast it")
+        if gate is not None and tuple(gate.shape) != shape:
+            raise ValueError(f"matmul: gate has shape {tuple(gate.shape)}; the product has {shape}")
+        if bias is not None and tuple(bias.shape) != (product.n,):
+            raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; use ({product.n},), one value a column")
+        if self.accumulate and out is None:
+            raise ValueError("matmul: accumulate=True adds onto out; give out")
+        if out is not None:
+            if tuple(out.shape) != shape:
+                raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
+            if self.out_dtype not in (None, out.dtype):
+                raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {self.out_dtype}; leave out_dtype away")
+        if self.out_dtype is not None and not getattr(self.out_dtype, "is_floating_point", False):
+            raise ValueError(f"matmul: out_dtype={self.out_dtype} is not a floating-point type")
 
 
 def matmul(
@@ -62,7 +107,10 @@ def matmul(
     if out is None:
         a, b = autocast(a, b)
     product = product_of(a, b, layout)
-    _check_epilogue(product, a, b, out, bias, activation, accumulate, out_dtype, gate, backend)
+    if backend not in BACKENDS:
+        raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
+    epilogue = Epilogue(out, bias, activation, accumulate, out_dtype, gate)
+    epilogue.check(product, a)
     triton_runs = devices.runs_triton(a.device)
     if backend == "triton" and not triton_runs:
         raise ValueError(
@@ -77,10 +125,10 @@ def matmul(
                 "matmul: gradients flow through the Triton kernel without activation and out_dtype only; use "
                 "torch.no_grad(), backend='vendor', or apply the activation outside"
             )
-        rows, lead = fused_rows(a, b, layout)
+        rows, lead = folded_rows(a, b, layout)
         result: torch.Tensor = _Matmul.apply(rows, b, bias, layout, config)
         return result if rows is a else result.view(*lead, product.n)
-    return triton_matmul(a, b, product, out, bias, activation, accumulate, out_dtype, gate, config)
+    return _triton_matmul(a, b, product, epilogue, config)
 
 
 def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor:
@@ -100,45 +148,6 @@ def _plain_vendor(a: torch.Tensor, b: torch.Tensor, layout: str) -> torch.Tensor
         raise
     product_of(a, b, layout)
     return torch.matmul(*as_row_major(a, b, layout))
-
-
-def _check_epilogue(
-    product: Product,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    out: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    accumulate: bool,
-    out_dtype: torch.dtype | None,
-    gate: torch.Tensor | None,
-    backend: str | None,
-) -> None:
-    shape = (*(a.shape[:-2]), product.m, product.n)
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"matmul: activation={activation!r}; use one of {', '.join(map(repr, ACTIVATIONS))}")
-    if backend not in BACKENDS:
-        raise ValueError(f"matmul: backend={backend!r}; use one of {', '.join(map(repr, BACKENDS))}")
-    if (gate is not None) != (activation == "silu_gate"):
-        raise ValueError("matmul: gate and activation='silu_gate' belong together; give both or neither")
-    for tensor, name in ((bias, "bias"), (gate, "gate"), (out, "out")):
-        if tensor is not None and tensor.device != a.device:
-            raise ValueError(f"matmul: {name} is on {tensor.device} and a is on {a.device}; move one of them")
-        if tensor is not None and not tensor.is_floating_point():
-            raise ValueError(f"matmul: {name} is {tensor.dtype}, which is not a floating-point type; cast it")
-    if gate is not None and tuple(gate.shape) != shape:
-        raise ValueError(f"matmul: gate has shape {tuple(gate.shape)}; the product has {shape}")
-    if bias is not None and tuple(bias.shape) != (product.n,):
-        raise ValueError(f"matmul: bias has shape {tuple(bias.shape)}; use ({product.n},), one value a column")
-    if accumulate and out is None:
-        raise ValueError("matmul: accumulate=True adds onto out; give out")
-    if out is not None:
-        if tuple(out.shape) != shape:
-            raise ValueError(f"matmul: out has shape {tuple(out.shape)}; the product has {shape}")
-        if out_dtype is not None and out.dtype != out_dtype:
-            raise ValueError(f"matmul: out is {out.dtype} and out_dtype is {out_dtype}; leave out_dtype away")
-    if out_dtype is not None and not (isinstance(out_dtype, torch.dtype) and out_dtype.is_floating_point):
-        raise ValueError(f"matmul: out_dtype={out_dtype} is not a floating-point type")
 
 
 def vendor_matmul(
@@ -193,59 +202,50 @@ def vendor_matmul(
     return result.to(dtype)
 
 
-def triton_matmul(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    product: Product,
-    out: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    activation: str | None = None,
-    accumulate: bool = False,
-    out_dtype: torch.dtype | None = None,
-    gate: torch.Tensor | None = None,
-    config: Config | None = None,
+def _triton_matmul(
+    a: torch.Tensor, b: torch.Tensor, product: Product, epilogue: Epilogue, config: Config | None
 ) -> torch.Tensor:
     """Prepare and launch the Triton kernel; the arguments have been checked."""
-    shape = (*a.shape[:-2], product.m, product.n)
+    out, gate = epilogue.out, epilogue.gate
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype or a.dtype, device=a.device)
+        shape = (*a.shape[:-2], product.m, product.n)
+        out = torch.empty(shape, dtype=epilogue.out_dtype or a.dtype, device=a.device)
     if gate is not None and gate.stride(-1) != 1:
         gate = gate.contiguous()
-    a, _ = fused_rows(a, b, product.layout)
-    target_out = out
+    a, _ = folded_rows(a, b, product.layout)
+    written = out
     if a.dim() == 2:  # one matrix: a's leading dims, if any, have become rows
         if out.dim() > 2:
             # reshape() copies where strides do not allow a view: then the result is copied back
-            target_out = out.reshape(-1, product.n)
+            written = out.reshape(-1, product.n)
         gate = gate.reshape(-1, product.n) if gate is not None else None
         product = Product(product.layout, a.shape[1 if product.layout == "TN" else 0], product.n, product.k, a.dtype)
     elif out.dim() > 3:
-        target_out = out.flatten(0, -3)
+        written = out.flatten(0, -3)
     left, right = as_row_major(a, b, product.layout)
-    for tensor, name in ((left, "a"), (right, "b"), (target_out, "out"), (gate, "gate")):
+    for tensor, name in ((left, "a"), (right, "b"), (written, "out"), (gate, "gate")):
         if tensor is not None:
             check_offsets(tensor, name)
-    launch(left, right, target_out, product, bias, activation, accumulate, gate, config)
-    if target_out.data_ptr() != out.data_ptr():
-        out.copy_(target_out.view(out.shape))
+    _launch(left, right, written, gate, product, epilogue, config)
+    if written.data_ptr() != out.data_ptr():
+        out.copy_(written.view(out.shape))
     return out
 
 
-def launch(
+def _launch(
     left: torch.Tensor,
     right: torch.Tensor,
     out: torch.Tensor,
-    product: Product,
-    bias: torch.Tensor | None,
-    activation: str | None,
-    accumulate: bool,
     gate: torch.Tensor | None,
+    product: Product,
+    epilogue: Epilogue,
     config: Config | None,
 ) -> None:
     """Launch the kernel for ``left[..., M, K] @ right[..., K, N]`` into ``out``; chooses the path and the grid."""
     target = devices.target_of(left.device)
     kernels = devices.gemm_kernels()
     assert kernels is not None
+    bias, activation, accumulate = epilogue.bias, epilogue.activation, epilogue.accumulate
     wide = accumulate or gate is not None
     descriptors = describable(left, right, out, accumulate)
     if config is None:
@@ -280,17 +280,12 @@ def launch(
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         left, right = _matrix(left), _matrix(right)
-        a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
-        stored_a, stored_b = left.mT if a_transposed else left, right.mT if b_transposed else right
-        a_block = [config.block_m, config.block_k]
-        b_block = [config.block_k, config.block_n]
         kernels.matmul_descriptor_kernel[(programs,)](
-            TensorDescriptor.from_tensor(stored_a, a_block[::-1] if a_transposed else a_block),
-            TensorDescriptor.from_tensor(stored_b, b_block[::-1] if b_transposed else b_block),
+            *operand_descriptors(left, right, config),
             TensorDescriptor.from_tensor(_matrix(out), [config.block_m, config.block_n // config.parts]),
             bias, out if gate is None else gate, product.m, product.n, product.k,
             0 if gate is None else gate.stride(-2),
-            A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, PARTS=config.parts, **options,
+            A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1, PARTS=config.parts, **options,
         )  # fmt: skip
         return
     left, right, out = _batched(left), _batched(right), _batched(out)
@@ -301,6 +296,18 @@ def launch(
         right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), gate.stride(0), gate.stride(1),
         EVEN_K=product.k % config.block_k == 0, **options,
     )  # fmt: skip
+
+
+def operand_descriptors(left: torch.Tensor, right: torch.Tensor, config: Config) -> list[Any]:
+    """Host descriptors of two matrices as they are stored, with the blocks that a kernel loads."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    found = []
+    for matrix, block in ((left, [config.block_m, config.block_k]), (right, [config.block_k, config.block_n])):
+        if matrix.stride(-1) != 1:
+            matrix, block = matrix.mT, block[::-1]
+        found.append(TensorDescriptor.from_tensor(matrix, block))
+    return found
 
 
 def _batched(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from axo_kernels import device as devices
+from axo_kernels.fused.strategies import STRATEGIES
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import Config, candidates, fused_candidates
 
-STRATEGIES = ("serial", "split", "signal")
 # "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
 # gathered is wanted in rank order too, for the backward pass.
 FUSED = (
@@ -58,9 +58,13 @@ class Choice:
         fused = "" if self.chunks == 1 and self.strategy == "serial" else f" {self.strategy}/{self.chunks}"
         return f"{self.layout} {what}{fused}"
 
+    def is_torchs(self, layout: str) -> bool:
+        """Whether the product is torch's own for operands stored in ``layout``."""
+        return self.backend == "vendor" and self.layout == layout
+
     def is_vendor(self, layout: str) -> bool:
-        """Whether this is torch's own way for operands stored in ``layout``, without fused communication."""
-        return self.backend == "vendor" and self.layout == layout and self.strategy == "serial"
+        """The same, and without fused communication."""
+        return self.is_torchs(layout) and self.strategy == "serial"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -1,17 +1,13 @@
-"""Tune all products of a model at once; what ``axo tune`` runs.
-
-The command line belongs to the caller: this returns rows and takes a function that is told of the progress.
-"""
+"""Tune all products of a model at once; what ``axo tune`` runs."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 
-from axo_kernels.tune.model_shapes import layers, parse_grid
+from axo_kernels.tune.model_shapes import Layer
 from axo_kernels.tune.tuner import Tuner
 
 
@@ -31,33 +27,16 @@ class Row:
         return self.torch_seconds / self.chosen_seconds if self.chosen_seconds else 1.0
 
 
-def tune_model(
-    model: str,
-    grid: str = "1x1x1",
-    *,
-    rows: int = 2048,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
-    shrink: int = 1,
-    tuner: Tuner | None = None,
-    progress: Callable[[int, int, str], None] | None = None,
-) -> Iterator[Row]:
-    """Measure each product of a model's block once and write the cache; yields one row a product.
+def tune_model(layers: list[Layer], tuner: Tuner, *, dtype: torch.dtype, device: str | torch.device) -> Iterator[Row]:
+    """Measure each product of a model's layers once and write the tuner's cache; yields one row a product.
 
     Args:
-        model: ``"gpt-5b"`` to ``"gpt-640b"``.
-        grid: ``"GxxGyxGz"`` or with the data axis.
-        rows: Tokens of one data-parallel group.
+        layers: Of one block, as one rank sees them (``model_shapes.layers``).
+        tuner: In mode ``first-step``, or ``cached`` to read what was measured.
         dtype, device: Of the operands.
-        shrink: Divide the hidden size (for machines without a GPU).
-        tuner: None: a new one that writes the user's cache.
-        progress: Told (done, total, name) while candidates are measured; None draws a line on a terminal.
     """
     place = torch.device(device)
-    if tuner is None:
-        tuner = Tuner("first-step", progress=progress or _draw)
-    cut = layers(model, parse_grid(grid), rows, shrink)
-    for layer in cut:
+    for layer in layers:
         for what, product in layer.products(dtype).items():
             choice = tuner.choose(product, place)
             yield Row(f"{layer.name} {what}", product.name, choice.baseline, choice.name, choice.seconds)
@@ -75,13 +54,3 @@ def as_table(rows: list[Row]) -> str:
         lines.append((row.layer, row.product, *times))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
-
-
-def _draw(done: int, total: int, name: str) -> None:
-    if not sys.stderr.isatty():
-        return
-    filled = 20 * done // max(1, total)
-    sys.stderr.write(f"\r[{'#' * filled}{'.' * (20 - filled)}] {name:<60}")
-    if done == total:
-        sys.stderr.write("\r" + " " * 84 + "\r")
-    sys.stderr.flush()

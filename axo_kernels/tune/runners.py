@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from axo_kernels.comm.adapters import FusedCommunicator
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.device import target_of
-from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import as_row_major, laid_out, relayout
 from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
 from axo_kernels.tune.choice import Choice
@@ -63,13 +63,11 @@ def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> to
     return matmul(a, b, choice.layout, backend="triton", config=config, **rest)
 
 
-def fused_arguments(choice: Choice, stored: str) -> dict[str, Any]:
-    """The arguments of strategies.py that say how a fused operation multiplies operands stored as ``stored``."""
-    if choice.strategy == "signal":
-        return {"config": choice.config}
-    if choice.backend == "vendor" and choice.layout == stored:
-        return {}
-    return {"multiply": runner(choice, stored)}
+def way_of(choice: Choice, stored: str) -> Way:
+    """How a fused operation runs as chosen, on operands stored as ``stored``."""
+    plain = choice.strategy == "signal" or choice.is_torchs(stored)
+    multiply = None if plain else runner(choice, stored)
+    return Way(choice.strategy, choice.chunks, choice.config if choice.strategy == "signal" else None, multiply)
 
 
 def run_fused(
@@ -77,15 +75,13 @@ def run_fused(
 ) -> torch.Tensor:
     """Run a fused operation to its end as chosen."""
     a, b = operands
-    arguments = (a, b, comm, stored)
-    how = fused_arguments(choice, stored)
+    way = way_of(choice, stored)
     if operation in ("matmul_all_reduce", "matmul_all_reduce_behind_dw"):
-        out, finish = start_all_reduce(*arguments, choice.strategy, choice.chunks, **how)
+        out, finish = start_all_reduce(a, b, comm, stored, way)
         if operation == "matmul_all_reduce_behind_dw":
             vendor_matmul(a, torch.ones_like(out), "TN")
         finish()
         return out
     if operation == "matmul_reduce_scatter":
-        return run_reduce_scatter(*arguments, choice.strategy, choice.chunks, **how)
-    keep = operation == "all_gather_matmul_kept"
-    return run_all_gather(*arguments, gather, choice.strategy, choice.chunks, keep=keep, **how)[0]
+        return run_reduce_scatter(a, b, comm, stored, way)
+    return run_all_gather(a, b, comm, stored, gather, way, keep=operation == "all_gather_matmul_kept")[0]

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm.adapters import FusedCommunicator, gather_max
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
@@ -121,7 +121,7 @@ class Tuner:
                 product = replace(product, m=product.m * product.batch, batch=1)
             choice = self.choose(product, a.device)
         run = runner(choice, layout)
-        if choice.backend == "vendor" and choice.layout == layout:
+        if choice.is_torchs(layout):
             return SHORTEST[layout, b.dim() == 2], run
         return run, run
 
@@ -307,7 +307,7 @@ class Tuner:
         return self._together([0.0 if error < limit else 1.0])[0] == 0.0
 
     def _together(self, values: list[float]) -> list[float]:
-        return values if self.comm is None else gather_max(self.comm, values)
+        return values if self.comm is None else self.comm.maximum(values)
 
     def _tell(self, done: int, total: int, name: str) -> None:
         if self._progress is not None:

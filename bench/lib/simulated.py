@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from axo_kernels.comm.adapters import FusedCommunicator
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.comm.host_stream import HostStream
 
 

@@ -54,14 +54,15 @@ def test_tuning_a_model_fills_the_cache(tmp_path):
     cache = Cache("a device", {}, tmp_path)
     told = []
     tuner = Tuner("first-step", cache=cache, budget=0.01, progress=lambda *progress: told.append(progress))
-    rows = list(tune_model("gpt-5b", "2x2x1", rows=64, dtype=torch.float32, shrink=64, tuner=tuner))
+    cut = layers("gpt-5b", (2, 2, 1), 64, shrink=64)
+    rows = list(tune_model(cut, tuner, dtype=torch.float32, device="cpu"))
     assert len(rows) == 4 * 4 and told
     assert {row.layer.split()[1] for row in rows} == {"forward", "grad_input", "grad_weight", "weight"}
     assert all(row.torch_seconds > 0 and row.chosen_seconds > 0 for row in rows)
     entries = json.loads(cache.path.read_text())["entries"]
     assert len(entries) == tuner.measured > 0
     again = Tuner("cached", cache=Cache("a device", {}, tmp_path))
-    assert list(tune_model("gpt-5b", "2x2x1", rows=64, dtype=torch.float32, shrink=64, tuner=again)) == rows
+    assert list(tune_model(cut, again, dtype=torch.float32, device="cpu")) == rows
     assert again.measured == 0
     assert as_table(rows).count("\n") == len(rows)
 

@@ -21,7 +21,7 @@ from axo.train.check import check, open_batches, open_corpus
 from axo.train.loop import Trainer
 from axo.train.serial import build_serial, train_serial
 from axo_kernels import SignalTimeout
-from axo_kernels.fused.chunks import plan
+from axo_kernels.fused.chunks import chunk_order
 from tests.launcher import rank_outcomes, run_ranks
 from tests.train.test_data import byte_tokenizer
 
@@ -356,7 +356,7 @@ def waited_in_vain(config: TrainConfig) -> str:
     comms = axo.connect(config.grid)
     trainer = Trainer(config, comms, open_batches(config, open_corpus(config)))
     workspaces = products_of(comms).fused.on("z").workspaces
-    workspace = workspaces.get("all_gather_matmul", plan("all_gather", 4, 2, 0, 2), None, torch.device("cpu"))
+    workspace = workspaces.get("all_gather_matmul", chunk_order("all_gather", 4, 2, 0, 2), None, torch.device("cpu"))
     with torch.no_grad():
         trainer.model.lm_head.weight.fill_(math.nan)
     # as a kernel on a GPU reports it while the host goes on

@@ -71,8 +71,7 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
     with _Progress(cut, quiet) as progress:
         tuner = Tuner("first-step", cache=cache, progress=progress.candidate)
         found: list[Row] = []
-        cuts = f"{grid.x}x{grid.y}x{grid.z}"
-        for row in tune_model(model, cuts, rows=rows, dtype=kind, device=place, shrink=shrink, tuner=tuner):
+        for row in tune_model(cut, tuner, dtype=kind, device=place):
             found.append(row)
             progress.row()
     seconds = time.perf_counter() - started

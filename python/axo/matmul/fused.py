@@ -32,11 +32,12 @@ from typing import Any
 import torch
 
 from axo.comm.connect import Communicators
-from axo_kernels.comm.adapters import FusedCommunicator, adapt, gather_max
+from axo_kernels.comm.adapters import adapt
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused.strategies import run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import DTYPES, Product
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_name, usable
-from axo_kernels.tune.runners import fused_arguments
+from axo_kernels.tune.runners import way_of
 from axo_kernels.tune.tuner import Tuner
 
 OPERATION = {
@@ -51,7 +52,7 @@ _GATHERED = "b"  # the weight is the second operand
 class Sum:
     """A sum over the ranks on its way; ``wait`` gives it."""
 
-    def __init__(self, out: torch.Tensor, finish: Callable[[], None]) -> None:
+    def __init__(self, out: torch.Tensor, finish: Callable[[], object]) -> None:
         self._out = out
         self._finish = finish
 
@@ -123,7 +124,7 @@ class FusedProducts:
             if site not in self._sites:  # on all ranks alike, also on one whose own product is empty
                 judge = self.on(axis) if self._tuner is None else self._tuner.comm
                 assert judge is not None
-                m, n, k = (int(size) for size in gather_max(judge, [product.m, product.n, product.k]))
+                m, n, k = (int(size) for size in judge.maximum([product.m, product.n, product.k]))
                 largest = replace(product, m=m, n=n, k=k)
                 if not largest.flops:
                     return None
@@ -150,16 +151,14 @@ class FusedProducts:
     def start(self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, layout: str) -> Sum:
         """Begin the product and its sum over ``axis``."""
         self.calls += 1
-        comm, how = self.on(axis), fused_arguments(choice, layout)
-        return Sum(*start_all_reduce(a, b, comm, layout, choice.strategy, choice.chunks, **how))
+        return Sum(*start_all_reduce(a, b, self.on(axis), layout, way_of(choice, layout)))
 
     def gather(
         self, choice: Choice, a: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, axis: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(m, k), (n / size, k), (n,) -> (m, n), and the (n, k) gathered over ``axis``."""
         self.calls += 1
-        how = fused_arguments(choice, "NT")
-        found = run_all_gather(a, shard, self.on(axis), "NT", _GATHERED, choice.strategy, choice.chunks, bias, **how)
+        found = run_all_gather(a, shard, self.on(axis), "NT", _GATHERED, way_of(choice, "NT"), bias)
         assert found[1] is not None
         return found[0], found[1]
 
@@ -168,8 +167,7 @@ class FusedProducts:
     ) -> torch.Tensor:
         """(m, n), (m, k) -> this rank's (n / size, k) of the product reduced over ``axis``, in ``out``."""
         self.calls += 1
-        comm, how = self.on(axis, op), fused_arguments(choice, "TN")
-        return run_reduce_scatter(a, b, comm, "TN", choice.strategy, choice.chunks, out=out, **how)
+        return run_reduce_scatter(a, b, self.on(axis, op), "TN", way_of(choice, "TN"), out)
 
 
 def _fused(choice: Choice | None) -> Choice | None:

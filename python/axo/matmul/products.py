@@ -41,7 +41,7 @@ from axo.comm.connect import Communicators
 from axo.matmul.fused import FusedProducts, Sum, published
 from axo.placement import Placement
 from axo.settings import default_of
-from axo_kernels.comm.adapters import FusedCommunicator, gather_max
+from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import DTYPES, Product
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.tuner import Tuner, runner
@@ -93,7 +93,7 @@ class Products:
             return self.tuner.choose(product, device) if product.flops else Choice("vendor", product.layout)
         found = self._sites.get(site)
         if found is None:
-            m, n, k = (int(size) for size in gather_max(self.tuner.comm, [product.m, product.n, product.k]))
+            m, n, k = (int(size) for size in self.tuner.comm.maximum([product.m, product.n, product.k]))
             largest = replace(product, m=m, n=n, k=k)
             found = self.tuner.choose(largest, device) if largest.flops else Choice("vendor", product.layout)
             self._sites[site] = found

@@ -24,13 +24,13 @@ class Shared:
     """What both processes see."""
 
     def __init__(self, first_epoch):
-        from axo_kernels.fused.chunks import plan
+        from axo_kernels.fused.chunks import chunk_order
         from axo_kernels.fused.workspace import Workspace
 
         cpu = torch.device("cpu")
-        self.gather = Workspace("all_gather_matmul", plan("all_gather", ROWS, CHUNKS, 0, 2), cpu, first_epoch)
+        self.gather = Workspace("all_gather_matmul", chunk_order("all_gather", ROWS, CHUNKS, 0, 2), cpu, first_epoch)
         self.scatter = Workspace(
-            "matmul_reduce_scatter", plan("reduce_scatter", 2 * ROWS, CHUNKS, 0, 2), cpu, first_epoch
+            "matmul_reduce_scatter", chunk_order("reduce_scatter", 2 * ROWS, CHUNKS, 0, 2), cpu, first_epoch
         )
         self.packed = torch.full((2, 2 * ROWS, DEPTH), float("nan")).share_memory_()
         self.produced = torch.full((2, 2 * ROWS, COLUMNS), float("nan")).share_memory_()
@@ -74,20 +74,20 @@ def communicate(shared, rounds, seed, skip=None):
         epoch += 1
         two_before += 1
         turn ^= 1
-        schedule = shared.gather.schedule
+        order = shared.gather.order
         if round_number >= 2:
             await_flag(shared.read[0:], two_before, 100)  # the slot's last reader is done
         slot = shared.packed[turn]
         slot.fill_(float("nan"))
         full, _ = reference_of(shared, int(epoch))
         by_rank = full.view(2, ROWS, DEPTH)
-        for start, stop in schedule.bounds:  # the rank's own rows are there before the round begins
+        for start, stop in order.bounds:  # the rank's own rows are there before the round begins
             slot[2 * start : start + stop] = by_rank[0, start:stop]
         set_flag(shared.read[1:], epoch)  # also: the round may begin
         for chunk in rng.sample(range(CHUNKS), CHUNKS):
             if rng.random() < 0.1:
                 time.sleep(rng.random() * 0.01)
-            start, stop = schedule.bounds[chunk]
+            start, stop = order.bounds[chunk]
             slot[start + stop : 2 * stop] = by_rank[1, start:stop]
             if (round_number, chunk) != skip:
                 set_flag(shared.gather.flags[chunk:], epoch)
@@ -95,8 +95,8 @@ def communicate(shared, rounds, seed, skip=None):
         expected = a @ b.T
         for chunk in rng.sample(range(CHUNKS), CHUNKS):
             await_flag(shared.scatter.flags[chunk:], epoch, chunk)
-            first, last = shared.scatter.schedule.packed(chunk)
-            start, stop = shared.scatter.schedule.bounds[chunk]
+            first, last = shared.scatter.order.packed(chunk)
+            start, stop = shared.scatter.order.bounds[chunk]
             got = shared.produced[turn, first:last].view(2, stop - start, COLUMNS)
             assert torch.equal(got, expected.view(2, ROWS, COLUMNS)[:, start:stop]), (int(epoch), chunk)
         shared.produced[turn].fill_(float("nan"))
@@ -105,7 +105,7 @@ def communicate(shared, rounds, seed, skip=None):
 def compute(shared, rounds, seed, bound=30.0):
     """The compute side."""
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.fused.segments import SegmentedProduct
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Config
 
@@ -123,25 +123,13 @@ def compute(shared, rounds, seed, bound=30.0):
         if rng.random() < 0.1:
             time.sleep(rng.random() * 0.01)
         out = torch.full((COLUMNS, 2 * ROWS), float("nan"))
-        launch_segments(
-            other,
-            shared.packed[turn],
-            out,
-            product,
-            shared.gather.schedule,
-            shared.gather,
-            comm,
-            None,
-            config,
-            along_n=True,
+        SegmentedProduct(product, shared.gather, comm, None, config).launch(
+            other, shared.packed[turn], out, along_n=True
         )
         shared.gather.check(0, comm.timeout)
         assert torch.equal(out, other @ full.T), epoch
         set_flag(shared.read[0:], shared.gather.epoch)
-        launch_segments(
-            full, other, shared.produced[turn], mirrored, shared.scatter.schedule, shared.scatter, comm, None, config,
-            along_n=False,
-        )  # fmt: skip
+        SegmentedProduct(mirrored, shared.scatter, comm, None, config).launch(full, other, shared.produced[turn])
         assert not shared.scatter.counters.any(), "counters go back to zero"
 
 
@@ -194,14 +182,14 @@ def check_poisoned_rows():
     """What the missing chunk would have filled is NaN; all else is right."""
     from axo_kernels import SignalTimeout
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.fused.segments import SegmentedProduct
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Config
 
     shared = Shared(0)
     full, other = reference_of(shared, 1)
     by_rank = full.view(2, ROWS, DEPTH)
-    for start, stop in shared.gather.schedule.bounds:
+    for start, stop in shared.gather.order.bounds:
         shared.packed[0, 2 * start : 2 * stop] = by_rank[:, start:stop].reshape(-1, DEPTH)
     shared.gather.advance()
     shared.gather.flags[:] = torch.tensor([1, 0, 1], dtype=torch.int32)
@@ -209,11 +197,9 @@ def check_poisoned_rows():
     comm = SoloCommunicator(timeout=0.01)
     product = Product("NT", COLUMNS, 2 * ROWS, DEPTH, torch.float32)
     config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
-    launch_segments(
-        other, shared.packed[0], out, product, shared.gather.schedule, shared.gather, comm, None, config, along_n=True
-    )
+    SegmentedProduct(product, shared.gather, comm, None, config).launch(other, shared.packed[0], out, along_n=True)
     missing = torch.zeros(2 * ROWS, dtype=torch.bool)
-    start, stop = shared.gather.schedule.bounds[1]
+    start, stop = shared.gather.order.bounds[1]
     missing[ROWS + start : ROWS + stop] = True
     assert out[:, missing].isnan().all() and torch.equal(out[:, ~missing], (other @ full.T)[:, ~missing])
     with pytest.raises(SignalTimeout, match="chunk 1"):
@@ -256,7 +242,7 @@ def check_the_bound_holds_once():
     """A silent chunk of many tiles: each program spends its bound once, and then only looks."""
     from axo_kernels.comm.adapters import SoloCommunicator
     from axo_kernels.fused import kernels as signal_kernels
-    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.fused.segments import SegmentedProduct
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import CPU_TARGET, Config
 
@@ -271,10 +257,10 @@ def check_the_bound_holds_once():
     try:
         tall, comm = torch.ones(16 * 24, DEPTH), SoloCommunicator(timeout=0.002)
         product = Product("NT", 16 * 24, 2 * ROWS, DEPTH, torch.float32)
-        launch_segments(
-            tall, shared.data(1, 0), torch.zeros(16 * 24, 2 * ROWS), product, shared.gather.schedule, shared.gather,
-            comm, None, Config(16, 16, 16, group_m=2, warps=1, stages=1), along_n=True,
-        )  # fmt: skip
+        config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
+        SegmentedProduct(product, shared.gather, comm, None, config).launch(
+            tall, shared.data(1, 0), torch.zeros(16 * 24, 2 * ROWS), along_n=True
+        )
     finally:
         signal_kernels.wait_until = real
     assert len(bounds) == 24 * CHUNKS and sorted(bounds)[-CPU_TARGET.units :] == [comm.spins] * CPU_TARGET.units
@@ -288,7 +274,7 @@ def test_the_bound_holds_once_a_program(interpreter):
 def check_all_flags_set():
     """The same kernel with every flag set beforehand gives the same bits as with flags that arrive."""
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.segments import launch_segments
+    from axo_kernels.fused.segments import SegmentedProduct
     from axo_kernels.gemm.layout import Product
     from axo_kernels.gemm.tiles import Config
 
@@ -301,12 +287,12 @@ def check_all_flags_set():
     config = Config(16, 16, 16, group_m=2, warps=1, stages=1)
     outs = [torch.empty(COLUMNS, 2 * ROWS) for _ in range(2)]
     comm = SoloCommunicator(timeout=30.0)
-    arguments = (product, shared.gather.schedule, shared.gather, comm, None, config, True)
-    launch_segments(other, packed, outs[0], *arguments)
+    segmented = SegmentedProduct(product, shared.gather, comm, None, config)
+    segmented.launch(other, packed, outs[0], along_n=True)
     shared.gather.flags.share_memory_().fill_(6)
     child = multiprocessing.get_context("fork").Process(target=_set_late, args=(shared.gather,))
     child.start()
-    launch_segments(other, packed, outs[1], *arguments)
+    segmented.launch(other, packed, outs[1], along_n=True)
     child.join()
     assert torch.equal(*outs)
 

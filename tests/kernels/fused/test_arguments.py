@@ -6,7 +6,7 @@ One rank, unless said: its sum is the product itself, so the oracle is the produ
 import pytest
 import torch
 
-from tests.kernels.test_fused import STRATEGIES, close, draw, leaf
+from tests.kernels.fused.test_strategies import STRATEGIES, close, draw, leaf
 
 
 def own_communicator():
@@ -53,10 +53,10 @@ def own_communicator():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_any_object_with_the_protocol_serves(strategy):
-    from axo_kernels import Communicator, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+    from axo_kernels import CommunicatorProtocol, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 
     comm = own_communicator()
-    assert isinstance(comm, Communicator)
+    assert isinstance(comm, CommunicatorProtocol)
     x, w, g = draw(5, (12, 8), (6, 8), (12, 6))
     for operation in (all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter):
         a, b = leaf(x), leaf(w)
@@ -98,14 +98,14 @@ def check_views_and_nothing():
     """Operands that are views of the other order, through descriptors too; results without an element, at once."""
     from axo_kernels import matmul_all_reduce, matmul_reduce_scatter
     from axo_kernels.comm.adapters import SoloCommunicator
-    from axo_kernels.fused.strategies import run_reduce_scatter
+    from axo_kernels.fused.strategies import Way, run_reduce_scatter
     from axo_kernels.gemm.tiles import Config
 
     comm = SoloCommunicator(timeout=10.0)
     x, w = draw(1, (16, 32), (16, 16))
     tiles = Config(32, 32, 16, group_m=2, warps=1, stages=1, descriptors=True, parts=2)
     for a, b in ((x.T, w), (x.T.contiguous(), w.T.contiguous().T)):
-        close(run_reduce_scatter(a, b, comm, "NT", "signal", 2, config=tiles), x.T.double() @ w.double().T)
+        close(run_reduce_scatter(a, b, comm, "NT", Way("signal", 2, tiles)), x.T.double() @ w.double().T)
     for rows, columns in ((0, 3), (4, 0)):
         for operation in (matmul_all_reduce, matmul_reduce_scatter):
             for _ in range(2):

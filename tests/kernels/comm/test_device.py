@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from axo_kernels import FusedCommunicator, SignalTimeout, adapt
-from axo_kernels.comm import device as module
-from axo_kernels.fused.chunks import plan
+from axo_kernels.comm import adapters as module
+from axo_kernels.comm import communicator
+from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.workspace import Workspace
 
 
@@ -89,7 +90,7 @@ def test_what_a_communicator_on_gpus_lacks_is_named():
 def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
     comm = adapt(recorder)
     assert isinstance(comm, module.DeviceAxoCommunicator) and comm.reserved_units == 6
-    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"), first_epoch=2**31 - 1)
+    workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"), first_epoch=2**31 - 1)
     workspace.advance()
     assert workspace.count == int(workspace.epoch) == -(2**31), "the host's epoch wraps as the device's does"
     tensor = torch.zeros(4)
@@ -108,7 +109,7 @@ def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
 
 def test_flags_are_written_after_the_collective_and_means_stay_means(recorder):
     comm = module.DeviceAxoCommunicator(recorder, op="avg")
-    workspace = Workspace("op", plan("all_gather", 4, 1, 0, 2), torch.device("cpu"))
+    workspace = Workspace("op", chunk_order("all_gather", 4, 1, 0, 2), torch.device("cpu"))
     workspace.advance()
     comm.fork(torch.device("cuda", 0))
     comm.all_gather(torch.zeros(8), torch.zeros(4))
@@ -121,8 +122,8 @@ def test_flags_are_written_after_the_collective_and_means_stay_means(recorder):
 def test_a_kernel_that_gave_up_tells_more_than_the_transport(recorder):
     """Its report lies in host memory, where it can be read while streams stand still."""
     comm = adapt(recorder, 9.0)
-    schedule = plan("all_gather", 4, 2, 0, 2)
-    workspace = comm.workspaces.get("all_gather_matmul", schedule, None, torch.device("cpu"))
+    order = chunk_order("all_gather", 4, 2, 0, 2)
+    workspace = comm.workspaces.get("all_gather_matmul", order, None, torch.device("cpu"))
 
     def lost():
         raise RuntimeError("rank 1 has died")
@@ -184,9 +185,9 @@ def test_a_process_group_on_gpus_has_a_stream_of_its_own(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: side)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
     monkeypatch.setattr(torch.cuda, "stream", on)
-    monkeypatch.setattr(module.devices, "signal_kernels", lambda: Kernels)
+    monkeypatch.setattr(communicator.devices, "signal_kernels", lambda: Kernels)
     comm = Group(0, 2)
-    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
+    workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
     comm.all_reduce(torch.zeros(4))
     assert log == [("compute", "all_reduce")], "outside: whoever asked waits for the work"
     log.clear()
@@ -203,7 +204,7 @@ def test_a_process_group_on_gpus_has_a_stream_of_its_own(monkeypatch):
 
 def test_slots_are_taken_in_turn():
     """What an operation has packed must outlast the next one: a reader of epoch e may be late by one."""
-    workspace = Workspace("op", plan("all_gather", 4, 1, 0, 2), torch.device("cpu"))
+    workspace = Workspace("op", chunk_order("all_gather", 4, 1, 0, 2), torch.device("cpu"))
     seen = []
     for _ in range(4):
         workspace.advance()
@@ -222,10 +223,10 @@ def test_after_a_capture_the_epoch_is_read_on_the_device(recorder, monkeypatch):
     class Kernels:
         wait_flag_kernel = write_flag_kernel = Kernel()
 
-    monkeypatch.setattr(module.devices, "signal_kernels", lambda: Kernels)
+    monkeypatch.setattr(communicator.devices, "signal_kernels", lambda: Kernels)
     monkeypatch.setattr(module.torch.cuda, "stream", lambda stream: contextmanager(lambda: iter([None]))())
     comm = adapt(recorder)
-    workspace = Workspace("op", plan("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
+    workspace = Workspace("op", chunk_order("all_reduce", 8, 2, 0, 2), torch.device("cpu"))
     workspace.count = None  # what advance() does in a capture
     workspace.advance()
     assert workspace.count is None

@@ -1,0 +1,265 @@
+"""What fused operations want of a communicator: the protocol, and the base of the adapters that fulfil it.
+
+Rank, size, three collectives that return pending work, two flag operations of a *communication stream*, and what is
+kept from call to call. ``fork()`` lets that stream run on its own, after what the compute stream has been given so far;
+collectives issued until ``join()`` follow it and the flags waited for on it; ``join()`` makes the compute stream wait
+for all of it. Without a fork a collective follows the compute stream.
+
+    serial, split:  work = comm.all_reduce(t); ...; work.wait()
+    signal:         comm.fork(); launch the product; comm.wait_flag(flag, epoch); comm.all_reduce(t); comm.join()
+
+On a GPU the stream is a CUDA / HIP stream, and flags are waited for and written by one-program kernels (the portable
+form of the driver's stream operations). On a CPU it is a thread that runs what it is given in order.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from axo_kernels import device as devices
+from axo_kernels.comm.host_stream import HostStream
+from axo_kernels.fused.workspace import Workspace, Workspaces
+
+
+class Pending(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a fused operation really did; ``comm.ran[-1]`` is the latest.
+
+    Attributes:
+        operation: ``"all_gather_matmul"``, ``"matmul_all_reduce"`` or ``"matmul_reduce_scatter"``.
+        strategy: ``"serial"``, ``"split"`` or ``"signal"``.
+        chunks: Pieces in which the rows travelled.
+        layout: Of the product.
+        engine: Who multiplied: ``"torch"``, ``"triton"``, ``"interpreter"``, or ``"tuned"``: what was chosen for the
+            plain product.
+    """
+
+    operation: str
+    strategy: str
+    chunks: int
+    layout: str
+    engine: str
+
+
+@runtime_checkable
+class CommunicatorProtocol(Protocol):
+    """What fused operations ask for: any object that has all of it serves. Tensors are contiguous, rows along dim 0.
+
+    Attributes:
+        rank, size: Of the ranks that communicate.
+        timeout: Seconds after which a flag that nobody sets is reported.
+        spins: Reads of a flag that a kernel does within that time.
+        reserved_units: Multiprocessors that a product which waits or signals leaves to the communication.
+        ran: The record: each operation appends a :class:`Ran`.
+        workspaces: The flags and buffers, made at an operation's first call at a shape.
+    """
+
+    rank: int
+    size: int
+    timeout: float
+    ran: deque[Ran]
+    workspaces: Workspaces
+
+    @property
+    def spins(self) -> int: ...
+    @property
+    def reserved_units(self) -> int: ...
+    def all_reduce(self, tensor: torch.Tensor) -> Pending: ...
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending: ...
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending: ...
+    def wait_flag(self, workspace: Workspace, number: int) -> None: ...
+    def write_flag(self, workspace: Workspace, number: int) -> None: ...
+    def fork(self, device: torch.device) -> None: ...
+    def join(self) -> None: ...
+    def abandon(self) -> None: ...
+    def poll(self) -> None: ...
+
+
+class FusedCommunicator:
+    """Base of the adapters: the communication stream, the flags, the workspaces and the record of what ran.
+
+    Not thread-safe; make one per thread that issues operations.
+
+    Args:
+        rank, size: Of the communicator underneath.
+        timeout: Seconds after which a flag that nobody sets is reported.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float = 60.0) -> None:
+        if not timeout > 0:
+            raise ValueError(f"adapt: timeout={timeout} is no bound for a wait; use seconds of more than 0")
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.ran: deque[Ran] = deque(maxlen=256)
+        self.workspaces = Workspaces()
+        self._host: HostStream | None = None
+        self._stream: Any = None
+        self._forked = False
+
+    # What an adapter implements: issue one collective now, on the current stream or this thread.
+    def _all_reduce(self, tensor: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
+        raise NotImplementedError
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        """Sum in place over the ranks; returns work to wait for."""
+        return self._issue(lambda: self._all_reduce(tensor))
+
+    def all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """Gather ``(n, ...)`` into ``(size * n, ...)``; ``tensor`` may be this rank's part of ``out``."""
+        return self._issue(lambda: self._all_gather(out, tensor))
+
+    def reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
+        """Sum ``(size * n, ...)`` over the ranks and keep this rank's ``(n, ...)``."""
+        return self._issue(lambda: self._reduce_scatter(out, tensor))
+
+    def _issue(self, call: Callable[[], Pending]) -> Pending:
+        if not self._forked:
+            return call()
+        if self._stream is None:
+            assert self._host is not None
+            return self._host.submit(lambda: call().wait())
+        with torch.cuda.stream(self._stream):
+            work = call()
+            work.wait()  # orders the stream after the collective, so that a flag written next comes after it
+            return work
+
+    def fork(self, device: torch.device) -> None:
+        """Let the communication stream run on its own from here on."""
+        assert not self._forked, "fork() twice without join()"
+        if device.type == "cuda":
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(device, priority=-1)
+            self._stream.wait_stream(torch.cuda.current_stream(device))
+        elif self._host is None or self._host.process != os.getpid():
+            self._host = HostStream(f"axo communication {self.rank}/{self.size}")
+        self._forked = True
+
+    def join(self) -> None:
+        """Make the compute stream wait for the communication stream; on a CPU, block.
+
+        Raises:
+            SignalTimeout: A flag was not set in time (on a GPU: see ``poll``).
+        """
+        self._forked = False
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        if self._host is not None:
+            self._host.join()
+
+    def abandon(self) -> None:
+        """After an error on the compute side: forget the communication stream, whose rest may never complete."""
+        self._forked = False
+        if self._host is not None:
+            self._host.stop()
+        self._host = self._stream = None
+
+    def wait_flag(self, workspace: Workspace, number: int) -> None:
+        """Hold the communication stream until flag ``number`` has reached the workspace's epoch."""
+        assert self._forked, "wait_flag() belongs between fork() and join()"
+        if (stream := self._device_stream()) is None:
+            assert self._host is not None
+            self._host.submit(lambda: workspace.wait_on_host(number, self.timeout, self.rank))
+            return
+        kernels = devices.signal_kernels()
+        assert kernels is not None
+        with torch.cuda.stream(stream):
+            kernels.wait_flag_kernel[(1,)](
+                workspace.flags[number:], workspace.epoch, workspace.status, self.spins, number, num_warps=1
+            )
+
+    def write_flag(self, workspace: Workspace, number: int) -> None:
+        """Set flag ``number`` to the workspace's epoch, after everything issued on the communication stream so far."""
+        assert self._forked, "write_flag() belongs between fork() and join()"
+        if (stream := self._device_stream()) is None:
+            assert self._host is not None
+            self._host.submit(lambda: workspace.write_on_host(number))
+            return
+        kernels = devices.signal_kernels()
+        assert kernels is not None
+        with torch.cuda.stream(stream):
+            kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1)
+
+    def _device_stream(self) -> Any:
+        """The communication stream where it is one of a GPU; None on a CPU."""
+        return self._stream
+
+    @property
+    def reserved_units(self) -> int:
+        """Multiprocessors that a product which waits or signals leaves to the communication library."""
+        return 4
+
+    @property
+    def spins(self) -> int:
+        """Reads of a flag before a kernel gives up: about a microsecond each (50 in the interpreter)."""
+        return min(2**31 - 1, int(self.timeout * (2e4 if devices.interpreted() else 1e6)))
+
+    def check(self) -> None:
+        """Wait for the device, then raise what its kernels have reported: after the last operation of all.
+
+        Raises:
+            SignalTimeout: As of ``poll``.
+        """
+        for device in {workspace.flags.device for workspace in self.workspaces.all()}:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+        self.poll()
+
+    def poll(self) -> None:
+        """Raise what a kernel has reported so far; waits for nothing. Each fused operation begins with it.
+
+        Raises:
+            SignalTimeout: A flag was not set within the bound; the message has rank, chunk and epoch.
+        """
+        for workspace in self.workspaces.all():
+            workspace.check(self.rank, self.timeout)
+
+    def maximum(self, values: list[float]) -> list[float]:
+        """Return the largest of each value over the ranks, the same list on all of them."""
+        if self.size == 1:
+            return values
+        mine = torch.tensor([values], dtype=torch.float64, device=self._decisions)
+        everyone = torch.empty((self.size, len(values)), dtype=torch.float64, device=self._decisions)
+        self.all_gather(everyone, mine).wait()
+        return [float(value) for value in everyone.amax(dim=0)]
+
+    @property
+    def _decisions(self) -> torch.device:
+        """Where numbers that are decided upon travel."""
+        return torch.device("cpu")
+
+    def broadcast_text(self, text: str, root: int = 0) -> str:
+        """Return the root's text on every rank (the tuner's one choice)."""
+        if self.size == 1:
+            return text
+        data = text.encode()
+        length = torch.tensor([len(data)], dtype=torch.int64)
+        self._broadcast_bytes(length, root)
+        if not int(length):
+            return ""
+        buffer = torch.zeros(int(length), dtype=torch.uint8)
+        if self.rank == root:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        self._broadcast_bytes(buffer, root)
+        return bytes(buffer.numpy()).decode()
