@@ -28,8 +28,8 @@ from axo.grid import Grid
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
+from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
-from axo.nn.init import source_generator
 
 
 @dataclass

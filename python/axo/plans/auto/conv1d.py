@@ -72,6 +72,7 @@ class Conv1D(ParallelLayer):
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
+        self.exchanges = (self.matmul.exchange,)
         self._add_parameters(default_device(device, comms), dtype)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -89,7 +90,7 @@ class Conv1D(ParallelLayer):
         if x.shape[-1] != self.weight.shape[0]:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(x.shape)} must end in {self.weight.shape[0]}, this rank's part"
-                f" of nx={self.nx} over {self.in_axis}={self.comms.grid.size(self.in_axis)}"
+                f" of nx={self.nx} over {self.in_axis}={self.matmul.exchange.size(self.in_axis)}"
             )
         output = self.matmul(x, self.weight.t(), self.bias)
         if self.gather_output and self.out_axis is not None:
