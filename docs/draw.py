@@ -130,7 +130,7 @@ def collective_bars() -> tuple[str, list[tuple[str, dict[str, float]]]]:
 
 
 def step_bars() -> tuple[str, list[tuple[str, dict[str, float]]]]:
-    """A training step of two ranks: milliseconds of Axo and of PyTorch's own scheme, over Gloo and over Axo's transport."""
+    """A training step of two ranks: milliseconds of Axo, and of PyTorch's scheme over Gloo and over Axo."""
     for header, rows in reversed(runs("step")):
         by = {(row["case"], row["contestant"]): row["ms"] for row in rows}
         cases = [("z", "Axo 1x1x2x1", "FSDP2"), ("x", "Axo 2x1x1x1", "DTensor"), ("data", "Axo 1x1x1x2", "DDP")]
@@ -161,7 +161,7 @@ def draw_rivals(path: Path) -> None:
     figure, (one, two) = plt.subplots(1, 2, figsize=(10, 3.6), width_ratios=(1, 1))
     colours = {"Axo": "#2f6d9f", "Gloo": "#b0b8c1", "Open MPI": "#d9a066"}
     for axes, bars, title in ((one, left, "all_reduce, 2 ranks"), (two, right, "training step, 2 ranks, bf16")):
-        for group, (label, times) in enumerate(bars):
+        for group, (_, times) in enumerate(bars):
             for index, (name, time) in enumerate(times.items()):
                 ratio = time / times["Axo"]
                 colour = colours.get(name) or ("#d9a066" if name.endswith("over Axo") else "#b0b8c1")

@@ -1,21 +1,9 @@
-"""Distributed matrix products: the algorithms, their communication, and what they cost.
+"""Distributed matrix products: the algorithms by name, what each sends, and the product that the layers run.
 
-``axo.matmul.algorithms`` has them by name. It loads on first use, and what it loads is arithmetic until a product runs,
-so that planning needs no torch.
+What this loads is arithmetic: an algorithm uses the methods of the tensors that it is given, so planning needs no torch.
 """
 
-from __future__ import annotations
+from axo.matmul.algorithm import Algorithm, Layout, Shape, Transfer
+from axo.matmul.registry import algorithms
 
-from typing import Any
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Shape":
-        from axo.matmul.algorithm import Shape
-
-        return Shape
-    if name == "algorithms":
-        from axo.matmul.registry import algorithms
-
-        return algorithms
-    raise AttributeError(f"module 'axo.matmul' has no attribute {name!r}")
+__all__ = ["Algorithm", "Layout", "Shape", "Transfer", "algorithms"]
