@@ -4,8 +4,9 @@
 
 Rivals, interleaved in every round: "axo", the same "without checksums", and "dcp", torch's own writer and reader of the
 same entries. Actions: "save" to a synced and renamed folder, "load" of files that the system holds in memory, and "load
-from disk", after it was told to drop them. Times are medians; `cost` is the median over the rounds of axo's time over
-that without checksums in the same round, less one, and #wrong the elements that differ after a load. Hashing has a thread of its own: without a free core it costs more.
+from disk", after it was told to drop them. Times are medians and the least; `cost` is the median over the rounds of
+axo's time over that without checksums in the same round, less one, and #wrong the elements that differ after a load.
+Hashing has a thread of its own: without a free core it costs more.
 """
 
 from __future__ import annotations
