@@ -100,7 +100,8 @@ void FlightRecorder::append_lines(std::string* to) const {
   const double epoch =
       std::chrono::duration<double>(std::chrono::system_clock::now().time_since_epoch()).count() - seconds(now);
   std::string where = ", \"id\": \"" + std::to_string(id_) + "\", \"rank\": " + std::to_string(member_.rank) +
-                      ", \"size\": " + std::to_string(member_.size) + ", \"world_rank\": " + world_rank() + ", \"host\": ";
+                      ", \"size\": " + std::to_string(member_.size) + ", \"world_rank\": " + world_rank() +
+                      ", \"host\": ";
   append_quoted(&where, host_name());
   where += ", \"pid\": " + std::to_string(::getpid());
   std::lock_guard<std::mutex> lock(mutex_);

@@ -1,4 +1,5 @@
-// Operations between group_start and group_end (base/communicator.h): recorded by thread, launched by the outermost end.
+// Operations between group_start and group_end (base/communicator.h): recorded by thread, launched by the outermost
+// end.
 #pragma once
 
 #include <memory>

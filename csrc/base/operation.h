@@ -42,9 +42,7 @@ struct Operation {
 
   std::size_t bytes() const { return count * item_size(dtype); }
   bool point_to_point() const { return kind == Kind::send || kind == Kind::recv; }
-  bool reduces() const {
-    return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter;
-  }
+  bool reduces() const { return kind == Kind::all_reduce || kind == Kind::reduce || kind == Kind::reduce_scatter; }
   bool operator==(const Operation& o) const {
     return count == o.count && scale == o.scale && kind == o.kind && root == o.root && tag == o.tag &&
            dtype == o.dtype && op == o.op;

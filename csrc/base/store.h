@@ -1,7 +1,7 @@
 // Store: where ranks meet before they have a communicator. A key-value map that all of them reach.
 //
-// Implemented over c10d::Store for processes (torch/bindings.cpp) and over a mutex and a map for ranks as threads (tests).
-// What comes out of a store is outside input: check it before use.
+// Implemented over c10d::Store for processes (torch/bindings.cpp) and over a mutex and a map for ranks as threads
+// (tests). What comes out of a store is outside input: check it before use.
 #pragma once
 
 #include <string>

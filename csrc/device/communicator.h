@@ -1,6 +1,7 @@
 // The communicator of GPUs: NCCL or RCCL, opened at run time, each on a stream of its own.
 //
-// Order. All communicators of a rank issue from one queue (device/launch_queue.h), so ranks that issue in one order launch in
+// Order. All communicators of a rank issue from one queue (device/launch_queue.h), so ranks that issue in one order
+// launch in
 //   one order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's. Operations of one
 //   communicator stay in issue order whatever stream they are on. On AMD all communicators of a rank share one stream.
 // Work. wait() makes the caller's stream wait, wait_on(stream) another one; synchronize() holds the host. A work keeps

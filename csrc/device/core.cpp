@@ -49,7 +49,8 @@ void DeviceCore::settle(int result, const char* function, Clock::time_point dead
     const int peer = peers_ && polls > 1000 && polls % 128 == 0 ? peers_->lost() : -1;
     if (peer >= 0) std::rethrow_exception(peer_lost(std::string(function) + " on '" + member_.name + "'", peer));
     if (Clock::now() >= deadline) {
-      throw Timeout("communicator " + member_.words() + ": " + function + " could not be launched in time: a peer has not come");
+      throw Timeout("communicator " + member_.words() + ": " + function +
+                    " could not be launched in time: a peer has not come");
     }
     if (polls < 100) {
       std::this_thread::yield();

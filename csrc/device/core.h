@@ -8,11 +8,11 @@
 #include <set>
 #include <string>
 
+#include "base/flight_recorder.h"
 #include "device/communicator.h"
+#include "device/order_check.h"
 #include "device/peers.h"
 #include "device/work.h"
-#include "base/flight_recorder.h"
-#include "device/order_check.h"
 
 namespace axo {
 

@@ -21,7 +21,8 @@ void compare_with_peers(const std::vector<DeviceWorkPtr>& works) {
   const auto neighbours = [&] {
     std::vector<OrderCheck::Neighbour> all;
     for (const auto& core : cores) {
-      if (core->order_check()) all.push_back({core->key(), core->member().name, core->rank(), core->order_check()->issued()});
+      if (core->order_check())
+        all.push_back({core->key(), core->member().name, core->rank(), core->order_check()->issued()});
     }
     return all;
   };

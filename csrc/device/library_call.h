@@ -1,8 +1,8 @@
 // What an operation asks of NCCL or RCCL: the calls that it is made of, and what must come before and after them.
 //
-// An operation that the library has is one call. gather, scatter and all_to_all of older versions, and all_to_all_v, are
-// sends and receives in one group. In-place exchanges read a copy, since the library cannot exchange parts in place. A
-// scaled sum makes an operator of the library's for itself.
+// An operation that the library has is one call. gather, scatter and all_to_all of older versions, and all_to_all_v,
+// are sends and receives in one group. In-place exchanges read a copy, since the library cannot exchange parts in
+// place. A scaled sum makes an operator of the library's for itself.
 #pragma once
 
 #include "base/operation.h"
@@ -34,7 +34,7 @@ class LibraryCall {
   NcclElements elements_{};  // of one part
   std::size_t part_;         // bytes of one part
   int op_ = 0;
-  const void* in_;               // the request's, or a copy of it on loan from the stream's memory
+  const void* in_;                // the request's, or a copy of it on loan from the stream's memory
   std::size_t copied_bytes_ = 0;  // of that copy; 0: none is needed
   bool several_ = false;
 };

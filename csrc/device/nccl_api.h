@@ -12,9 +12,9 @@
 #include <string>
 #include <vector>
 
+#include "base/types.h"
 #include "device/dynamic_library.h"
 #include "device/gpu_runtime.h"
-#include "base/types.h"
 
 namespace axo {
 

@@ -82,8 +82,7 @@ bool DevicePeers::learn(int rank) {
   peer.left = told == kLeft;
   std::istringstream text(told);
   std::string space, host;
-  if (!(text >> peer.pid >> space) || !std::getline(text >> std::ws, host) || host != host_identity())
-    return true;
+  if (!(text >> peer.pid >> space) || !std::getline(text >> std::ws, host) || host != host_identity()) return true;
   peer.here = true;
   peer.process = RankThread(peer.pid, peer.pid, space);
   return true;

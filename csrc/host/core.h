@@ -26,9 +26,7 @@ struct Membership {
   std::vector<std::shared_ptr<Process>> processes;  // by rank
 };
 
-class HostCore final : public ProgressClient,
-                       public GroupLauncher,
-                       public std::enable_shared_from_this<HostCore> {
+class HostCore final : public ProgressClient, public GroupLauncher, public std::enable_shared_from_this<HostCore> {
  public:
   explicit HostCore(Membership membership);
 

@@ -130,8 +130,8 @@ bool Messages::match(int peer) {
         return std::string(name_of(dtype)) + "[" + std::to_string(bytes / item_size(dtype)) + "]";
       };
       core_.fail({FailureKind::mismatch, peer,
-                  "send and recv with tag " + std::to_string(r.tag) + " on '" + core_.member().name + "' differ: rank " +
-                      std::to_string(peer) + " sends " + show(a->bytes, a->dtype) + ", rank " +
+                  "send and recv with tag " + std::to_string(r.tag) + " on '" + core_.member().name +
+                      "' differ: rank " + std::to_string(peer) + " sends " + show(a->bytes, a->dtype) + ", rank " +
                       std::to_string(core_.rank()) + " expects " + show(r.bytes(), r.dtype)});
       return false;
     }

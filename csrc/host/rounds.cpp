@@ -53,7 +53,8 @@ bool Rounds::check_headers() {
   if (!equal) {
     std::string text;
     for (int p = 0; p < core_.size(); ++p) {
-      text += (p ? "; rank " : "rank ") + std::to_string(p) + ": " + words(core_.state(p).headers[s % kHeaders].operation);
+      text +=
+          (p ? "; rank " : "rank ") + std::to_string(p) + ": " + words(core_.state(p).headers[s % kHeaders].operation);
     }
     core_.fail({FailureKind::mismatch, -1, "operation #" + std::to_string(s) + " differs between ranks: " + text});
     return false;
@@ -87,9 +88,9 @@ bool Rounds::check_rows() {
     if (sent == expected) continue;
     const std::size_t item = item_size(r.dtype);
     core_.fail({FailureKind::mismatch, -1,
-                "operation #" + std::to_string(work_->sequence()) + " differs between ranks: rank " + std::to_string(p) +
-                    " sends " + std::to_string(sent / item) + " elements to rank " + std::to_string(core_.rank()) +
-                    ", which expects " + std::to_string(expected / item)});
+                "operation #" + std::to_string(work_->sequence()) + " differs between ranks: rank " +
+                    std::to_string(p) + " sends " + std::to_string(sent / item) + " elements to rank " +
+                    std::to_string(core_.rank()) + ", which expects " + std::to_string(expected / item)});
     return false;
   }
   return true;

@@ -5,11 +5,11 @@
 //   stage    copy what the peers need of my input into my stage
 //   combine  where parts have owners (all_reduce, reduce): reduce my part of everybody's stage into my result
 //   consume  read the peers' stages or results into my output
-// Where all buffers that matter lie in shared heaps (memory/shared_buffers.h), there are no stages: `combine` reads the peers'
-// buffers themselves, and `consume` only waits until they have done the same.
-// A rank stages up to kDepth rounds ahead of the slowest reader, so the steps of different ranks overlap. The cut into
-// rounds and parts depends on (operation, bytes, dtype, ranks) alone, and every element is reduced in rank order, by
-// one rank or, where parts have no owners, by each in the same way: the bits are the same everywhere and always.
+// Where all buffers that matter lie in shared heaps (memory/shared_buffers.h), there are no stages: `combine` reads the
+// peers' buffers themselves, and `consume` only waits until they have done the same. A rank stages up to kDepth rounds
+// ahead of the slowest reader, so the steps of different ranks overlap. The cut into rounds and parts depends on
+// (operation, bytes, dtype, ranks) alone, and every element is reduced in rank order, by one rank or, where parts have
+// no owners, by each in the same way: the bits are the same everywhere and always.
 #pragma once
 
 #include <array>

@@ -19,8 +19,8 @@
 #include <cstring>
 #include <numeric>
 
-#include "memory/copy.h"
 #include "host/core.h"
+#include "memory/copy.h"
 #include "memory/reduce.h"
 
 namespace axo::host {

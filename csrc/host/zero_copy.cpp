@@ -14,8 +14,8 @@
 #include <array>
 #include <cstring>
 
-#include "memory/copy.h"
 #include "host/core.h"
+#include "memory/copy.h"
 #include "memory/reduce.h"
 
 namespace axo::host {

@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/requests.h"
 #include "host/create.h"
 #include "host/rendezvous.h"
-#include "base/requests.h"
 #include "hosts/core.h"
 
 namespace axo {

@@ -1,7 +1,7 @@
 // The communicator of CPU ranks on several hosts: shared memory inside each host, a wire between them.
 //
-// The contract is that of base/communicator.h. Ranks are on one host when their hostname, boot id, network namespace and
-// user are equal; AXO_HOST and AXO_RANKS_PER_HOST tell ranks that they are on different ones.
+// The contract is that of base/communicator.h. Ranks are on one host when their hostname, boot id, network namespace
+// and user are equal; AXO_HOST and AXO_RANKS_PER_HOST tell ranks that they are on different ones.
 #pragma once
 
 #include <memory>

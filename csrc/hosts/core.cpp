@@ -17,8 +17,7 @@ SpanCore::SpanCore(SpanParts parts)
     : engine_(ProgressEngine::get()),
       p_(std::move(parts)),
       member_{p_.name, p_.rank, size()},
-      flight_(
-          std::make_shared<FlightRecorder>(member(), p_.number)),
+      flight_(std::make_shared<FlightRecorder>(member(), p_.number)),
       peers_(p_.place.wire.size()) {}
 
 std::shared_ptr<SpanCore> SpanCore::create(SpanParts parts) {

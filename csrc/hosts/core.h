@@ -2,9 +2,9 @@
 //
 // Collectives run one after the other on a thread of the communicator, so they advance without the caller, and those of
 // different communicators at the same time. Inside a host they use `inner`, a shared-memory communicator (null where a
-// host has one rank only); between hosts, frames of the mesh (hosts/mesh.h). Before a rank sends data of a collective to
-// a peer it waits for the peer's `begin`, so that data always has a place to go; begins also carry the signature, and
-// tell who has arrived when a time limit passes.
+// host has one rank only); between hosts, frames of the mesh (hosts/mesh.h). Before a rank sends data of a collective
+// to a peer it waits for the peer's `begin`, so that data always has a place to go; begins also carry the signature,
+// and tell who has arrived when a time limit passes.
 #pragma once
 
 #include <condition_variable>
@@ -22,7 +22,6 @@
 #include "hosts/mesh.h"
 
 namespace axo::span {
-
 
 inline constexpr std::chrono::seconds kPatience{10};  // for what ends by itself unless a peer hangs
 
@@ -51,7 +50,7 @@ class SpanWork final : public WorkState {
  public:
   SpanWork(std::shared_ptr<SpanCore> core, Request r, const CallOptions& options);
   int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
-  void settle();  // waits until it has ended, whatever comes
+  void settle();                       // waits until it has ended, whatever comes
   void end(std::exception_ptr error);  // complete(), and wakes who waits
 
   std::size_t moved = 0;  // of a message, in bytes

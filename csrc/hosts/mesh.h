@@ -24,7 +24,6 @@
 
 namespace axo::span {
 
-
 enum class FrameKind : std::uint32_t {
   begin,    // this rank has come to collective `sequence`, with this signature
   data,     // bytes of a collective, in its order

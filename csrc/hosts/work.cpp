@@ -12,7 +12,9 @@ const Member& SpanWork::member() const { return core_->member(); }
 
 void SpanWork::end(std::exception_ptr error) {
   complete(std::move(error));
-  { std::lock_guard<std::mutex> lock(mutex_); }  // who waits sleeps by now, or has yet to look
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+  }  // who waits sleeps by now, or has yet to look
   changed_.notify_all();
 }
 

@@ -5,8 +5,8 @@
 #include <cstring>
 #include <type_traits>
 
-#include "memory/copy.h"
 #include "base/error.h"
+#include "memory/copy.h"
 
 namespace axo {
 namespace {

@@ -1,8 +1,8 @@
 // The progress engine of a process: who moves pending operations forward, and who sleeps meanwhile.
 //
-// Every communicator is a ProgressClient: a state machine behind a try-lock. Whoever has time drives all clients: a caller that
-// blocks, or, when nobody blocks and something is pending, the progress thread. So a blocking call on an idle
-// communicator runs in its caller's thread, and a non-blocking one advances while the caller computes.
+// Every communicator is a ProgressClient: a state machine behind a try-lock. Whoever has time drives all clients: a
+// caller that blocks, or, when nobody blocks and something is pending, the progress thread. So a blocking call on an
+// idle communicator runs in its caller's thread, and a non-blocking one advances while the caller computes.
 //
 // Waiting is a bounded spin, then a futex in the process's page (progress/process_life.h). A peer wakes the sleepers
 // after it has published; they wake at least every kTick to look for dead peers and for timeouts. The progress thread
@@ -54,7 +54,8 @@ class ProgressEngine {
   SharedHeap& heap() { return heap_; }
   // Whether ranks outnumber the cores: then spinning only steals time from the rank that is waited for.
   bool crowded() const { return ranks_.load(std::memory_order_relaxed) > cores_; }
-  // The calling thread issues operations: its core is seen by the others (progress/core_spread.h), as when it waits in vain.
+  // The calling thread issues operations: its core is seen by the others (progress/core_spread.h), as when it waits in
+  // vain.
   void sit() { seats_->sit(); }
   // The processes of a communicator's ranks, by rank.
   void meet(const std::vector<std::shared_ptr<Process>>& ranks);

@@ -5,6 +5,7 @@ the stand-in saw. Its own rules fail a test through ``Gpu.violations``. tests/st
 """
 
 import os
+import re
 import signal
 import time
 from datetime import timedelta
@@ -293,30 +294,31 @@ def differing(folder):
     cases = {
         "dtype": (
             lambda c: c.all_reduce(four.double() if c.rank else four),
-            ["all_reduce of 4 float32, sum", "all_reduce of 4 float64, sum"],
+            ["all_reduce(float32[4], sum)", "all_reduce(float64[4], sum)"],
         ),
         "size": (
             lambda c: c.all_gather(four[: 4 - c.rank]),
-            ["all_gather of 4 float32", "all_gather of 3 float32"],
+            ["all_gather(float32[4])", "all_gather(float32[3])"],
         ),
         "op": (
             lambda c: c.reduce_scatter(four, op="max" if c.rank else "min"),
-            ["reduce_scatter of 2 float32, min", "reduce_scatter of 2 float32, max"],
+            ["reduce_scatter(float32[2], min)", "reduce_scatter(float32[2], max)"],
         ),
         "root": (
             lambda c: c.broadcast(four, root=c.rank),
-            ["broadcast of 4 float32, root 0", "broadcast of 4 float32, root 1"],
+            ["broadcast(float32[4], root 0)", "broadcast(float32[4], root 1)"],
         ),
         "kind": (
             lambda c: c.broadcast(four, root=0) if c.rank else c.all_reduce(four),
-            ["all_reduce of 4 float32, sum", "broadcast of 4 float32, root 0"],
+            ["all_reduce(float32[4], sum)", "broadcast(float32[4], root 0)"],
         ),
     }
     for name, (call, issued) in cases.items():
         comm = axo.connect("2x1x1x1", device="standin", timeout=60).x
         comm.all_reduce(one)  # what agrees passes
         mine, theirs = issued[comm.rank], issued[1 - comm.rank]
-        said = f"operation 2 of .* differs: rank {comm.rank} issued {mine}, rank {1 - comm.rank} issued {theirs}"
+        issues = f"rank {comm.rank} issued {mine}, rank {1 - comm.rank} issued {theirs}"
+        said = f"operation 2 of .* differs: {re.escape(issues)}"
         with pytest.raises(axo.Mismatch, match=said):
             call(comm)
         with pytest.raises(axo.Aborted, match="differs"):

@@ -13,8 +13,8 @@
 
 #include "device/communicator.h"
 #include "device/context.h"
-#include "tests/check.h"
 #include "standin.h"
+#include "tests/check.h"
 
 namespace device {
 

@@ -69,7 +69,8 @@ TEST(different_messages_are_named) {
       comm->shutdown();
       return;
     }
-    CHECK_THROWS(axo::Mismatch, "rank 1 issued recv(float32[2], from rank 0, tag 4), rank 0 issued send(float32[1], to rank 1, tag 3)",
+    CHECK_THROWS(axo::Mismatch,
+                 "rank 1 issued recv(float32[2], from rank 0, tag 4), rank 0 issued send(float32[1], to rank 1, tag 3)",
                  comm->recv(x, 2, f32, 0, 4, me.on_stream()));
     comm->shutdown();
   });

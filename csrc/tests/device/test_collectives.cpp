@@ -1,5 +1,6 @@
 // Every collective on 1 to 4 ranks: the values, in place and out of place, at once and by Work, whatever the version
-// has. Oracle: the definition of each collective in base/communicator.h, on small integers, which every dtype holds exactly.
+// has. Oracle: the definition of each collective in base/communicator.h, on small integers, which every dtype holds
+// exactly.
 #include "device_ranks.h"
 
 namespace device {
@@ -237,8 +238,7 @@ TEST(wrong_arguments) {
     CHECK_THROWS(axo::Error, "gather: root: got -1", comm->gather(x, x, 1, f32, -1, o));
     CHECK_THROWS(axo::Error, "send: peer", comm->send(x, 1, f32, me.rank, 0, o));
     CHECK_THROWS(axo::Error, "recv: peer: got 7", comm->recv(x, 1, f32, 7, 0, o));
-    CHECK_THROWS(axo::Error, "all_reduce: in: got null",
-                 comm->all_reduce(x, nullptr, 1, f32, ReduceOp::sum, o));
+    CHECK_THROWS(axo::Error, "all_reduce: out: got null", comm->all_reduce(x, nullptr, 1, f32, ReduceOp::sum, o));
     CHECK_THROWS(axo::Error, "send_counts: got 1, expected 2",
                  comm->all_to_all_v(x, {1}, {0, 1}, x, {1, 1}, {0, 1}, f32, o));
     CHECK_THROWS(axo::Error, "4-byte aligned", comm->wait_flag(reinterpret_cast<char*>(x) + 2, 1));

@@ -2,8 +2,8 @@
 // Oracle: the calls made between ncclGroupStart and ncclGroupEnd, and the values after every replay.
 #include <algorithm>
 
-#include "host/communicator.h"
 #include "device_ranks.h"
+#include "host/communicator.h"
 
 namespace device {
 namespace {

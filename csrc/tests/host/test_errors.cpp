@@ -117,7 +117,8 @@ TEST(errors_name_their_operation_once) {
       CHECK(text.find("barrier #1", 1) == std::string::npos);
       c->abort("enough");
     } else {
-      CHECK_EQ(text.find("recv(uint8[1], from rank 0, tag 5) #0 on 'world' (rank 1 of 2): aborted: enough; waited 0."), 0u);
+      CHECK_EQ(text.find("recv(uint8[1], from rank 0, tag 5) #0 on 'world' (rank 1 of 2): aborted: enough; waited 0."),
+               0u);
     }
   });
 }

@@ -217,7 +217,8 @@ TEST(fuzz_shared_segment) {
       if (random() % 9 == 0) h.operation.kind = static_cast<Kind>(random());
       if (random() % 2) h.in_offset = random() % 2 ? random() : random() % (1 << 18);
       if (random() % 2) h.shared = static_cast<std::uint32_t>(random() % 8);
-      for (int p = 0; p < 2; ++p) layout.row(segment->base(), 1, work->sequence())[p] = random() % 3 ? r.count : random();
+      for (int p = 0; p < 2; ++p)
+        layout.row(segment->base(), 1, work->sequence())[p] = random() % 3 ? r.count : random();
       other.issued = random() % 4 ? work->sequence() + 1 : small();
       other.posted = small();
       other.reduced = small();
