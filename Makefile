@@ -30,10 +30,13 @@ demo: $(V)/.built
 	$(V)/bin/axo train --grid 2x2x2x1 --steps 120 --precision 32-true --compare-serial --expect-drop 1.5 --out $(OUT) $(ARGS)
 
 test: $(V)/.built
-	@echo "C++ tests of the core"
-	@$(MAKE) --no-print-directory -s -j$(CORES) -C csrc/tests test
-	@echo "Python tests, two at a time"
-	$(PYTEST) -ra -n 2 --dist worksteal $(ARGS)
+	@echo "C++ tests of the core: compiled first, run beside the Python tests, two of which run at a time"
+	@$(MAKE) --no-print-directory -s -j$(CORES) -C csrc/tests build
+	@$(MAKE) --no-print-directory -s -C csrc/tests test > build/csrc-tests.txt 2>&1 & core=$$!; \
+	$(PYTEST) -ra -n 2 --dist worksteal $(ARGS); python=$$?; \
+	wait $$core; core=$$?; \
+	if [ $$core -ne 0 ]; then cat build/csrc-tests.txt; else tail -n 1 build/csrc-tests.txt; fi; \
+	exit $$((python || core))
 
 check: $(V)/.built
 	$(V)/bin/ruff check .
