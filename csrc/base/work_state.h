@@ -20,8 +20,8 @@ namespace axo {
 
 class WorkState : public Work {
  public:
-  // `timeout`: the communicator's own, for a call that sets none. `on_device`: what was kept alive may be destroyed on any
-  // thread, and after an error not before the work, since the device may still be writing to it.
+  // `timeout`: the communicator's own, for a call that sets none. `on_device`: what was kept alive may be destroyed on
+  // any thread, and after an error not before the work, since the device may still be writing to it.
   WorkState(Request request, const CallOptions& options, Milliseconds timeout, bool on_device = false);
   // The last reference may be that of a thread of the core's: memory of the host then goes to release_later().
   ~WorkState() override;
@@ -49,9 +49,10 @@ class WorkState : public Work {
   std::uint64_t flight() const { return flight_; }  // its number in the flight recorder
   Clock::time_point issue_time() const { return issue_time_; }
   Clock::time_point deadline() const { return deadline_; }
+  std::string timed_out() const;  // "timed out after 1.003 s (its timeout is 1.000 s)"
 
  protected:
-  virtual const Member& member() const = 0;  // of the communicator
+  virtual const Member& member() const = 0;                // of the communicator
   virtual Operation operation() const { return request; }  // as far as it is known by now
   // Returns when the operation is complete, or at `deadline`. Called once it is issued.
   virtual void wait_until(Clock::time_point deadline) = 0;

@@ -354,7 +354,8 @@ std::exception_ptr HostCore::error_for(const HostWork& work) const {
   Failure failure = failure_;
   const bool collective = !work.request.point_to_point();
   const std::string own = failure.kind == FailureKind::timeout ? " in " + work.title() + ";"
-                          : collective ? "operation #" + std::to_string(work.sequence()) + " " : "none";
+                          : collective                         ? "operation #" + std::to_string(work.sequence()) + " "
+                                                               : "none";
   const auto at = failure.text.find(own);
   if (failure.kind == FailureKind::timeout && at != std::string::npos) failure.text.erase(at, own.size() - 1);
   if (failure.kind == FailureKind::mismatch && at == 0) failure.text.erase(0, own.size());
@@ -429,7 +430,7 @@ void HostCore::report_crossing() {
 }
 
 std::string HostCore::timeout_text(const HostWork& work) const {
-  std::string text = "timed out after " + seconds_since(work.issue_time()) + " in " + work.title();
+  std::string text = work.timed_out() + " in " + work.title();
   if (work.request.point_to_point()) {
     const int peer = work.peer();
     if (peer == kAnyPeer) {
