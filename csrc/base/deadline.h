@@ -23,10 +23,11 @@ inline Clock::time_point deadline_after(Milliseconds timeout, Clock::time_point 
 }
 
 // "0.123 s", for errors that say how long somebody waited.
-inline std::string seconds_since(Clock::time_point start) {
+inline std::string seconds_text(Clock::duration time) {
   char text[32];
-  std::snprintf(text, sizeof(text), "%.3f s", std::chrono::duration<double>(Clock::now() - start).count());
+  std::snprintf(text, sizeof(text), "%.3f s", std::chrono::duration<double>(time).count());
   return text;
 }
+inline std::string seconds_since(Clock::time_point start) { return seconds_text(Clock::now() - start); }
 
 }  // namespace axo

@@ -63,6 +63,11 @@ WorkState::~WorkState() {
 
 std::string WorkState::title() const { return words(operation()) + " #" + std::to_string(sequence_); }
 
+std::string WorkState::timed_out() const {
+  return "timed out after " + seconds_since(issue_time_) + " (its timeout is " + seconds_text(deadline_ - issue_time_) +
+         ")";
+}
+
 std::string WorkState::describe() const { return title() + " on " + member().words(); }
 
 void WorkState::issued(std::uint64_t sequence, FlightRecorder* flight) {

@@ -49,6 +49,7 @@ class WorkState : public Work {
   std::uint64_t flight() const { return flight_; }  // its number in the flight recorder
   Clock::time_point issue_time() const { return issue_time_; }
   Clock::time_point deadline() const { return deadline_; }
+  std::string timed_out() const;  // "timed out after 1.003 s (its timeout is 1.000 s)"
 
  protected:
   virtual const Member& member() const = 0;                // of the communicator

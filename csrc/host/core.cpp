@@ -430,7 +430,7 @@ void HostCore::report_crossing() {
 }
 
 std::string HostCore::timeout_text(const HostWork& work) const {
-  std::string text = "timed out after " + seconds_since(work.issue_time()) + " in " + work.title();
+  std::string text = work.timed_out() + " in " + work.title();
   if (work.request.point_to_point()) {
     const int peer = work.peer();
     if (peer == kAnyPeer) {

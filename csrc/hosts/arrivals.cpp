@@ -129,8 +129,7 @@ std::string SpanCore::rank_text(int rank) const {
 
 // Under mutex_.
 std::string SpanCore::timeout_text(const SpanWork& work) const {
-  const std::string text = "rank " + std::to_string(p_.rank) + " timed out after " + seconds_since(work.issue_time()) +
-                           " in " + work.describe();
+  const std::string text = "rank " + std::to_string(p_.rank) + " " + work.timed_out() + " in " + work.describe();
   if (work.request.point_to_point()) return text + "; " + rank_text(work.request.root) + " did not answer";
   std::string arrived, missing;
   for (int r = 0; r < size(); ++r) {

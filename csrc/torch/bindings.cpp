@@ -87,7 +87,7 @@ void bind_work(py::module_& m) {
       .def("source", &Work::source, Release())
       // Calls `callback` on the thread of futures once the operation has ended, with or without an error.
       .def("when_completed", [](Work& w, const py::function& callback) {
-        std::shared_ptr<PythonObject> kept = held(callback);
+        std::shared_ptr<PythonObject> kept = by_program(held(callback));
         py::gil_scoped_release release;
         w.on_completion([kept] {
           FutureThread::post([kept] {

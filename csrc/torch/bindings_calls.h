@@ -15,7 +15,7 @@
 #include "base/error.h"
 #include "base/types.h"
 #include "base/work.h"
-#include "torch/released.h"
+#include "torch/held.h"
 
 namespace axo {
 
@@ -44,13 +44,13 @@ inline ReduceOp op_of(int code) {
 template <class Call>
 WorkPtr launch(bool blocking, std::int64_t timeout_ms, const py::object& keep, const Call& call, Address stream = 0,
                bool after_caller = true) {
-  Released::drain();
+  release_now();
   CallOptions options;
   options.blocking = blocking;
   options.timeout = Milliseconds(timeout_ms);
   options.stream = pointer(stream);
   options.after_caller = after_caller;
-  if (!blocking) options.keep_alive = held(keep);
+  if (!blocking) options.keep_alive = by_program(held(keep));
   py::gil_scoped_release release;
   WorkPtr work = call(options);
   return blocking ? nullptr : work;

@@ -13,7 +13,7 @@
 
 #include "base/error.h"
 #include "torch/c10d_backend.h"
-#include "torch/released.h"
+#include "torch/held.h"
 
 namespace axo {
 
@@ -167,8 +167,8 @@ struct C10dBackend::Launch {
         device(device),
         communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
         grouped(kind == grouped_launch),
-        held(axo::held(std::make_unique<Tensors>())) {
-    Released::drain();
+        held(std::make_shared<Tensors>()) {
+    release_now();
     for (const at::Tensor& t : inputs) {
       TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
                         "; those of one call are on one device");
@@ -180,7 +180,7 @@ struct C10dBackend::Launch {
     wait_here = !opts.asyncOp && !backend.coalesced_;
     options.blocking = wait_here && !grouped;
     options.timeout = opts.timeout < Milliseconds::zero() ? backend.options_->timeout : opts.timeout;
-    options.keep_alive = held;
+    options.keep_alive = by_program(held);
     options.stream = current_stream(device);
     if (grouped) group_start();
   }

@@ -6,7 +6,7 @@
 
 #include "torch/c10d_launch.h"
 #include "torch/future_thread.h"
-#include "torch/released.h"
+#include "torch/held.h"
 
 namespace axo {
 
@@ -119,7 +119,7 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
   }
   finish();
   if (future_ && !device_.is_cpu()) future_->wait();  // it made the copies, on a stream of its own
-  Released::drain();
+  release_now();
   return true;
 }
 

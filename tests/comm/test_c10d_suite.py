@@ -28,25 +28,23 @@ SAMPLE = [
     "test_all_gather_coalesced_with_empty",
     "test_all_reduce_sum_async",
     "test_all_to_all_full_group",
+    "test_barrier_timeout_full_group",
     "test_batch_isend_irecv_gloo_tags",
     "test_get_future",
     "test_scatter_object_list",
     "test_send_recv_any_source",
     "test_send_recv_with_tag_torch_profiler",
+    "test_sparse_all_reduce_sum",
 ]
 # Tests that this backend cannot pass, with the reason.
 NO_GPU = "moves tensors to a GPU, and decides by a name that it does not know"
 GLOO_ONLY = "torch offers this for Gloo alone, by name"
-WORDING = "wants Gloo's or NCCL's wording of a time-out; ours names who has arrived"
 NOT_OURS = {
     "test_SyncBatchNorm_process_group": "needs torchvision",
     "test_all_to_all_cuda": NO_GPU,
     "test_all_to_all_cuda_complex": NO_GPU,
     "test_all_to_all_full_group_cuda": NO_GPU,
     "test_all_to_all_group_cuda": NO_GPU,
-    "test_barrier_timeout_full_group": WORDING,
-    "test_barrier_timeout_global": WORDING,
-    "test_barrier_timeout_group": WORDING,
     "test_batch_isend_irecv_mixed_backend_err": "needs NCCL and Gloo",
     "test_batch_isend_irecv_op_err": NO_GPU,
     "test_ddp_logging_data_cpu": "torch's logger calls every third-party backend 'custom'",
@@ -55,7 +53,6 @@ NOT_OURS = {
     "test_monitored_barrier_gloo_rank_0_timeout": GLOO_ONLY,
     "test_monitored_barrier_gloo_subgroup": GLOO_ONLY,
     "test_monitored_barrier_wait_all_ranks": GLOO_ONLY,
-    "test_sparse_all_reduce_sum": "sparse tensors are refused; reduce .to_dense()",
 }
 # Tests that are written for one world size without saying so.
 WORLD_OF = {"test_new_subgroups_with_group_param": 4}
