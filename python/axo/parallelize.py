@@ -19,6 +19,7 @@ from axo.nn.layer import ParallelLayer
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
+from axo.overlap.step_check import parameters_of, watch_replaced
 from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
 
@@ -85,26 +86,30 @@ def parallelize(
     for name, module in model.named_modules():
         if isinstance(module, ParallelLayer):
             raise ValueError(f"parallelize: {name!r} is parallel already; call parallelize once, on a serial model")
+    layers = getattr(getattr(model, "config", None), "n_layer", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise ValueError(f"parallelize: n_layer={layers} is a model without blocks; use at least 1")
     check_same_model(model, comms)
+    before = parameters_of(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)
-    if plan != "litgpt":
+    if plan == "litgpt":
+        models = sys.modules.get("litgpt.model")  # importing it takes seconds; a litgpt.GPT has done so
+        if models is None or not isinstance(model, models.GPT):
+            raise ValueError(
+                f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\""
+                " for any other module"
+            )
+        from axo.plans.litgpt import plan as litgpt
+
+        model = litgpt.apply(model, replacer, gather_logits=gather_logits)
+    else:
         if sequence_parallel:
             raise ValueError("parallelize: sequence_parallel=True is of plan 'litgpt'; plan 'auto' has no such option")
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-        attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
-        return model
-    models = sys.modules.get("litgpt.model")  # not imported by this: it takes seconds, and a litgpt.GPT has done it
-    if models is None or not isinstance(model, models.GPT):
-        raise ValueError(
-            f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\" for"
-            " any other module"
-        )
-    from axo.plans.litgpt import plan as litgpt
-
-    model = litgpt.apply(model, replacer, gather_logits=gather_logits)
-    attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype)
+    attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
+    watch_replaced(model, before)
     return model
 
 
