@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import axo
-from axo.checkpoint import CheckpointError, consolidate, latest, load, save
+from axo.checkpoint import CheckpointError, consolidate, latest, load, save, writer
 from axo.checkpoint.folder import complete, name_of
 from tests.launcher import rank_outcomes, run_ranks
 
@@ -273,6 +274,26 @@ def test_plain_dcp_reads_it_and_what_has_no_checksums_is_read(tmp_path: Path) ->
     dcp.save(entries | {"axo": head(4)}, storage_writer=writer, planner=SavePlanner(), no_dist=True)
     model = filled(0.0)
     assert load(old, model).step == 4 and value_of(model) == 8.0
+
+
+def test_an_asynchronous_save_holds_what_was_given_when_it_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses that the next step adds, and a rate in a tensor that a scheduler changes in place."""
+    go, write = threading.Event(), writer.write
+    monkeypatch.setattr(writer, "write", lambda *args: go.wait(60) and write(*args))
+    model, losses = filled(1.0), [1.0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    handle = save(tmp_path, model, optimizer, extra={"losses": losses}, async_=True)
+    losses.append(2.0)
+    optimizer.param_groups[0]["lr"].fill_(7.0)
+    model[0].bias.data.fill_(7.0)
+    go.set()
+    handle.wait()
+    other = filled(0.0)
+    again = torch.optim.SGD(other.parameters(), lr=0.1)
+    assert load(tmp_path, other, again).extra == {"losses": [1.0]}
+    assert value_of(other) == 1.0 and again.param_groups[0]["lr"] == 0.5
 
 
 # Left over

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 import warnings
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,7 +152,8 @@ def save(
     try:
         path = agree(group, problem, part and part.path)
         if async_:
-            entries = {key: value.staged() if isinstance(value, Parts) else value for key, value in entries.items()}
+            for key, value in entries.items():
+                entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(value)
     except BaseException:
         if part is not None:
             part.close()
