@@ -72,7 +72,8 @@ def _events(spans: Iterable[Span], ranks: list[int], memory: Iterable[tuple[floa
         threads: dict[int, str] = {}
         ends: dict[str, list[float]] = {}  # of each stream: when its threads are free again
         first = min((span.start for span in mine[process]), default=0.0)
-        for span in sorted(mine[process], key=lambda span: (span.start, -span.end)):
+        lasting = (span for span in mine[process] if span.end > span.start)  # a simulation has some that take no time
+        for span in sorted(lasting, key=lambda span: (span.start, -span.end)):
             stream, lane = COMPUTE if span.waits else span.stream, 0
             if stream != COMPUTE:
                 free = ends.setdefault(stream, [])
