@@ -54,7 +54,7 @@ def dtensors():
             assert view.shape == parameter.placement.global_shape
             assert view.to_local().data_ptr() == parameter.data_ptr()
             assert torch.equal(view.full_tensor(), axo.unshard(parameter.detach(), parameter.placement))
-    fused = axo.nn.Linear(8, 16, comms=comms, out_blocks=(8, 4, 4))
+    fused = axo.nn.Linear(8, 16, comms=comms, features=axo.nn.Features(out_blocks=(8, 4, 4)))
     with pytest.raises(ValueError, match=r"row blocks \(8, 4, 4\) are split one by one over x=2"):
         axo.to_dtensor(fused.weight)
     with pytest.raises(ValueError, match="has no placement on a grid"):
@@ -68,7 +68,7 @@ def test_dtensors_describe_the_same_shards():
 def activations(grid):
     comms = axo.connect(grid)
     normal = axo.nn.Linear(8, 12, comms=comms)
-    fused = axo.nn.Linear(8, 16, comms=comms, out_blocks=(8, 4, 4))
+    fused = axo.nn.Linear(8, 16, comms=comms, features=axo.nn.Features(out_blocks=(8, 4, 4)))
     wte = axo.nn.Embedding(9, 8, comms=comms)
     x = torch.randn(8, 3, 8, generator=torch.Generator().manual_seed(1))
     mine = axo.shard_input(normal, x)

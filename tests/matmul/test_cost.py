@@ -23,8 +23,9 @@ def layers(comms):
     def rows(width):
         return torch.randn(mine, width, requires_grad=True)
 
-    def linear(*sizes, **options):
-        return axo.nn.Linear(*sizes, comms=comms, **options)
+    def linear(*sizes, transposed=False, gather_cache="all", **features):
+        features = axo.nn.Features(**features)
+        return axo.nn.Linear(*sizes, comms=comms, transposed=transposed, gather_cache=gather_cache, features=features)
 
     ids = torch.randint(26, (mine,))
     yield "linear", linear(24, 32), rows(24 // y), {}

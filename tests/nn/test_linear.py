@@ -261,7 +261,7 @@ def uneven_outputs(grid):
     for n in (3, 5, 13):  # over x=4: 1 1 1 0, 2 2 1 0, 4 4 4 1
         for gather in (False, True):
             seed_apart(comms)
-            layer = axo.nn.Linear(8, n, comms=comms, uneven_out=True, gather_output=gather)
+            layer = axo.nn.Linear(8, n, comms=comms, features=axo.nn.Features(uneven_out=True, gather_output=gather))
             serial = serial_linear(8, n)
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(5))
             weights = torch.randn(4, n, generator=torch.Generator().manual_seed(6))
@@ -330,8 +330,8 @@ def test_stays_a_module():
 BAD = [
     ({"in_features": 30, "name": "mlp.fc"}, "Linear 'mlp.fc': in_features=30 does not divide over y=4; use 28 or 32"),
     ({"out_features": 31}, "Linear: out_features=31 does not divide over x=2; use 30 or 32, or a grid with x in {1}"),
-    ({"out_blocks": (16, 9, 7)}, "Linear: a row block of out_features=9 does not divide over x=2"),
-    ({"out_blocks": (16, 9)}, "row blocks (16, 9) do not add up to dim 0"),
+    ({"features": axo.nn.Features((16, 9, 7))}, "Linear: a row block of out_features=9 does not divide over x=2"),
+    ({"features": axo.nn.Features((16, 9))}, "row blocks (16, 9) do not add up to dim 0"),
     ({"grad_reduce": "nonsense"}, "grad_reduce='nonsense' is not known; use 'mean' or 'sum'"),
     ({"gather_cache": "nonsense"}, "gather_cache='nonsense' is not known"),
     ({"name": "fc"}, "Linear 'fc': input of shape (2, 32) must end in 8, this rank's part of in_features=32 over y=4"),

@@ -155,7 +155,7 @@ def layers_and_dropout(grid):
         x = torch.randn(3, 4, 8 // comms.grid.y, requires_grad=True)
         whole = axo.nn.sequence.gather_sequence(x, comms)
         assert whole.dtype == torch.bfloat16 and whole.shape[1] == 4 * comms.grid.x
-        layer = axo.nn.Linear(8, 8, comms=comms, transposed=True, sequence_parallel=True)
+        layer = axo.nn.Linear(8, 8, comms=comms, transposed=True, features=axo.nn.Features(sequence_parallel=True))
         out = layer(torch.randn(3, 4 * comms.grid.x, 8 // comms.grid.x))
         out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and layer.bias.grad.dtype == torch.float32

@@ -134,7 +134,7 @@ def separate_projections(grid):
         serial_seed()
         serial = torch.nn.Linear(8, 12)
     seed_apart(comms)
-    layer = axo.nn.Linear(8, 12, comms=comms, out_blocks=(12,), out_copies=(2,))
+    layer = axo.nn.Linear(8, 12, comms=comms, features=axo.nn.Features((12,), (2,)))
     x = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
     weights = torch.randn(comms.grid.x, 8, 6, generator=torch.Generator().manual_seed(2))  # what each rank makes of it
     features = slice(6 * (comms.coords.x // 2), 6 * (comms.coords.x // 2) + 6)
@@ -155,7 +155,7 @@ def separate_projections(grid):
     for p in (1.0, float("inf")):
         mine, whole = axo.clip_grad_norm_(layer.parameters(), 1e9, p), torch.nn.utils.get_total_norm
         assert_close(mine, whole([q.grad for q in serial.parameters()], p), LIMIT, f"{p}-norm")
-    gathered = axo.nn.Linear(8, 12, comms=comms, out_blocks=(12,), out_copies=(2,), gather_output=True)
+    gathered = axo.nn.Linear(8, 12, comms=comms, features=axo.nn.Features((12,), (2,), gather_output=True))
     gathered.load_state_dict(serial.state_dict())
     serial.zero_grad()
     serial(x).square().sum(1).mean().backward()

@@ -8,7 +8,7 @@ from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
 from axo.nn.init import init_weights
-from axo.nn.linear import Linear
+from axo.nn.linear import Features, Linear
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
 
@@ -17,6 +17,7 @@ __all__ = [
     "CrossEntropyLoss",
     "Dropout",
     "Embedding",
+    "Features",
     "LayerNorm",
     "Linear",
     "RMSNorm",

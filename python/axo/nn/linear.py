@@ -17,7 +17,7 @@ Not here: re-layout of activations; convolutions.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -29,6 +29,39 @@ from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
 from axo.sharding import cut_features, gather_features
+
+
+@dataclass(frozen=True)
+class Features:
+    """How a linear layer takes and returns features and tokens, where that is not the plain alternation.
+
+    Args:
+        out_blocks: Lengths of row blocks that are split one by one (q, k and v of a fused projection).
+        out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
+            values that several ranks' queries attend to. Their gradient is summed over those ranks.
+        uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
+        whole_input: The weight's in_features are not split: the layer takes all of them on every rank along the in
+            axis (a layer before it returned them whole), and gives each the complete gradient.
+        whole_output: The weight's out_features are not split: the layer returns all of them on every rank along the
+            out axis. Each of these must give it the complete gradient.
+        scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
+        gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
+        sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
+            normal layer takes gathered tokens and leaves their gradient a partial sum, for ``gather_sequence``; a
+            transposed layer returns its part of the tokens.
+    """
+
+    out_blocks: tuple[int, ...] | None = None
+    out_copies: tuple[int, ...] | None = None
+    uneven_out: bool = False
+    whole_input: bool = False
+    whole_output: bool = False
+    scatter_input: bool = False
+    gather_output: bool = False
+    sequence_parallel: bool = False
+
+
+_PLAIN = Features()
 
 
 class Linear(ParallelLayer, nn.Linear):
@@ -45,19 +78,7 @@ class Linear(ParallelLayer, nn.Linear):
         grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
         gather_cache: As in ``axo.Overlap``, for a layer that is part of no model's engine: ``"all"`` keeps the weight
             gathered over z from forward to backward, ``"none"`` gathers it again.
-        out_blocks: Lengths of row blocks that are split one by one (q, k and v of a fused projection).
-        out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
-            values that several ranks' queries attend to. Their gradient is summed over those ranks.
-        uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
-        whole_input: The weight's in_features are not split: the layer takes all of them on every rank along the in
-            axis (a layer before it returned them whole), and gives each the complete gradient.
-        whole_output: The weight's out_features are not split: the layer returns all of them on every rank along the
-            out axis. Each of these must give it the complete gradient.
-        scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
-        gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
-        sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
-            normal layer takes gathered tokens and leaves their gradient a partial sum, for ``gather_sequence``; a
-            transposed layer returns its part of the tokens.
+        features: How features and tokens come and go where that is not the plain alternation; plans set it.
         name: How error messages call the layer.
 
     Raises:
@@ -76,17 +97,13 @@ class Linear(ParallelLayer, nn.Linear):
         transposed: bool = False,
         grad_reduce: str = "mean",
         gather_cache: str | int = "all",
-        out_blocks: tuple[int, ...] | None = None,
-        out_copies: tuple[int, ...] | None = None,
-        uneven_out: bool = False,
-        whole_input: bool = False,
-        whole_output: bool = False,
-        scatter_input: bool = False,
-        gather_output: bool = False,
-        sequence_parallel: bool = False,
+        features: Features = _PLAIN,
         name: str | None = None,
     ) -> None:
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
+        out_blocks, out_copies = features.out_blocks, features.out_copies
+        whole_input, whole_output = features.whole_input, features.whole_output
+        sequence_parallel = features.sequence_parallel
         in_axes, out_axes = () if whole_input else (in_axis,), () if whole_output else (out_axis,)
         splits = ((*out_axes, "z"), in_axes)
         placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
@@ -98,14 +115,14 @@ class Linear(ParallelLayer, nn.Linear):
         if not whole_input:
             check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
         check_copies(self.label(), out_copies, out_axis, comms.grid.size(out_axis))
-        blocks = () if uneven_out or whole_output else out_blocks or (out_features,)
+        blocks = () if features.uneven_out or whole_output else out_blocks or (out_features,)
         for block, copies in zip(blocks, out_copies or (1,) * len(blocks), strict=True):
             what = "out_features" if out_blocks is None else "a row block of out_features"
             check_divides(self.label(), what, block, out_axis, comms.grid.size(out_axis) // copies)
         self.in_features = self.in_features_whole = in_features
         self.out_features = self.out_features_whole = out_features
-        self.transposed, self.out_blocks, self.gather_output = transposed, out_blocks, gather_output
-        self.out_copies, self.scatter_input = out_copies, scatter_input
+        self.transposed, self.out_blocks, self.out_copies = transposed, out_blocks, out_copies
+        self.scatter_input, self.gather_output = features.scatter_input, features.gather_output
         self.in_axis, self.out_axis = next(iter(in_axes), None), next(iter(out_axes), None)
         self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
         self.matmul = DistributedMatmul(

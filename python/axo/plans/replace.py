@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from axo.nn import Conv2d, Embedding, LayerNorm, Linear
+from axo.nn import Conv2d, Embedding, Features, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
 
 _HOOK_TABLES = (
@@ -42,7 +42,7 @@ class Replacer:
         self.sequence_parallel = sequence_parallel and comms.grid.x > 1
 
     def linear(self, parent: nn.Module, child: str, name: str, *, transposed: bool = False, **options: Any) -> None:
-        """Replace ``parent.child``, an ``nn.Linear``; ``options`` are keyword arguments of :class:`axo.nn.Linear`."""
+        """Replace ``parent.child``, an ``nn.Linear``; ``options`` are fields of :class:`axo.nn.Features`."""
         old = _exactly(parent, child, nn.Linear, name)
         new = Linear(
             old.in_features,
@@ -53,9 +53,8 @@ class Replacer:
             comms=self.comms,
             transposed=transposed,
             grad_reduce=self.grad_reduce,
-            sequence_parallel=self.sequence_parallel,
+            features=Features(sequence_parallel=self.sequence_parallel, **options),
             name=name,
-            **options,
         )
         self.put(parent, child, new)
 

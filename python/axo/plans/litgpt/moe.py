@@ -22,7 +22,7 @@ from litgpt.model import GroupedTopkRouter
 from torch import nn
 
 from axo.matmul.product import refuse_create_graph
-from axo.nn import Linear
+from axo.nn import Features, Linear
 from axo.plans.replace import Replacer
 
 
@@ -65,7 +65,7 @@ class GroupedRouter(Linear, GroupedTopkRouter):
         experts, hidden = old.weight.shape
         Linear.__init__(
             self, hidden, experts, False, "meta", old.weight.dtype,
-            comms=comms, grad_reduce=grad_reduce, whole_output=True, name=name,
+            comms=comms, grad_reduce=grad_reduce, features=Features(whole_output=True), name=name,
         )  # fmt: skip
         self.config = old.config
         self.register_buffer("e_score_correction_bias", old.e_score_correction_bias.clone())
