@@ -45,7 +45,7 @@ def compare(grid, cases):
         axo.parallelize(model, comms, gather_logits=True)
         assert list(model.state_dict()) == list(serial.state_dict())
         ids, targets = batch(serial.config, 0)
-        for _ in range(2):  # the second pass foretells its gathers
+        for _ in range(2):  # the second pass gathers in the order of the first
             expected = serial(ids)
             F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
             logits = model(my_rows(comms, ids))

@@ -7,7 +7,7 @@
 
 The last two are for a layer that would wait for its own collective: where the engine (``axo.overlap``) issues a gather
 ahead of its block, or lets a reduce-scatter run behind the layers before, it hides all of it, and nothing is fused. So
-they are asked for only where the engine has no order to foretell (a layer that is in no model's engine) or the option
+they are asked for only where the engine issues no gathers ahead (a layer that is in no model's engine) or the option
 is off, or where a gradient is wanted at once; and shares must be equal, since a padded buffer has no whole chunks. A
 product that is summed over the in axis in chunks does not gather in chunks too.
 
