@@ -267,9 +267,9 @@ def _identity() -> dict[str, str]:
     """Triton's version, and a digest of what is compiled."""
     import triton
 
-    folder, digest = Path(__file__).parent, hashlib.sha256()
-    for name in ("gemm_kernels.py", "signal_kernels.py", "assembly.py"):
-        digest.update((folder / name).read_bytes())
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for name in ("axo_kernels/gemm/kernels.py", "axo_kernels/fused/kernels.py", "bench/tools/assembly.py"):
+        digest.update((root / name).read_bytes())
     for function in (_compile, _arguments, _kernel_names):
         digest.update(inspect.getsource(function).encode())
     return {"triton": triton.__version__, "sources": digest.hexdigest()[:12]}

@@ -27,7 +27,12 @@ REPLACED_FILES = {
     "seats": "core_spread",
     "pace": "write_mode",
 }
-REPLACED: dict[str, str] = {}
+REPLACED = {
+    r"\bas_built\b": "recorded init",
+    r"\bopaque": "compile",
+    r"\bsupervisor": "restarts",
+    r"\btakes? leave\b": "leaves",
+}
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
