@@ -60,12 +60,12 @@ def test_goldfish_masks_training_and_not_validation():
     import litgpt.finetune.full as module
 
     from axo.grid import Grid
-    from axo.integrations.fabric.strategy import AxoStrategy
     from axo.integrations.litgpt.options import Options
     from axo.integrations.litgpt.patches import Run, patched
+    from axo.integrations.litgpt.strategy import LitGPTStrategy
 
     asked = Options(grid=Grid(), goldfish=(2, 5))
-    with patched(Run(module, Grid(), asked, strategy=AxoStrategy("1x1x1x1"))):
+    with patched(Run(module, Grid(), asked, strategy=LitGPTStrategy("1x1x1x1"))):
         loss = module.chunked_cross_entropy
     logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
     trained = loss(logits, targets)

@@ -225,8 +225,9 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     import torch
 
     from axo.integrations.fabric.step_agreement import StepAgreement
-    from axo.integrations.fabric.strategy import AxoStrategy, register
+    from axo.integrations.fabric.strategy import register
     from axo.integrations.litgpt.patches import Run, Stopped, patched
+    from axo.integrations.litgpt.strategy import LitGPTStrategy
 
     rank = Rank.from_environment()
     assert rank is not None
@@ -239,10 +240,9 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     command = PARALLEL[name]
     this = Run(importlib.import_module(command.module), grid, options)
 
-    def make() -> AxoStrategy:
-        this.strategy = AxoStrategy(
+    def make() -> LitGPTStrategy:
+        this.strategy = LitGPTStrategy(
             grid,
-            counts="data",
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
             step_agreement=this.agreement if command.trains else None,

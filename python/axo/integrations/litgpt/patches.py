@@ -26,8 +26,8 @@ from torch import nn
 from axo.errors import Error
 from axo.grid import Grid
 from axo.integrations.fabric.step_agreement import StepAgreement
-from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.strategy import LitGPTStrategy
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 
@@ -51,7 +51,7 @@ class Run:
     grid: Grid
     options: Options
     agreement: StepAgreement = field(default_factory=StepAgreement)
-    strategy: AxoStrategy | None = None
+    strategy: LitGPTStrategy | None = None
     fabric: Any = None
 
 
@@ -76,6 +76,18 @@ class _End(Exception):
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def main(*args: Any, **options: Any) -> Any:
+        assert run.strategy is not None
+        run.strategy.train = signature.bind(*args, **options).arguments["train"]
+        return stock(*args, **options)
+
+    return main
 
 
 def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,10 +153,10 @@ class _AgreedLimit(float):
     Else clocks that differ a little would let some ranks go on, and wait there for the others.
     """
 
-    def __new__(cls, seconds: float, strategy: AxoStrategy) -> _AgreedLimit:
+    def __new__(cls, seconds: float, strategy: LitGPTStrategy) -> _AgreedLimit:
         return super().__new__(cls, seconds)
 
-    def __init__(self, seconds: float, strategy: AxoStrategy) -> None:
+    def __init__(self, seconds: float, strategy: LitGPTStrategy) -> None:
         self._agree = strategy.reduce_boolean_decision
 
     def __lt__(self, elapsed: float) -> bool:  # Python asks the right side of ``>`` first, since its class is derived
@@ -274,6 +286,7 @@ def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = {
+    "main": Patch(_main, "the strategy must know the batch sizes to go on from a checkpoint of other data ranks"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "chunked_cross_entropy": Patch(_loss, "logits split over x, and tokens that goldfish leaves out"),
