@@ -58,8 +58,8 @@ def test_a_run_goes_on_with_other_iterations(folder, twenty, grid, accumulate, s
         folder, out, grid, resume=folder / "twenty" / TEN, accumulate=accumulate, save_interval=10, sharded=sharded
     )
     assert len(losses) == 10 * accumulate
-    steps = [sum(sums[first : first + accumulate]) for first in range(0, len(sums), accumulate)]
-    assert steps == twenty[1][10:]
+    steps = [sum(sums[first : first + accumulate]) for first in range(0, len(losses), accumulate)]
+    assert steps == twenty[1][10:20]  # LitGPT reads one batch more, at which it ends
     if not sharded:
         assert (state["iter_num"], state["step_count"]) == (20 * accumulate, 20)
     means = [sum(losses[first : first + accumulate]) / accumulate for first in range(0, len(losses), accumulate)]
