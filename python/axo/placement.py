@@ -14,6 +14,7 @@ Not here: moving data between ranks (``axo.sharding``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -40,8 +41,10 @@ def chunk_bounds(size: int, parts: int, index: int) -> Range:
     return min(index * step, size), min((index + 1) * step, size)
 
 
-def check_divides(owner: str, what: str, size: int, axis: str, parts: int) -> None:
-    """Refuse a size that an axis does not divide.
+def check_divides(
+    owner: str, what: str, size: int, axis: str, parts: int, fits: Callable[[int], bool] = lambda parts: True
+) -> None:
+    """Refuse a size that an axis does not divide. ``fits``: whether else a number of parts would do.
 
     Raises:
         Refused: Names owner, dimension, size, axis, and what would work.
@@ -49,10 +52,10 @@ def check_divides(owner: str, what: str, size: int, axis: str, parts: int) -> No
     if size % parts == 0:
         return
     down, up = size // parts * parts, chunk_size(size, parts) * parts
-    sizes = f"{down} or {up}" if down else f"{up}"
-    fits = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0)
+    use = f"{down} or {up}" if down else f"{up}"
+    listed = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0 and fits(d))
     raise Refused(
-        f"{owner}: {what}={size} does not divide over {axis}={parts}; use {sizes}, or a grid with {axis} in {{{fits}}}"
+        f"{owner}: {what}={size} does not divide over {axis}={parts}; use {use}, or a grid with {axis} in {{{listed}}}"
     )
 
 

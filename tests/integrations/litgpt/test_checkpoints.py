@@ -168,7 +168,7 @@ def test_parallel_serial_parallel_is_bit_equal(folder, twenty):
 def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     """Forty greedy tokens of stock ``litgpt generate``, and the same on a grid; sampling agrees on all ranks.
 
-    Also of a sharded checkpoint that was made whole; as it is, it is refused in one line.
+    Also of a sharded checkpoint, as it is and made whole; LoRA, which merges into it, refuses it in one line.
     """
     del sharded
     checkpoint = folder / "twenty" / "final"
@@ -180,6 +180,8 @@ def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     consolidate(folder / "sharded" / "final", folder / "generated-from")
     assert (folder / "generated-from" / "tokenizer.json").is_file()
     assert run_ranks(generate, 1, folder / "generated-from")[0] == stock
+    as_it_is = run_ranks(generate, 2, folder / "sharded" / "final", "2x1x1x1", env=ranks_of("2x1x1x1")[1])
+    assert as_it_is == [stock] * 2
     with pytest.raises(ValueError, match="holds a sharded checkpoint; make it whole: axo consolidate"):
-        run_command(["generate", str(folder / "sharded" / "final")])
+        run_command(["finetune_lora", str(folder / "sharded" / "final")])
     assert sampled == [sampled[0]] * ranks and sampled[0] != stock

@@ -25,6 +25,7 @@ from torch import nn
 
 from axo.errors import Error
 from axo.grid import Grid
+from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
@@ -80,6 +81,8 @@ class _End(Exception):
 
 def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
+    if "train" not in signature.parameters:  # generate's
+        return stock
 
     @functools.wraps(stock)
     def main(*args: Any, **options: Any) -> Any:
@@ -247,6 +250,35 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 # --- what rank 0 does, or all ranks, or one alone -------------------------------------------------------------------
 
 
+def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
+        stock(function, checkpoint_dir, *args)
+        file = checkpoint_dir / "hyperparameters.yaml"
+        if file.is_file():  # a comment: litgpt must still read it
+            file.write_text(f"# axo litgpt --grid {run.grid}\n{file.read_text()}")
+
+    return rank_zero_only(save)
+
+
+def _check_checkpoint_dir(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def check(checkpoint_dir: Path, *args: Any, **options: Any) -> None:
+        if holds_sharded(checkpoint_dir):
+            options["model_filename"] = f"{MODEL_FILE}/.metadata"
+        stock(checkpoint_dir, *args, **options)
+
+    return check
+
+
+def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load(fabric: Any, model: Any, checkpoint_path: Path, strict: bool = True) -> None:
+        if is_sharded(checkpoint_path):
+            fabric.load_raw(checkpoint_path, model, strict=strict)
+        else:
+            stock(fabric, model, checkpoint_path, strict=strict)
+
+    return load
+
+
 def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return rank_zero_only(stock)
 
@@ -298,8 +330,10 @@ PATCHES = {
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
     ),
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
-    "save_hyperparameters": Patch(_on_rank_0, "the same"),
-    "save_prompt_style": Patch(_on_rank_0, "the same"),
+    "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
+    "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
+    "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
+    "load_checkpoint": Patch(_load_checkpoint, "each rank reads its part of a sharded model"),
 }
 
 

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m pytest -p axo.integrations.pytest_litgpt --axo-grid 2x1x1x1 tests/test_model.py
 
 ``litgpt.GPT``, and the ones of LoRA and adapters, are replaced by classes that split themselves over the grid as soon
-as they are built: whole weights are cut when they are loaded, ``state_dict()`` and logits come back whole, and the tests
+as they are built: whole weights are cut when they are loaded, ``state_dict()`` and logits come back whole, and tests
 compare them with Hugging Face's classes as they always do. The ranks run the same tests in the same order under the
 same seeds (one a test, from its name). What Axo refuses (``axo.Refused``) is a skip that shows the refusal, and what a
 shared model cannot satisfy (``_DIFFERENT``) is an expected failure with its reason: run with ``-rsx`` to see them. A

@@ -56,13 +56,16 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
     heads, closed = _attention(model, candidates, wanted, grid.x, serial)
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    regions, read = find_regions(model, _sizes(free), set(closed))
-    if read:
+    found = find_regions(model, _sizes(free), set(closed))
+    if found.read:
         why = "another module reads its weight itself"
-        serial |= {c.name: why for c in free if c.module in read}
-        free = [c for c in free if c.module not in read]
-        regions, _ = find_regions(model, _sizes(free), set(closed))
-    choices, dropouts = decide(free, regions, wanted, grid)
+        serial |= {c.name: why for c in free if c.module in found.read}
+        free = [c for c in free if c.module not in found.read]
+        found = find_regions(model, _sizes(free), set(closed))
+    choices, dropouts = decide(free, found.regions, wanted, grid)
+    for candidate in free:
+        choice = choices[candidate.name]
+        choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
     ties = _ties(model, candidates, choices)
@@ -82,8 +85,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         old: Any = dropout
         new = Dropout(old.p, old.inplace, comms=comms, split=(axis, "z", "data")).train(old.training)
         setattr(model.get_submodule(parent), child, new)
-    for module, found in closed.items():
-        for attribute, value in found.attributes.items():
+    for module, split in closed.items():
+        for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
         SharedRandomness(comms, ("x", "z", "data")).attach(module)
     for module in list(model.modules()):

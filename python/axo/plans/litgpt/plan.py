@@ -164,11 +164,15 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
         for mlp in block.mlp.modules():
             if type(mlp) in _DENSE:
                 widths["moe_intermediate_size" if mixture else "intermediate_size"] = _layer(mlp.proj).in_features
-    for what, width in widths.items():
-        check_divides(owner, what, width, "x", grid.x)
+
+    def fits(x: int) -> bool:
+        groups = config.n_query_groups
+        return not any(size % x for size in (config.n_head, *widths.values())) and not (groups % x and x % groups)
+
+    for what, size in {**widths, "n_head": config.n_head}.items():
+        check_divides(owner, what, size, "x", grid.x, fits)
     check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
-    check_divides(owner, "n_head", config.n_head, "x", grid.x)
-    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x)
+    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x, fits)
     if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
         raise Refused(
             f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
