@@ -123,7 +123,7 @@ def test_devices_of_a_configuration_file_are_not_ignored(tmp_path):
 
     file = tmp_path / "run.yaml"
     file.write_text("model_name: no-such-model\ndevices: 8\n")
-    with pytest.raises(ValueError, match="devices: 8 is what the grid says .1x1x2x1.; leave it out"):
+    with pytest.raises(ValueError, match=r"devices: 8 is what the grid says \(1x1x2x1\); leave it out"):
         run_command(["pretrain", "--config", str(file), "--grid", "1x1x2x1"])
     file.write_text("model_name: no-such-model\ndevices: 2\n")
     with pytest.raises(ValueError, match="there is no model 'no-such-model'"):
