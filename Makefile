@@ -88,13 +88,14 @@ $(V)/bin/python: | prerequisites
 	$(PYTHON) -m venv $(V)
 
 # torch comes first and alone, and is pinned for what follows, so that nothing brings a second one.
-$(V)/.deps: pyproject.toml | $(V)/bin/python
+$(V)/.deps: pyproject.toml tests/integrations/litdata.txt | $(V)/bin/python
 	@echo "Installing $(TORCH) and the rest into $(V) (once)"
 	@$(PIP) "setuptools>=77" wheel
 	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
 	@$(V)/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(V)/torch.txt
 	@$(V)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -c $(V)/torch.txt "$(TRITON)"
 	@$(PIP) -c $(V)/torch.txt --no-build-isolation -e ".[litgpt,dev]"
+	@$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt
 	@touch $@
 
 $(V)/.built: $(V)/.deps setup.py $(CORE) | prerequisites

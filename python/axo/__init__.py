@@ -26,6 +26,7 @@ _PUBLIC = {
     "Coords": "axo.grid",
     "Grid": "axo.grid",
     "Error": "axo.errors",
+    "Refused": "axo.errors",
     "PeerLost": "axo.errors",
     "Timeout": "axo.errors",
     "Mismatch": "axo.errors",

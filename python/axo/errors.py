@@ -1,11 +1,15 @@
 """The errors of the communication runtime, as Python sees them. The core (csrc/base/error.h) throws their C++ twins.
 
-``ValueError`` and ``TypeError`` say that a call was wrong before anything was sent; the classes here say what went
-wrong between ranks. After one of them a communicator is aborted: later calls raise :class:`Aborted` with the first
-reason.
+``ValueError`` and ``TypeError`` say that a call was wrong before anything was sent; :class:`Refused` that it was right
+and Axo does not support it; the other classes here say what went wrong between ranks. After one of them a communicator
+is aborted: later calls raise :class:`Aborted` with the first reason.
 """
 
 from __future__ import annotations
+
+
+class Refused(ValueError):
+    """Axo cannot do exactly what a serial program does here (a size, a feature, a kind of layer), and does nothing."""
 
 
 class Error(RuntimeError):

@@ -14,12 +14,14 @@ Not here: moving data between ranks (``axo.sharding``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 
+from axo.errors import Refused
 from axo.grid import AXES, Coords, Grid
 
 if TYPE_CHECKING:
@@ -39,19 +41,21 @@ def chunk_bounds(size: int, parts: int, index: int) -> Range:
     return min(index * step, size), min((index + 1) * step, size)
 
 
-def check_divides(owner: str, what: str, size: int, axis: str, parts: int) -> None:
-    """Refuse a size that an axis does not divide.
+def check_divides(
+    owner: str, what: str, size: int, axis: str, parts: int, fits: Callable[[int], bool] = lambda parts: True
+) -> None:
+    """Refuse a size that an axis does not divide. ``fits``: whether else a number of parts would do.
 
     Raises:
-        ValueError: Names owner, dimension, size, axis, and what would work.
+        Refused: Names owner, dimension, size, axis, and what would work.
     """
     if size % parts == 0:
         return
     down, up = size // parts * parts, chunk_size(size, parts) * parts
-    sizes = f"{down} or {up}" if down else f"{up}"
-    fits = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0)
-    raise ValueError(
-        f"{owner}: {what}={size} does not divide over {axis}={parts}; use {sizes}, or a grid with {axis} in {{{fits}}}"
+    use = f"{down} or {up}" if down else f"{up}"
+    listed = ", ".join(str(d) for d in range(1, max(2 * parts, 9)) if size % d == 0 and fits(d))
+    raise Refused(
+        f"{owner}: {what}={size} does not divide over {axis}={parts}; use {use}, or a grid with {axis} in {{{listed}}}"
     )
 
 
@@ -59,11 +63,11 @@ def check_copies(owner: str, copies: tuple[int, ...] | None, axis: str, parts: i
     """Refuse copies that do not divide the axis whose ranks hold them.
 
     Raises:
-        ValueError: Names owner, count and axis.
+        Refused: Names owner, count and axis.
     """
     for count in copies or ():
         if count < 1 or parts % count:
-            raise ValueError(f"{owner}: {count} ranks cannot share a part: they do not divide {axis}={parts}")
+            raise Refused(f"{owner}: {count} ranks cannot share a part: they do not divide {axis}={parts}")
 
 
 def split_ranges(ranges: list[Range], parts: int, index: int) -> list[Range]:

@@ -241,7 +241,7 @@ def chain(model):
     from axo.plans.auto.regions import Size, find_regions
 
     sizes = {model.a: Size(8, 8), model.b: Size(8, 8)}
-    return [(region.makers, region.takers) for region in find_regions(model, sizes, set())[0]]
+    return [(region.makers, region.takers) for region in find_regions(model, sizes, set()).regions]
 
 
 def test_only_what_is_proved_stays_split():
@@ -338,3 +338,34 @@ def test_dropout_agrees_and_refusals_name_what_is_wrong():
             strict=True,
         ):
             assert part in message, message
+
+
+class Chooses(torch.nn.Module):
+    """One layer is seen by a softmax, another stands where the way depends on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.scores, self.branch = torch.nn.Linear(8, 8), Branches()
+
+    def forward(self, x):
+        return self.branch(torch.softmax(self.scores(x), -1))
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x) if x.sum() > 0 else x
+
+
+def test_whole_activations_have_a_reason():
+    from axo.plans.auto.regions import Size, find_regions
+
+    chooses = Chooses()
+    layers = {chooses.scores: Size(8, 8), chooses.branch.inner: Size(8, 8)}
+    whole = find_regions(chooses, layers, set()).whole
+    assert "no module around it can be traced" in whole[chooses.branch.inner]
+    whole = find_regions(torch.nn.Sequential(chooses.scores, torch.nn.Softmax(-1)), {chooses.scores: Size(8, 8)}, set())
+    assert whole.whole[chooses.scores] == "in: outside of what can be traced; out: Softmax"

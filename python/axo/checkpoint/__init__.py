@@ -17,14 +17,26 @@ It is written under a hidden name and renamed when all ranks have written and sy
 leading dot is complete. Every entry has a checksum. Files: ``parts`` (a tensor as chunks, DCP's planners), ``state``
 (model, optimizer and generators to entries and back), ``storage`` (entries in files, checksums), ``folder`` (names,
 newest, replacing, removing), ``run`` (whose folder it is), ``ranks`` (what ranks tell each other), ``writer``,
-``reader``, ``convert``.
+``reader``, ``convert``, ``safetensors`` (files of that format), ``pretrained`` (a Hugging Face folder).
 """
 
 from axo.checkpoint.convert import consolidate
 from axo.checkpoint.folder import latest
+from axo.checkpoint.pretrained import save_pretrained
 from axo.checkpoint.ranks import share_path
 from axo.checkpoint.reader import Loaded, load
 from axo.checkpoint.run import Run
 from axo.checkpoint.writer import CheckpointError, Save, save
 
-__all__ = ["CheckpointError", "Loaded", "Run", "Save", "consolidate", "latest", "load", "save", "share_path"]
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "Run",
+    "Save",
+    "consolidate",
+    "latest",
+    "load",
+    "save",
+    "save_pretrained",
+    "share_path",
+]

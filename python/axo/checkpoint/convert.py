@@ -7,10 +7,8 @@ in advance, and tensors follow it one by one. Both results get their name when t
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,16 +18,11 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from axo.checkpoint import folder as folders
-from axo.checkpoint import state
+from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.reader import read_state_dict, shapes_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.checkpoint.writer import Target, head, write
-
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
 
 
 def consolidate(
@@ -134,35 +127,17 @@ def _dtype(metadata: Metadata, entry: str) -> torch.dtype:
 
 
 def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
-    """Header: 8 bytes of its length, then JSON of dtype, shape and byte range of each tensor; then the data."""
     aliases = read_bytes(path, metadata, state.HEAD)["aliases"]
     shapes = shapes_of(metadata, state.MODEL)
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, shape in shapes.items():
-        dtype = _dtype(metadata, f"{state.MODEL}/{name}")
-        if dtype not in _SAFETENSORS:
-            raise ValueError(f"consolidate: {name} is {dtype}, which safetensors does not know; name the result .pth")
-        start, end = end, end + math.prod(shape) * dtype.itemsize
-        described[name] = {"dtype": _SAFETENSORS[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    described["__metadata__"] |= {f"{alias} is": name for alias, name in aliases.items()}
-    text = json.dumps(described).encode()
-    text += b" " * (-len(text) % 8)
-    unfinished = out.with_name(f".{out.name}.part")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for name, shape in shapes.items():
-                entry = f"{state.MODEL}/{name}"
-                whole = torch.empty(shape, dtype=_dtype(metadata, entry))
-                read_into(path, metadata, {entry: Parts(whole)})
-                if whole.numel():
-                    file.write(whole.flatten().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    described = {name: (_dtype(metadata, f"{state.MODEL}/{name}"), shape) for name, shape in shapes.items()}
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for name, (dtype, shape) in described.items():
+            whole = torch.empty(shape, dtype=dtype)
+            read_into(path, metadata, {f"{state.MODEL}/{name}": Parts(whole)})
+            yield whole
+
+    safetensors.write(out, described, tensors(), {f"{alias} is": name for alias, name in aliases.items()})
 
 
 def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:

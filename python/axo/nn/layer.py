@@ -1,8 +1,9 @@
 """What every parallel layer shares: its shards, where they lie, how they are first filled, and how they are loaded.
 
 A layer holds this rank's shards as plain parameters under torch's names, and one immutable placement a parameter
-(``layer.placements["weight"]``, ``layer.weight.placement``). ``state_dict`` gives shards; ``load_state_dict`` takes a
-shard or the whole tensor, which is then cut.
+(``layer.placements["weight"]``, ``layer.weight.placement``). ``state_dict()`` gives whole tensors, gathered on every
+rank, as a serial layer would; ``state_dict(keep_vars=True)`` the parameters themselves, which are shards.
+``load_state_dict`` takes a shard or the whole tensor, which is then cut.
 
 Not here: any arithmetic of a layer.
 """
@@ -152,6 +153,19 @@ class ParallelLayer(nn.Module):
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))
         new._tag()
         return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.label()}: a parallel layer holds this rank's shards and is not pickled; every rank calls"
+            " model.state_dict() (whole tensors), axo.checkpoint.save(...) or axo.checkpoint.save_pretrained(...)"
+        )
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, placement in self.placements.items() if not keep_vars else ():
+            shard = destination[prefix + name]
+            whole = shard.new_empty(placement.global_shape) if shard.is_meta else unshard(shard, placement)
+            destination[prefix + name] = whole
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, placement in self.placements.items():

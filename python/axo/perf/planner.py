@@ -136,11 +136,11 @@ class Plan:
         time = candidate.time
         worst = max(AXES, key=lambda axis: time.exposed[axis])
         hidden = sum(time.communication.values()) - time.exposed_total
-        text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {time.total:.2f} s"
+        text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {seconds_text(time.total)}"
         if time.exposed_total > 0:
-            text += f"; {time.exposed_total:.2f} s of communication show, most on {worst} ({_TRAFFIC[worst]})"
+            text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({_TRAFFIC[worst]})"
         if hidden > 0.005 * time.total:
-            text += f", {hidden:.2f} s hide behind products"
+            text += f", {seconds_text(hidden)} hide behind products"
         best = self.best
         if best is candidate:
             if len(self.ranked) > 1:
@@ -153,6 +153,11 @@ class Plan:
         lost["products slowed by hidden communication"] = time.contention - best.time.contention
         cause = max(lost, key=lambda name: lost[name])
         return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.grid}, most of it {cause}."
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in words: ``1.25 s``, ``3.21 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:

@@ -7,21 +7,26 @@ group: each of them holds it, and its gradient is the sum of theirs (``Placement
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from axo.errors import Refused
 from axo.placement import check_divides
 
 
-def kv_copies(owner: str, what: str, groups: int, ranks: int) -> int:
+def kv_copies(owner: str, what: str, groups: int, ranks: int, fits: Callable[[int], bool] = lambda ranks: True) -> int:
     """How many neighbours along x hold the same group of keys and values; 1: each rank has its own.
 
+    ``fits``: whether else a number of ranks would do.
+
     Raises:
-        ValueError: The groups neither divide over x nor divide it.
+        Refused: The groups neither divide over x nor divide it.
     """
     if groups < ranks and ranks % groups == 0:
         return ranks // groups
     if groups < ranks:
-        fits = ", ".join(str(x) for x in range(1, ranks + 1) if groups % x == 0 or x % groups == 0)
-        raise ValueError(
-            f"{owner}: {what}={groups} neither divides over x={ranks} nor divides it; use a grid with x in {{{fits}}}"
+        listed = ", ".join(str(x) for x in range(1, ranks + 1) if (groups % x == 0 or x % groups == 0) and fits(x))
+        raise Refused(
+            f"{owner}: {what}={groups} neither divides over x={ranks} nor divides it; use a grid with x in {{{listed}}}"
         )
-    check_divides(owner, what, groups, "x", ranks)
+    check_divides(owner, what, groups, "x", ranks, fits)
     return 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.errors import Refused
 from axo.nn import Conv2d, Embedding, Features, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
 
@@ -125,12 +126,12 @@ class Replacer:
         """Give ``new`` the values, flags and hooks of ``parent.child`` and put it in its place.
 
         Raises:
-            ValueError: One of its parameters has hooks: these expect whole gradients.
+            Refused: One of its parameters has hooks: these expect whole gradients.
         """
         old = getattr(parent, child)
         for name, parameter in old.named_parameters(recurse=False):
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-                raise ValueError(
+                raise Refused(
                     f"parallelize: {new.label()}: its {name} has gradient hooks, and is about to become this rank's"
                     " shard; register them after parallelize, on the shard"
                 )
@@ -167,10 +168,10 @@ def check_exact(module: nn.Module, kind: type, name: str) -> None:
     """Refuse a module that is not of this very class: a subclass may compute something else.
 
     Raises:
-        ValueError: It is of another class.
+        Refused: It is of another class.
     """
     if type(module) is not kind:
-        raise ValueError(
+        raise Refused(
             f"parallelize: {name!r} is a {type(module).__module__}.{type(module).__qualname__}, and the plan knows only"
             f" torch.nn.{kind.__name__} there; quantised layers and adapters are not supported"
         )

@@ -45,6 +45,52 @@ def test_ten_and_ten_steps_are_twenty(folder, twenty, grid):
         assert distance(_moments(state, moment), _moments(twenty[2], moment)) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("grid", "accumulate", "sharded"), [("2x1x1x1", 2, False), pytest.param("1x1x2x1", 2, True, marks=pytest.mark.soak)]
+)
+def test_a_run_goes_on_with_other_iterations(folder, twenty, grid, accumulate, sharded):
+    """Saved after 10 iterations of 8 samples, it goes on in iterations of fewer: the same 10 steps on the same samples.
+
+    Losses are close to the other run's only, as LitGPT sets the learning rate by iteration.
+    """
+    out = f"iterations-{grid}"
+    losses, sums, state = run(
+        folder, out, grid, resume=folder / "twenty" / TEN, accumulate=accumulate, save_interval=10, sharded=sharded
+    )
+    assert len(losses) == 10 * accumulate
+    steps = [sum(sums[first : first + accumulate]) for first in range(0, len(losses), accumulate)]
+    assert steps == twenty[1][10:20]  # LitGPT reads one batch more, at which it ends
+    if not sharded:
+        assert (state["iter_num"], state["step_count"]) == (20 * accumulate, 20)
+    means = [sum(losses[first : first + accumulate]) / accumulate for first in range(0, len(losses), accumulate)]
+    assert means == pytest.approx(twenty[0][10:], rel=0.02)
+
+
+def count(strategy, then, state, folder):
+    state = dict(state)
+    return strategy._iterations(folder, state, then)
+
+
+def test_iterations_that_cannot_be_counted_are_refused(tmp_path):
+    """What stock LitGPT says of its run is read; what is not whole, or not said, is an error that says what to do."""
+    from litgpt.args import TrainArgs
+
+    from axo.integrations.litgpt.strategy import LitGPTStrategy, _samples_of_stock
+
+    strategy = LitGPTStrategy("1x1x2x1")
+    strategy.train = TrainArgs(global_batch_size=24, micro_batch_size=3)  # 6 samples an iteration, 4 iterations a step
+    (tmp_path / "hyperparameters.yaml").write_text("devices: 2\nnum_nodes: 1\ntrain:\n  micro_batch_size: 2\n")
+    assert _samples_of_stock(tmp_path) == 4
+    assert count(strategy, 4, {"iter_num": 12, "step_count": 2}, tmp_path) == 8
+    with pytest.raises(ValueError, match="after 20 samples, which are no whole number of iterations of 6 samples"):
+        count(strategy, 4, {"iter_num": 5, "step_count": 2}, tmp_path)
+    (tmp_path / "hyperparameters.yaml").write_text("devices: auto\ntrain:\n  micro_batch_size: 2\n")
+    assert _samples_of_stock(tmp_path) is None
+    assert count(strategy, None, {"iter_num": 8, "step_count": 2}, tmp_path) == 8
+    with pytest.raises(ValueError, match="does not say how many samples an iteration was"):
+        count(strategy, None, {"iter_num": 6, "step_count": 2}, tmp_path)
+
+
 def test_a_sharded_run_equals_a_whole_one(folder, twenty, sharded):
     """Oracle: the uninterrupted run on another grid, which saved whole checkpoints: 1e-6."""
     losses, sums, state = sharded
@@ -122,7 +168,7 @@ def test_parallel_serial_parallel_is_bit_equal(folder, twenty):
 def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     """Forty greedy tokens of stock ``litgpt generate``, and the same on a grid; sampling agrees on all ranks.
 
-    Also of a sharded checkpoint that was made whole; as it is, it is refused in one line.
+    Also of a sharded checkpoint, as it is and made whole; LoRA, which merges into it, refuses it in one line.
     """
     del sharded
     checkpoint = folder / "twenty" / "final"
@@ -134,6 +180,8 @@ def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     consolidate(folder / "sharded" / "final", folder / "generated-from")
     assert (folder / "generated-from" / "tokenizer.json").is_file()
     assert run_ranks(generate, 1, folder / "generated-from")[0] == stock
+    as_it_is = run_ranks(generate, 2, folder / "sharded" / "final", "2x1x1x1", env=ranks_of("2x1x1x1")[1])
+    assert as_it_is == [stock] * 2
     with pytest.raises(ValueError, match="holds a sharded checkpoint; make it whole: axo consolidate"):
-        run_command(["generate", str(folder / "sharded" / "final")])
+        run_command(["finetune_lora", str(folder / "sharded" / "final")])
     assert sampled == [sampled[0]] * ranks and sampled[0] != stock

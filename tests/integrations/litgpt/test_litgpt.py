@@ -60,12 +60,12 @@ def test_goldfish_masks_training_and_not_validation():
     import litgpt.finetune.full as module
 
     from axo.grid import Grid
-    from axo.integrations.fabric.strategy import AxoStrategy
     from axo.integrations.litgpt.options import Options
     from axo.integrations.litgpt.patches import Run, patched
+    from axo.integrations.litgpt.strategy import LitGPTStrategy
 
     asked = Options(grid=Grid(), goldfish=(2, 5))
-    with patched(Run(module, Grid(), asked, strategy=AxoStrategy("1x1x1x1"))):
+    with patched(Run(module, Grid(), asked, strategy=LitGPTStrategy("1x1x1x1"))):
         loss = module.chunked_cross_entropy
     logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
     trained = loss(logits, targets)
@@ -99,7 +99,7 @@ def test_goldfish_masks_training_and_not_validation():
         (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
-        (["generate", "no/such/folder", "--quantize", "bnb.nf4"], "--quantize bnb.nf4 runs on one device only"),
+        (["generate", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
         (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
         (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
@@ -115,6 +115,19 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
     monkeypatch.setitem(checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
     with pytest.raises(ValueError, match=words):
         run_command(arguments)
+
+
+def test_devices_of_a_configuration_file_are_not_ignored(tmp_path):
+    """Those of the grid are taken: a run saves them, and may be repeated from what it has saved."""
+    from axo.integrations.litgpt.command import run as run_command
+
+    file = tmp_path / "run.yaml"
+    file.write_text("model_name: no-such-model\ndevices: 8\n")
+    with pytest.raises(ValueError, match=r"devices: 8 is what the grid says \(1x1x2x1\); leave it out"):
+        run_command(["pretrain", "--config", str(file), "--grid", "1x1x2x1"])
+    file.write_text("model_name: no-such-model\ndevices: 2\n")
+    with pytest.raises(ValueError, match="there is no model 'no-such-model'"):
+        run_command(["pretrain", "--config", str(file), "--grid", "1x1x2x1"])
 
 
 @pytest.mark.soak

@@ -5,12 +5,17 @@ pickled bytes. So nothing depends on equal random state, equal workers or equal 
 every peer's error. The reader draws random numbers from a generator state of its own: the ranks' generators, which must
 stay equal along x and y (generation samples with them), do not see who reads.
 
+Which samples a data rank reads is its sampler's business; litdata's datasets, which have none and split themselves over
+all ranks of torch, are told of the data ranks instead.
+
 State: ``{"epoch", "samples"}``, samples of all data ranks, so that a run goes on where it stopped on another grid
-too. A loader that has a state of its own (:class:`ResumableLoader`, litdata's) keeps it.
+too. A loader that has a state of its own (:class:`ResumableLoader`, litdata's) keeps it; litdata's is of a number of
+data ranks, and another number is refused.
 """
 
 from __future__ import annotations
 
+import copy
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -20,6 +25,8 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from torch.utils.data import DataLoader, RandomSampler
+
+from axo.grid import Coords, Grid
 
 
 class Position:
@@ -131,6 +138,27 @@ def split_in_order(loader: Any, comms: Any) -> Any:
     return _update_dataloader(loader, EveryNth(loader.sampler, grid.z * grid.data, coords.z + grid.z * coords.data))
 
 
+def _split_streams(dataset: Any, grid: Grid, coords: Coords) -> None:
+    """Let litdata's datasets, and those that one is mixed from, give each data rank its part, not each of all ranks."""
+    for part in getattr(dataset, "_datasets", ()):
+        _split_streams(part, grid, coords)
+    if not hasattr(dataset, "distributed_env"):
+        return
+    environment = copy.copy(dataset.distributed_env)  # a new one: litdata keeps what it has computed by the old
+    environment.world_size, environment.global_rank = grid.z * grid.data, coords.z + grid.z * coords.data
+    if environment.world_size % environment.num_nodes:
+        environment.num_nodes = 1  # it only says which chunks ranks share, and may drop once read
+    dataset.distributed_env = environment
+
+
+def _data_ranks_of(state: Any) -> set[int]:
+    """The numbers of ranks that a state of litdata's was taken for."""
+    if not isinstance(state, dict):
+        return set()
+    own = {state["world_size"]} if isinstance(state.get("world_size"), int) else set()
+    return own.union(*map(_data_ranks_of, state.values()))
+
+
 class SharedLoader:
     """Wraps a loader for the ranks of ``comms``; attributes are those of the loader.
 
@@ -146,6 +174,7 @@ class SharedLoader:
         self._reads = comms.coords.x == 0 and comms.coords.y == 0
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
+        _split_streams(loader.dataset, comms.grid, comms.coords)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -158,7 +187,17 @@ class SharedLoader:
         return self._loader.state_dict() if self._own is None else self._own.state_dict(self._each())
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on where ``state`` was taken."""
+        """Go on where ``state`` was taken.
+
+        Raises:
+            ValueError: It is of another kind of loader, or litdata's, of another number of data ranks.
+        """
+        ranks = self._comms.grid.z * self._comms.grid.data
+        for other in _data_ranks_of(state) - {ranks}:
+            raise ValueError(
+                f"data: the checkpoint was taken with {other} data ranks (z*data), and this run has {ranks}; litdata's"
+                f" datasets go on with the same number only: use a grid with z*data={other}, or LocalText"
+            )
         (self._loader if self._own is None else self._own).load_state_dict(state)
 
     def _each(self) -> int:

@@ -17,13 +17,13 @@ _LOGGERS = {
 }
 
 
-def check_paths(options: Any, grid: Grid, trains: bool) -> None:
+def check_paths(options: Any, grid: Grid, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download.
 
     Args:
         options: What litgpt's parser made of a command's arguments.
         grid: The grid.
-        trains: Whether the command trains.
+        reads_sharded: Whether the command starts from a sharded checkpoint too.
 
     Raises:
         ValueError: Something is not there, or is a sharded checkpoint that the command does not read.
@@ -41,7 +41,7 @@ def check_paths(options: Any, grid: Grid, trains: bool) -> None:
     resume = options.get("resume")
     if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
         raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
-    if not trains and holds_sharded(Path(str(options.checkpoint_dir))):
+    if not reads_sharded and holds_sharded(Path(str(options.checkpoint_dir))):
         folder = Path(str(options.checkpoint_dir))
         raise ValueError(
             f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"

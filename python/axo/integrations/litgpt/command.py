@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations.litgpt import architectures, auto_grid, checks, restarts
+from axo.integrations.litgpt import restarts
 from axo.integrations.litgpt.options import AUTO, Options, help_text, take
 from axo.launch import Rank, Termination, set_threads
 
@@ -38,6 +39,7 @@ class Command:
         trains: Whether it takes ``--devices`` and launches ranks; if not, it is written for one device.
         finetunes: Whether it starts from what a model's constructors draw, on one device.
         resumes: Whether it can go on from a checkpoint of its own.
+        reads_sharded: Whether it can start from a sharded checkpoint.
     """
 
     module: str
@@ -45,6 +47,7 @@ class Command:
     trains: bool
     finetunes: bool = False
     resumes: bool = True
+    reads_sharded: bool = True
 
     def load(self) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), self.function)
@@ -54,10 +57,10 @@ class Command:
 PARALLEL = {
     "pretrain": Command("litgpt.pretrain", "setup", True),
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
-    "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False),
-    "finetune": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False),  # litgpt's other name
+    "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False),
     "generate": Command("litgpt.generate.base", "main", False),
 }
+PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
 
@@ -79,7 +82,7 @@ def run(arguments: list[str]) -> None:
     if name == "architectures":
         _tell_architectures(arguments[1:], options)
         return
-    if name not in PARALLEL:
+    if name not in PARALLEL or (options == Options(Grid()) and _quantizes(arguments)):
         _stock(arguments)
         return
     _tell_rank_of_slurm()
@@ -131,6 +134,8 @@ def _check_options(name: str, options: Options) -> None:
 
 
 def _tell_architectures(arguments: list[str], options: Options) -> None:
+    from axo.integrations.litgpt import architectures
+
     if _HELP & set(arguments):
         print(architectures.__doc__)
         return
@@ -149,6 +154,11 @@ def _tell_rank_of_slurm() -> None:
         os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": tasks}
         os.environ |= {"LOCAL_RANK": os.environ["SLURM_LOCALID"]}
         os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
+
+
+def _quantizes(arguments: list[str]) -> bool:
+    """Quantised layers run on one device, so without a grid the command is litgpt's alone."""
+    return any(argument.split("=")[0] == "--quantize" for argument in arguments)
 
 
 def _stock(arguments: list[str]) -> None:
@@ -175,7 +185,8 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 
-    from axo.integrations.litgpt import text_data  # noqa: F401  so that --data LocalText is found
+    from axo.integrations.litgpt import auto_grid, checks
+    from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
 
     function = PARALLEL[name].load()
     parser = capture_parser(lambda: CLI(function))
@@ -184,7 +195,8 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     options = parser.parse_args(arguments)
     if options.get("quantize") is not None:
         raise ValueError(
-            f"litgpt: --quantize {options.quantize} runs on one device only; run litgpt {name} without axo"
+            f"litgpt: --quantize {options.quantize} runs on one device only; leave out --grid and the other options of"
+            " Axo's, or run litgpt without axo"
         )
     grid = asked.grid or auto_grid.choose(name, options, asked, rank)
     if rank is not None and rank.world_size != grid.world_size:
@@ -192,11 +204,14 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
             f" start {grid.world_size}, or use another grid"
         )
-    checks.check_paths(options, grid, PARALLEL[name].trains)
+    if PARALLEL[name].trains:
+        # From a configuration file; one that a run on this grid has saved names the data ranks.
+        for what, usual in (("num_nodes", 1), ("devices", parser.get_default("devices"))):
+            if options.get(what, usual) not in (usual, grid.z * grid.data if what == "devices" else 1):
+                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
+    checks.check_paths(options, grid, PARALLEL[name].reads_sharded)
     checks.check_model(options)
     if PARALLEL[name].trains:
-        if options.get("num_nodes", 1) != 1:  # from a configuration file
-            raise ValueError(f"litgpt: num_nodes: {options.num_nodes} is what the grid says ({grid}); leave it out")
         devices = ["--devices", str(grid.z * grid.data)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
@@ -225,8 +240,9 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     import torch
 
     from axo.integrations.fabric.step_agreement import StepAgreement
-    from axo.integrations.fabric.strategy import AxoStrategy, register
+    from axo.integrations.fabric.strategy import register
     from axo.integrations.litgpt.patches import Run, Stopped, patched
+    from axo.integrations.litgpt.strategy import LitGPTStrategy
 
     rank = Rank.from_environment()
     assert rank is not None
@@ -239,10 +255,9 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     command = PARALLEL[name]
     this = Run(importlib.import_module(command.module), grid, options)
 
-    def make() -> AxoStrategy:
-        this.strategy = AxoStrategy(
+    def make() -> LitGPTStrategy:
+        this.strategy = LitGPTStrategy(
             grid,
-            counts="data",
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
             step_agreement=this.agreement if command.trains else None,
@@ -255,9 +270,14 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
         # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
         if local and rank.rank:
             stack.enter_context(_silence())
+        if rank.rank:
+            for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # they say alike what they start
+                logging.getLogger(logger).setLevel(logging.WARNING)
+        else:
+            print(f"axo litgpt: grid {grid}: {grid.world_size} ranks, {grid.z * grid.data} of them with own data")
+        stack.enter_context(patched(this))
         if command.trains:
             this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)
-            stack.enter_context(patched(this))
         else:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:

@@ -25,9 +25,10 @@ from torch import nn
 
 from axo.errors import Error
 from axo.grid import Grid
+from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
-from axo.integrations.fabric.strategy import AxoStrategy
 from axo.integrations.litgpt.options import Options
+from axo.integrations.litgpt.strategy import LitGPTStrategy
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 
@@ -51,7 +52,7 @@ class Run:
     grid: Grid
     options: Options
     agreement: StepAgreement = field(default_factory=StepAgreement)
-    strategy: AxoStrategy | None = None
+    strategy: LitGPTStrategy | None = None
     fabric: Any = None
 
 
@@ -76,6 +77,20 @@ class _End(Exception):
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
+
+
+def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(stock)
+    if "train" not in signature.parameters:  # generate's
+        return stock
+
+    @functools.wraps(stock)
+    def main(*args: Any, **options: Any) -> Any:
+        assert run.strategy is not None
+        run.strategy.train = signature.bind(*args, **options).arguments["train"]
+        return stock(*args, **options)
+
+    return main
 
 
 def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,10 +156,10 @@ class _AgreedLimit(float):
     Else clocks that differ a little would let some ranks go on, and wait there for the others.
     """
 
-    def __new__(cls, seconds: float, strategy: AxoStrategy) -> _AgreedLimit:
+    def __new__(cls, seconds: float, strategy: LitGPTStrategy) -> _AgreedLimit:
         return super().__new__(cls, seconds)
 
-    def __init__(self, seconds: float, strategy: AxoStrategy) -> None:
+    def __init__(self, seconds: float, strategy: LitGPTStrategy) -> None:
         self._agree = strategy.reduce_boolean_decision
 
     def __lt__(self, elapsed: float) -> bool:  # Python asks the right side of ``>`` first, since its class is derived
@@ -235,6 +250,35 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 # --- what rank 0 does, or all ranks, or one alone -------------------------------------------------------------------
 
 
+def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
+        stock(function, checkpoint_dir, *args)
+        file = checkpoint_dir / "hyperparameters.yaml"
+        if file.is_file():  # a comment: litgpt must still read it
+            file.write_text(f"# axo litgpt --grid {run.grid}\n{file.read_text()}")
+
+    return rank_zero_only(save)
+
+
+def _check_checkpoint_dir(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def check(checkpoint_dir: Path, *args: Any, **options: Any) -> None:
+        if holds_sharded(checkpoint_dir):
+            options["model_filename"] = f"{MODEL_FILE}/.metadata"
+        stock(checkpoint_dir, *args, **options)
+
+    return check
+
+
+def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def load(fabric: Any, model: Any, checkpoint_path: Path, strict: bool = True) -> None:
+        if is_sharded(checkpoint_path):
+            fabric.load_raw(checkpoint_path, model, strict=strict)
+        else:
+            stock(fabric, model, checkpoint_path, strict=strict)
+
+    return load
+
+
 def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return rank_zero_only(stock)
 
@@ -274,6 +318,7 @@ def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = {
+    "main": Patch(_main, "the strategy must know the batch sizes to go on from a checkpoint of other data ranks"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "chunked_cross_entropy": Patch(_loss, "logits split over x, and tokens that goldfish leaves out"),
@@ -285,8 +330,10 @@ PATCHES = {
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
     ),
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
-    "save_hyperparameters": Patch(_on_rank_0, "the same"),
-    "save_prompt_style": Patch(_on_rank_0, "the same"),
+    "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
+    "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
+    "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
+    "load_checkpoint": Patch(_load_checkpoint, "each rank reads its part of a sharded model"),
 }
 
 

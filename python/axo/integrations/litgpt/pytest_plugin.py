@@ -1,15 +1,16 @@
-"""A pytest plugin: run LitGPT's own ``tests/test_model.py``, unchanged, on models that a grid shares.
+"""A pytest plugin: run LitGPT's own tests, such as ``tests/test_model.py``, unchanged, on models that a grid shares.
 
     torchrun --nproc-per-node 2 -m pytest -p axo.integrations.pytest_litgpt --axo-grid 2x1x1x1 tests/test_model.py
 
-``litgpt.GPT`` is replaced by a class that splits itself over the grid as soon as it is built: whole weights are cut
-when they are loaded, logits come back whole, and the file compares them with Hugging Face's classes as it always does.
-The ranks run the same tests in the same order under the same seeds (one a test, from its name). What Axo refuses is a
-skip that shows the refusal, and what a shared model cannot satisfy (``_DIFFERENT``) is an expected failure with its
-reason: run with ``-rsx`` to see them. A test that fails on any rank fails on all.
+``litgpt.GPT``, and the ones of LoRA and adapters, are replaced by classes that split themselves over the grid as soon
+as they are built: whole weights are cut when they are loaded, ``state_dict()`` and logits come back whole, and tests
+compare them with Hugging Face's classes as they always do. The ranks run the same tests in the same order under the
+same seeds (one a test, from its name). What Axo refuses (``axo.Refused``) is a skip that shows the refusal, and what a
+shared model cannot satisfy (``_DIFFERENT``) is an expected failure with its reason: run with ``-rsx`` to see them. A
+test that fails on any rank fails on all.
 
-Not here: the test file itself. It is in LitGPT's source distribution:
-``pip download --no-deps --no-binary :all: litgpt==0.5.13``.
+Not here: the tests. ``test_model.py`` is in LitGPT's source distribution (``pip download --no-deps --no-binary :all:
+litgpt==0.5.13``), the others are in its repository only.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import pytest
 import torch
 
 import axo
+from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations.fabric.compile import keep_out_of_graphs
 
@@ -48,6 +50,7 @@ def pytest_configure(config: Any) -> None:
     config.add_cleanup(comms.close)
     config.pluginmanager.register(_OneVoice(comms), "axo-one-voice")
     _replace_gpt(comms)
+    _keep_process_group(config)
     if comms.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
         if reporter is not None:
@@ -71,23 +74,44 @@ def _same_seed(request: Any) -> None:
     torch.manual_seed(zlib.crc32(request.node.name.encode()))  # wherever the file lies
 
 
-def _replace_gpt(comms: Any) -> None:
+def _keep_process_group(config: Any) -> None:
+    """LitGPT's own fixture destroys the process group after each test; the grid's is that of the whole session."""
+    destroy = torch.distributed.destroy_process_group
+    torch.distributed.destroy_process_group = lambda group=None: None if group is None else destroy(group)
+
+    def restore() -> None:
+        torch.distributed.destroy_process_group = destroy
+
+    config.add_cleanup(restore)  # runs before what was added earlier
+
+
+def _replace_gpt(comms: Communicators) -> None:
     """Must run before a test module says ``from litgpt import GPT``."""
     import litgpt
+    import litgpt.adapter
+    import litgpt.adapter_v2
+    import litgpt.lora
     import litgpt.model
 
-    class GPT(litgpt.model.GPT):
-        """litgpt's GPT, split over the grid when it is built."""
+    from axo.plans.litgpt import plan  # noqa: F401  it must know the classes as they are
 
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            try:
-                axo.parallelize(self, comms, gather_logits=True)
-            except ValueError as refusal:
-                pytest.skip(f"refused: {refusal}")
-            keep_out_of_graphs(self)  # as AxoStrategy does
+    for module in (litgpt.model, litgpt.lora, litgpt.adapter, litgpt.adapter_v2):
+        module.GPT = _split(module.GPT, comms)  # type: ignore[misc, attr-defined]
+    litgpt.GPT = litgpt.model.GPT  # type: ignore[misc]
 
-    litgpt.GPT = litgpt.model.GPT = GPT  # type: ignore[misc]
+
+def _split(stock: Any, comms: Communicators) -> Any:
+    """litgpt's class, split over the grid when a model of it is built."""
+
+    def build(self: Any, config: Any) -> None:
+        stock.__init__(self, config)
+        try:
+            axo.parallelize(self, comms, gather_logits=True)
+        except axo.Refused as refusal:
+            pytest.skip(f"refused: {refusal}")
+        keep_out_of_graphs(self)  # as AxoStrategy does
+
+    return type("GPT", (stock,), {"__init__": build, "__module__": stock.__module__, "__doc__": stock.__doc__})
 
 
 class _OneVoice:

@@ -78,7 +78,7 @@ class LocalText(DataModule):
         return DataLoader(self._val, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def _corpus(self) -> data.Corpus:
-        files = data.find_files(self.paths) if self.paths else data.default_text()
+        files = _text_files(self.paths) if self.paths else data.default_text()
         if self.tokenizer is None:
             return data.ByteCorpus(files)
         if self.tokenizer.backend != "huggingface":
@@ -90,6 +90,32 @@ class LocalText(DataModule):
             path = Path(folder, "tokenizer.json")
             path.write_text(self.tokenizer.processor.to_str(), encoding="utf-8")
             return data.encode(files, path, cache)
+
+
+def _text_files(paths: list[str]) -> list[Path]:
+    """The files that are named, and those in the folders that hold text: no binary files, no index of litdata's chunks.
+
+    Raises:
+        ValueError: A path does not exist, or a folder holds no text.
+    """
+    found = []
+    for path in paths:
+        files = data.find_files([path])
+        if Path(path).is_dir():
+            files = [file for file in files if not _is_binary(file) and not _is_index(file)]
+            if not files:
+                raise ValueError(f"LocalText: the folder {path} holds no text")
+        found += files
+    return found
+
+
+def _is_binary(file: Path) -> bool:
+    with open(file, "rb") as opened:
+        return b"\0" in opened.read(8192)
+
+
+def _is_index(file: Path) -> bool:
+    return file.name == "index.json" and any(file.parent.glob("chunk-*.bin"))
 
 
 class Windows(Dataset):

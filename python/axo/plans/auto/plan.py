@@ -24,6 +24,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from axo.errors import Refused
 from axo.nn import Dropout
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
@@ -47,7 +48,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         plan: Patterns over names; empty: no wishes.
 
     Raises:
-        ValueError: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
+        Refused: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
     """
     comms, grid = replacer.comms, replacer.comms.grid
     _check(model, grid)
@@ -55,13 +56,16 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
     heads, closed = _attention(model, candidates, wanted, grid.x, serial)
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
-    regions, read = find_regions(model, _sizes(free), set(closed))
-    if read:
+    found = find_regions(model, _sizes(free), set(closed))
+    if found.read:
         why = "another module reads its weight itself"
-        serial |= {c.name: why for c in free if c.module in read}
-        free = [c for c in free if c.module not in read]
-        regions, _ = find_regions(model, _sizes(free), set(closed))
-    choices, dropouts = decide(free, regions, wanted, grid)
+        serial |= {c.name: why for c in free if c.module in found.read}
+        free = [c for c in free if c.module not in found.read]
+        found = find_regions(model, _sizes(free), set(closed))
+    choices, dropouts = decide(free, found.regions, wanted, grid)
+    for candidate in free:
+        choice = choices[candidate.name]
+        choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
     ties = _ties(model, candidates, choices)
@@ -81,8 +85,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         old: Any = dropout
         new = Dropout(old.p, old.inplace, comms=comms, split=(axis, "z", "data")).train(old.training)
         setattr(model.get_submodule(parent), child, new)
-    for module, found in closed.items():
-        for attribute, value in found.attributes.items():
+    for module, split in closed.items():
+        for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
         SharedRandomness(comms, ("x", "z", "data")).attach(module)
     for module in list(model.modules()):
@@ -102,13 +106,13 @@ def _sizes(layers: list[Candidate]) -> dict[nn.Module, Size]:
 def _check(model: nn.Module, grid: Any) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
-            raise ValueError(
+            raise Refused(
                 f"parallelize: buffer {name!r} is on the meta device, and plan 'auto' does not know how to fill it;"
                 " build the model with its buffers on a real device"
             )
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and grid.z * grid.data > 1:
-            raise ValueError(
+            raise Refused(
                 f"parallelize: {name!r} is a {type(module).__name__}, whose statistics would be of each rank's own rows"
                 f" on z={grid.z}, data={grid.data}; use GroupNorm or LayerNorm, or a grid with z=1 and data=1"
             )
@@ -201,7 +205,7 @@ def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choi
     """Heads that share an embedding's weight, with it; where the two are not split alike, both stay serial.
 
     Raises:
-        ValueError: They are not split alike, and activations beside them are split.
+        Refused: They are not split alike, and activations beside them are split.
     """
     pairs = []
     for group in _tied(model, candidates):
@@ -214,7 +218,7 @@ def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choi
             pairs += [(c.name, table.name) for c in layers if c is not table]
         elif kinds != {"replicate"}:
             if any(choices[c.name].split_in or choices[c.name].split_out for c in layers):
-                raise ValueError(
+                raise Refused(
                     f"parallelize: {', '.join(c.name for c in layers)} share one weight and cannot be split alike; give"
                     " all of them kind 'normal' or 'replicate' in a plan of patterns, or untie them"
                 )
@@ -228,7 +232,7 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
         return
     parent_name, _, child = candidate.name.rpartition(".")
     if not candidate.name:
-        raise ValueError(
+        raise Refused(
             f"parallelize: the model is itself a {type(model).__name__}; put it into a module, or use"
             f" axo.nn.{type(model).__name__}"
         )

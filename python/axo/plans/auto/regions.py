@@ -72,10 +72,23 @@ class Region:
     width: int = 0
 
 
-def find_regions(
-    model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.Module]
-) -> tuple[list[Region], set[nn.Module]]:
-    """Find the regions of ``model``, and the layers whose parameters other modules read themselves.
+@dataclass
+class Found:
+    """What tracing says of a model.
+
+    Attributes:
+        regions: Activations that may stay split.
+        read: The layers whose parameters other modules read themselves.
+        whole: For the other layers, why their activations are whole, in words.
+    """
+
+    regions: list[Region]
+    read: set[nn.Module]
+    whole: dict[nn.Module, str]
+
+
+def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.Module]) -> Found:
+    """Find the regions of ``model``.
 
     Args:
         model: Serial.
@@ -87,7 +100,7 @@ def find_regions(
         for root in _roots(model, set(sizes), set(closed)):
             for graph in root.graphs:
                 flow.read(graph, root.module)
-    return flow.regions(), flow.read_by_others
+    return Found(flow.regions(), flow.read_by_others, flow.reasons())
 
 
 @dataclass
@@ -148,7 +161,7 @@ class _Flow:
     def __init__(self, sizes: dict[nn.Module, Size]) -> None:
         self.sizes = sizes
         self.parent: dict[Any, Any] = {}
-        self.spoilt: set[Any] = set()
+        self.spoilt: dict[Any, str] = {}  # with the first reason
         self.dropouts: list[tuple[Any, nn.Module]] = []
         self.kinds: dict[Any, str | None] = {}
         self.order: list[nn.Module] = []
@@ -167,10 +180,11 @@ class _Flow:
             return
         self.parent[a] = b
         if a in self.spoilt:
-            self.spoilt.add(b)
+            self.spoilt.setdefault(b, self.spoilt[a])
 
-    def spoil(self, *keys: Any) -> None:
-        self.spoilt.update(self.find(key) for key in keys)
+    def spoil(self, why: str, *keys: Any) -> None:
+        for key in keys:
+            self.spoilt.setdefault(self.find(key), why)
 
     def read(self, graph: fx.Graph, root: nn.Module) -> None:
         """Add what one graph says."""
@@ -188,7 +202,7 @@ class _Flow:
             kind = self._kind_after(node, module, [self.kinds.get(other) for other in inputs])
             self.kinds[key] = kind
             if kind is None:
-                self.spoil(key, *inputs)
+                self.spoil(_what(node, module), key, *inputs)
                 continue
             for other in inputs:
                 self.join(key, other)
@@ -202,11 +216,12 @@ class _Flow:
         self.kinds[key] = size.kind
         plain = len(node.args) == 1 and len(inputs) == 1 and not node.kwargs
         if layer._forward_hooks or layer._forward_pre_hooks or not plain:
-            self.spoil(key, (layer, "in"), *inputs)
+            why = "it is called with more than one tensor" if not plain else "hooks look at it"
+            self.spoil(why, key, (layer, "in"), *inputs)
         elif size.into is not None:
             self.join(inputs[0], (layer, "in"))
             if self.kinds.get(inputs[0]) != size.kind:
-                self.spoil(inputs[0])
+                self.spoil("features and channels change places", inputs[0])
 
     def _kind_after(self, node: fx.Node, module: nn.Module | None, kinds: list[str | None]) -> str | None:
         """Which dim of the result holds the features, if they are still apart; None: nothing is known."""
@@ -236,6 +251,17 @@ class _Flow:
             return kind
         return FEATURES if _flattens(node, name) else None
 
+    def reasons(self) -> dict[nn.Module, str]:
+        """For each layer whose activations are known to be seen whole: by what."""
+        found = {}
+        for layer in self.sizes:
+            sides = {side: self.spoilt.get(self.find((layer, side)), "") for side in ("in", "out")}
+            told = [f"{side}: {why}" for side, why in sides.items() if why]
+            if layer not in self.order:
+                told = ["no module around it can be traced (control flow on values, optional arguments)"]
+            found[layer] = "; ".join(told) or "axes would not alternate, or a width does not divide"
+        return found
+
     def regions(self) -> list[Region]:
         """The regions whose sizes agree, in the order in which their layers run."""
         found: dict[Any, Region] = {}
@@ -263,6 +289,17 @@ class _Flow:
             if (size.into or 0) % region.width or (size.into != region.width and not flattened):
                 return False
         return True
+
+
+def _what(node: fx.Node, module: nn.Module | None) -> str:
+    """What sees the activation whole, in words."""
+    if node.op == "placeholder":
+        return "outside of what can be traced"
+    if node.op == "output":
+        return "returned"
+    if module is not None:
+        return type(module).__name__
+    return str(getattr(node.target, "__name__", node.target))
 
 
 def _only_numbers(node: fx.Node) -> bool:

@@ -39,6 +39,7 @@ from litgpt.model import RMSNorm as SerialRMSNorm
 from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 from torch import nn
 
+from axo.errors import Refused
 from axo.nn import RMSNorm
 from axo.nn.sequence import GatherTokens
 from axo.placement import check_divides
@@ -70,7 +71,7 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
         gather_logits: Let the head return whole logits on every rank instead of its part of the vocabulary.
 
     Raises:
-        ValueError: The model has a feature that the plan does not know, or a size that does not divide.
+        Refused: The model has a feature that the plan does not know, or a size that does not divide.
     """
     comms = replacer.comms
     check(model, comms, replacer.sequence_parallel)
@@ -139,37 +140,41 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
     """Refuse what the plan cannot do, before anything has changed.
 
     Raises:
-        ValueError: Names the feature or the size.
+        Refused: Names the feature or the size.
     """
     if not isinstance(model, GPT):
-        raise ValueError(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
+        raise Refused(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
     config, grid = model.config, comms.grid
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention:
-        raise ValueError(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
+        raise Refused(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
     adapted = [name for name, module in model.named_modules() if isinstance(module, lora.LoRALinear)]
     widths: dict[str, int] = {}
     for index, block in enumerate(model.transformer.h):
         for part, kinds in ((block.attn, _ATTENTIONS), (block.mlp, _DENSE + _MIXTURES)):
             if type(part) not in kinds:
-                raise ValueError(
+                raise Refused(
                     f"{owner}: block {index} holds a {type(part).__module__}.{type(part).__qualname__}, which plan"
                     f" 'litgpt' does not know; it knows {', '.join(dict.fromkeys(k.__qualname__ for k in kinds))}"
                 )
         mixture = type(block.mlp) in _MIXTURES
         if sequence_parallel and (mixture or adapted):
             what = f"a mixture of experts (block {index})" if mixture else f"LoRA ({adapted[0]!r})"
-            raise ValueError(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
+            raise Refused(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
         for mlp in block.mlp.modules():
             if type(mlp) in _DENSE:
                 widths["moe_intermediate_size" if mixture else "intermediate_size"] = _layer(mlp.proj).in_features
-    for what, width in widths.items():
-        check_divides(owner, what, width, "x", grid.x)
+
+    def fits(x: int) -> bool:
+        groups = config.n_query_groups
+        return not any(size % x for size in (config.n_head, *widths.values())) and not (groups % x and x % groups)
+
+    for what, size in {**widths, "n_head": config.n_head}.items():
+        check_divides(owner, what, size, "x", grid.x, fits)
     check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
-    check_divides(owner, "n_head", config.n_head, "x", grid.x)
-    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x)
+    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x, fits)
     if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
-        raise ValueError(
+        raise Refused(
             f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
             f" shared by x={grid.x} ranks is not supported; use at most x={config.n_query_groups}"
         )

@@ -1,0 +1,67 @@
+"""Files in the format of safetensors, written tensor by tensor.
+
+8 bytes of the header's length, then JSON of dtype, shape and byte range of each tensor, then the data. The header is
+known in advance, so no more than one tensor is held at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+Described = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extra: dict[str, str]) -> None:
+    """Write ``out``, which gets its name when it is complete and on disk.
+
+    Args:
+        out: The file.
+        described: Name -> dtype and shape.
+        tensors: The tensors, in the same order.
+        extra: Words to keep beside them.
+
+    Raises:
+        ValueError: A dtype has no name in the format.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **extra}}
+    end = 0
+    for name, (dtype, shape) in described.items():
+        check_dtype(name, dtype)
+        start, end = end, end + math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    unfinished = out.with_name(f".{out.name}.part")
+    try:
+        with open(unfinished, "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text)
+            for tensor in tensors:
+                if tensor.numel():
+                    file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, out)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that the format does not know.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if dtype not in _NAMES:
+        raise ValueError(f"safetensors: {name} is {dtype}, which the format does not know; save a .pth file")

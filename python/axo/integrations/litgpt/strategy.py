@@ -1,0 +1,84 @@
+"""AxoStrategy as LitGPT's training commands need it.
+
+LitGPT takes each device for a data rank, so the strategy counts those. And LitGPT counts a run in micro-batches of a
+data rank (``iter_num``), by which it ends the run, sets the learning rate and finds its place in finetuning's data.
+That number means other samples on another number of data ranks; so a checkpoint says how many samples an iteration was,
+and whoever goes on counts them in iterations of its own:
+
+    iter_num = iter_num of the checkpoint * samples an iteration then / samples an iteration now
+
+Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from axo.integrations.fabric.strategy import AxoStrategy
+
+_SAMPLES = "samples_per_iteration"
+
+
+class LitGPTStrategy(AxoStrategy):
+    """A strategy that counts data ranks; arguments are those of :class:`AxoStrategy`.
+
+    Attributes:
+        train: ``litgpt.args.TrainArgs`` of the run, once they are known.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, counts="data", **options)
+        self.train: Any = None
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
+        if "iter_num" in state:
+            state = {**state, _SAMPLES: self._samples()}
+        super().save_checkpoint(path, state, *args, **options)
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
+        """As in AxoStrategy; counts what was trained in iterations of this run.
+
+        Raises:
+            ValueError: The checkpoint does not say how many samples an iteration was, or they are no whole number of
+                iterations now.
+        """
+        rest = super().load_checkpoint(path, state, *args, **options)
+        if isinstance(state, dict) and "iter_num" in state and self.train is not None:
+            then = rest.pop(_SAMPLES, None) or _samples_of_stock(Path(path).parent)
+            state["iter_num"] = self._iterations(path, state, then)
+        return rest
+
+    def _samples(self) -> int:
+        return self.train.micro_batch_size * self.data_ranks
+
+    def _iterations(self, path: Any, state: dict[str, Any], then: int | None) -> int:
+        done, each = int(state["iter_num"]), self._samples()
+        if then is None:
+            if done == state["step_count"] * self.train.gradient_accumulation_iters(self.data_ranks):
+                return done
+            raise ValueError(
+                f"litgpt: {path} was saved after {done} iterations and {state['step_count']} steps and does not say how"
+                " many samples an iteration was; go on with the batch sizes and the number of devices of that run"
+            )
+        iterations, left = divmod(done * then, each)
+        if left:
+            raise ValueError(
+                f"litgpt: {path} was saved after {done * then} samples, which are no whole number of iterations of"
+                f" {each} samples (micro_batch_size={self.train.micro_batch_size} on {self.data_ranks} data ranks);"
+                " change --train.micro_batch_size or the grid"
+            )
+        return iterations
+
+
+def _samples_of_stock(folder: Path) -> int | None:
+    """Samples an iteration of the run that LitGPT describes in ``folder``; None: it does not say how many devices."""
+    file = folder / "hyperparameters.yaml"
+    if not file.is_file():
+        return None
+    said = yaml.safe_load(file.read_text())
+    devices, micro = said.get("devices"), said.get("train", {}).get("micro_batch_size")
+    known = isinstance(devices, int) and isinstance(micro, int)
+    return micro * devices * int(said.get("num_nodes", 1)) if known else None

@@ -1,0 +1,95 @@
+"""state_dict(), save_pretrained and pickles of a parallel model: whole tensors, or an error; never a rank's shards."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from litgpt.config import Config
+from litgpt.model import GPT
+
+import axo
+from tests.integrations.support import LLAMA
+from tests.launcher import run_ranks
+
+GRIDS = ("2x2x1x1", "1x2x2x1")
+
+
+def hugging_face(kind):
+    """A small model, its head tied to its embedding; grouped heads, and sizes that do not divide evenly."""
+    import transformers
+
+    torch.manual_seed(3)
+    if kind == "llama":
+        config = transformers.LlamaConfig(
+            vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=True, max_position_embeddings=64,
+        )  # fmt: skip
+        return transformers.LlamaForCausalLM(config)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=61, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+    )
+
+
+def save(grid, kind, folder, options):
+    model = hugging_face(kind)
+    comms = axo.connect(grid)
+    serial = copy.deepcopy(model)
+    axo.parallelize(model, comms, plan="auto")
+    whole, expected = model.state_dict(), serial.state_dict()
+    assert list(whole) == list(expected)
+    assert all(torch.equal(whole[name], expected[name]) for name in expected)
+    axo.checkpoint.save_pretrained(model, folder, **options)
+    comms.close()
+    return {name: value.clone() for name, value in expected.items()} if comms.rank == 0 else None
+
+
+@pytest.mark.parametrize(("kind", "options"), [("llama", {"max_file_bytes": 20_000}), ("gpt2", {})])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_a_saved_folder_is_what_hugging_face_loads(tmp_path, grid, kind, options):
+    """Oracle: the serial model: the same bits, from several files too; state_dict() on the way."""
+    import transformers
+
+    expected = run_ranks(save, 4, grid, kind, tmp_path / "out", options, preload=("transformers",), timeout=90)[0]
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
+    state = loaded.state_dict()
+    assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
+    several = (tmp_path / "out" / "model.safetensors.index.json").exists()
+    assert several is bool(options) and (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) is several
+
+
+def litgpt_model(grid, folder):
+    comms = axo.connect(grid)
+    torch.manual_seed(5)
+    serial = GPT(Config(**LLAMA))
+    model = axo.parallelize(copy.deepcopy(serial), comms)
+    other = axo.parallelize(hugging_face("gpt2"), comms, plan="auto")
+    said = []
+    for action in (
+        lambda: pickle.dumps(model.lm_head),
+        lambda: torch.save(model, io.BytesIO()),
+        lambda: axo.checkpoint.save_pretrained(model, folder),
+        lambda: axo.checkpoint.save_pretrained(other, folder / "a file" / "below"),
+    ):
+        try:
+            action()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    state = model.state_dict()
+    same = all(torch.equal(state[name], value) for name, value in serial.state_dict().items())
+    shard = model.state_dict(keep_vars=True)["lm_head.weight"] is model.lm_head.weight
+    model.load_state_dict(state)
+    same_again = all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+    return said, same, shard, same_again
+
+
+def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
+    (tmp_path / "a file").write_text("")
+    for said, *right in run_ranks(litgpt_model, 2, "2x1x1x1", tmp_path, preload=("transformers",)):
+        assert all(right)
+        assert "is not pickled; every rank calls model.state_dict()" in said[0]
+        assert said[1].startswith("TypeError: cannot pickle")  # what a model's hooks hold comes first
+        assert said[2].startswith("ValueError: save_pretrained: GPT has no config of Hugging Face's; use axo.checkp")
+        assert "cannot be written: Not a directory" in said[3] and len(said) == 4
