@@ -2,8 +2,8 @@
 
     axo bench link --ranks 8 --ranks-per-host 2 --limit 200M
 
-Ranks of this machine are told to be on different hosts (AXO_RANKS_PER_HOST), and what leaves a host is held to the rate
-(AXO_LINK_LIMIT). ``expected`` is the bytes that leave a host over the rate, plus the latency of each step: for H hosts
+Ranks of this machine play several hosts (axo.comm.hosts.simulate), and what leaves a host is held to the rate of
+``--limit``. ``expected`` is the bytes that leave a host over the rate, plus the latency of each step: for H hosts
 all_reduce 2 (H-1)/H N in two steps, all_gather and reduce_scatter (H-1)/H N in one, with N the whole message; ``3 at
 once`` are three communicators of the same ranks that all-reduce N/3 bytes each. ``#wrong`` counts wrong elements.
 
@@ -14,7 +14,6 @@ time that the product covers, (comm + compute - both) / comm: 1 is all of it. Me
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .lib.link import rate, seconds
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -47,19 +47,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="axo bench link", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ranks-per-host", type=int, default=2)
-    parser.add_argument("--limit", default="200M", help="bytes a second that leave a host")
-    parser.add_argument("--latency", default="", help="of each step between hosts, such as 200us")
+    parser.add_argument("--limit", type=rate, default="200M", help="bytes a second that leave a host: 200M, 1.5G")
+    parser.add_argument("--latency", type=seconds, default=0.0, help="of each step between hosts, such as 200us")
     parser.add_argument("--sizes", default="1000000,4000000,16000000", help="bytes of the whole message")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
         parser.error(f"{options.ranks} ranks do not make several hosts of {options.ranks_per_host}")
-    os.environ.update(AXO_RANKS_PER_HOST=str(options.ranks_per_host), AXO_LINK_LIMIT=options.limit)
-    if options.latency:
-        os.environ["AXO_LINK_LATENCY"] = options.latency
     rows = launch_local(measure, options.ranks, options)
-    header = environment(torch.device("cpu")) | {"limit": options.limit, "latency": options.latency or "0"}
+    header = environment(torch.device("cpu")) | {"limit": options.limit, "latency": options.latency}
     table = Table(COLUMNS, options.json, header)
     for row in rows:
         table.add(**row)
@@ -69,11 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows, on every rank."""
     import axo
+    from axo.comm.hosts import simulate
 
     torch.set_num_threads(1)
     hosts = options.ranks // options.ranks_per_host
-    rate = float(options.limit[:-1]) * {"K": 1e3, "M": 1e6, "G": 1e9}[options.limit[-1]]
-    latency = _seconds(options.latency)
+    latency = options.latency
+    simulate(options.ranks_per_host, rate=options.limit, latency=latency)
     rows = []
     with axo.connect(f"{options.ranks}x1x1x1") as comms:
         world = comms.world
@@ -82,7 +80,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             count = size // 4 // options.ranks // 3 * options.ranks * 3
             whole, part = torch.zeros(count), torch.zeros(count // options.ranks)
             thirds = list(whole.chunk(3))
-            share = (hosts - 1) / hosts * whole.nbytes / rate
+            share = (hosts - 1) / hosts * whole.nbytes / options.limit
             calls: dict[str, tuple[Callable[[], Any], float]] = {
                 "all_reduce": (lambda whole=whole: world.all_reduce(whole), 2 * share + _steps(hosts) * latency),
                 "all_gather": (lambda whole=whole, part=part: world.all_gather(part, whole), share + latency),
@@ -167,13 +165,6 @@ def _wrong(world: Any, what: str, whole: torch.Tensor, part: torch.Tensor) -> in
     else:
         got, expected = world.all_reduce(base + world.rank), total
     return int(world.all_reduce((got != expected).sum().reshape(1)))
-
-
-def _seconds(text: str) -> float:
-    for unit, factor in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0)):
-        if text.endswith(unit):
-            return float(text[: -len(unit)]) * factor
-    return 0.0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     axo bench overlap_engine --cases OAR --width 3072 --rows 256
     axo bench overlap_engine --cases ORS,OAG --width 768 --rows 2048
 
-Each rank says that it is a host of its own (AXO_RANKS_PER_HOST=1); the link's rate (AXO_LINK_LIMIT) is set so that all
+Each rank plays a host of its own (axo.comm.hosts.simulate); the rate of the link is set so that all
 communication of a step takes ``--share`` of its products. A stack of layers runs with nothing overlapped (off), with
 one overlap alone (on), and as plain torch products of the same sizes without communication (alone), in turns:
 
@@ -28,7 +28,6 @@ sizes with few bytes a product show the engine, others the copies.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from pathlib import Path
@@ -62,7 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
-    os.environ["AXO_RANKS_PER_HOST"] = "1"
     plain = {name: value for name, value in vars(options).items() if name != "json"}
     table = Table(COLUMNS, options.json, {"bench": "overlap_engine", **environment(torch.device("cpu")), **plain})
     for case in options.cases.split(","):
@@ -73,8 +71,10 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     """One row, on every rank."""
     import axo
+    from axo.comm.hosts import simulate
 
     torch.set_num_threads(1)
+    simulate(1)
     grid, switch = CASES[case]
     cache = "none" if case == "OAG" else "all"
     off = axo.Overlap(False, False, False, cache)
@@ -89,11 +89,11 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
     wanted = options.share * compute
     rate = sent / wanted
     for _ in range(2):  # what the rate does not know of costs time too
-        os.environ["AXO_LINK_LIMIT"] = f"{int(rate / 1000)}K"
+        simulate(1, rate=rate)
         with axo.connect(grid) as comms:
             model, x = stack(comms, options, off)
             rate *= statistics.median([_sum(record(comms, model, x), "wait") for _ in range(4)][1:]) / wanted
-    os.environ["AXO_LINK_LIMIT"] = f"{int(rate / 1000)}K"
+    simulate(1, rate=rate)
     with axo.connect(grid) as comms:
         models = {name: stack(comms, options, overlap) for name, overlap in (("off", off), ("on", on))}
         models["alone"] = plain(comms, options)
@@ -117,7 +117,7 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
         "overlap": case, "grid": grid, "compute": 1e3 * _sum(typical, "compute"), "comm": 1e3 * _sum(typical, "wait"),
         "alone": times["alone"], "off": times["off"], "on": times["on"], "exposed": times["off"] - times["alone"],
         "left": times["on"] - times["alone"], "hideable": could, "cut": (times["off"] - times["on"]) / could,
-        "#wrong": wrong, "limit": os.environ["AXO_LINK_LIMIT"],
+        "#wrong": wrong, "limit": rate,
         "all_ms": {name: [round(1e3 * value, 2) for value in values] for name, values in seconds.items()},
     }  # fmt: skip
 

@@ -2,8 +2,8 @@
 
     axo bench plan_validation --seconds 200          again, until it says that all grids are measured
 
-Four "hosts" of two CPU ranks on this machine (AXO_RANKS_PER_HOST); what leaves a host is held to --limit bytes a second
-by sleeping, so that a step is communication for the most part and other load on the machine matters little. First what
+Four "hosts" of two CPU ranks on this machine (axo.comm.hosts.simulate); what leaves one is held to --limit bytes a
+second by sleeping, so that a step is communication for the most part and other load on the machine matters little. First what
 `axo profile` measures is measured on the same ranks and the same link, and kept as a machine file; nothing is fitted to
 the 20 results. Then every grid trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the slowest rank's
 seconds, the median of the counted steps of all passes.
@@ -30,6 +30,7 @@ from axo.perf.calibrate import spearman
 from axo.perf.layer_time import Run
 from axo.perf.workload import Workload
 
+from .lib.link import rate
 from .lib.table import Table, environment
 
 RANKS, A_HOST = 8, 2
@@ -59,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     from axo.launch import launch_local
 
     parser = argparse.ArgumentParser(prog="axo bench plan_validation", description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", default="8M", help="bytes a second that leave a host")
+    parser.add_argument("--limit", type=rate, default="8M", help="bytes a second that leave a host: 8M, 1.5G")
     parser.add_argument("--state", type=Path, default=Path("runs/plan_validation"), help="folder of what is measured")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further grid after this time")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each grid, after two that are not")
@@ -67,18 +68,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grids", default="", help="only these, comma-separated; all by default")
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines here when all is measured")
     options = parser.parse_args(arguments)
-    os.environ.update(AXO_RANKS_PER_HOST=str(A_HOST), AXO_LINK_LIMIT=options.limit)
     options.state.mkdir(parents=True, exist_ok=True)
     setup = {"limit": options.limit, "steps": options.steps, "config": CONFIG, "sequences": SEQUENCES, "length": LENGTH}
     state = State(options.state / "state.json", setup)
     grids = [text for text in options.grids.split(",") if text] or [str(grid) for grid in Grid.all(RANKS)]
     deadline = time.time() + options.seconds
     if not state.machine.exists():
-        profile.write(launch_local(measure_machine, RANKS), state.machine)
+        profile.write(launch_local(measure_machine, RANKS, options.limit), state.machine)
         print(f"machine measured: {state.machine}", flush=True)
     left = state.left(grids, options.passes)
     if left and time.time() < deadline:
-        launch_local(measure_grids, RANKS, left, options.steps, deadline, state)
+        launch_local(measure_grids, RANKS, left, options.steps, deadline, state, options.limit)
         state.read()
     left = state.left(grids, options.passes)
     if left:
@@ -123,21 +123,25 @@ def workload() -> Workload:
     return readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(False)
 
 
-def measure_machine() -> dict[str, Any]:
+def measure_machine(limit: float) -> dict[str, Any]:
     """On every rank: what `axo profile` measures, in the dtype of the steps, with a message that the link can carry."""
     import axo
+    from axo.comm.hosts import simulate
 
     torch.set_num_threads(1)
+    simulate(A_HOST, rate=limit)
     torch.distributed.init_process_group("axo")
     rows = SEQUENCES * LENGTH
     return profile.measure(axo.connect, RANKS, workload(), rows, 1_000_000, 3, node=A_HOST, dtype="float32")
 
 
-def measure_grids(grids: list[str], steps: int, deadline: float, state: State) -> None:
+def measure_grids(grids: list[str], steps: int, deadline: float, state: State, limit: float) -> None:
     """On every rank: time grids until the deadline; rank 0 keeps what was measured."""
     import axo
+    from axo.comm.hosts import simulate
 
     torch.set_num_threads(1)
+    simulate(A_HOST, rate=limit)
     torch.distributed.init_process_group("axo")
     for grid in grids:
         comms = axo.connect(grid)

@@ -85,12 +85,14 @@ def run_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     preload: tuple[str, ...] = (),
+    hosts: dict[str, float] | None = None,
 ) -> list[Any]:
     """Call ``fn(*args)`` on every rank; return the results in rank order, or fail with the failing rank's traceback.
 
     ``preload`` names modules that take long to import and compute nothing when they are: the zygote imports them.
+    ``hosts``: arguments of ``axo.comm.hosts.simulate``, such as {"ranks_per_host": 2}: the ranks play several hosts.
     """
-    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, env=env, preload=preload)
+    outcomes = rank_outcomes(fn, world_size, *args, timeout=timeout, env=env, preload=preload, hosts=hosts)
     failed = sorted((outcome for outcome in outcomes if not outcome.ok), key=lambda outcome: outcome.seconds)
     if failed:
         first = failed[0]
@@ -107,13 +109,14 @@ def rank_outcomes(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     preload: tuple[str, ...] = (),
+    hosts: dict[str, float] | None = None,
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; return how each rank ended, in rank order. Never raises for a rank."""
     global _zygote
     if _zygote is None or not _zygote.alive():
         _zygote = Zygote()
     limit = timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
-    return _zygote.run(fn, world_size, args, limit, env or {}, preload)
+    return _zygote.run(fn, world_size, args, limit, env or {}, preload, hosts)
 
 
 class Zygote:
@@ -133,7 +136,14 @@ class Zygote:
         self._process.wait()
 
     def run(
-        self, fn: Any, world_size: int, args: tuple, timeout: float, env: dict[str, str], preload: tuple[str, ...] = ()
+        self,
+        fn: Any,
+        world_size: int,
+        args: tuple,
+        timeout: float,
+        env: dict[str, str],
+        preload: tuple[str, ...] = (),
+        hosts: dict[str, float] | None = None,
     ) -> list[Outcome]:
         # One for each job: torch puts no prefix before the keys of a store that it finds running.
         store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
@@ -143,6 +153,7 @@ class Zygote:
             "args": pickle.dumps(args),
             "timeout": timeout,
             "preload": preload,
+            "hosts": hosts,
             "path": sys.path,
             "env": {
                 "WORLD_SIZE": str(world_size),
@@ -298,6 +309,8 @@ def _rank_main(rank: int, job: dict, writer: int, output: int, group: int) -> No
             function: Any = importlib.import_module(job["module"])
             for part in job["name"].split("."):
                 function = getattr(function, part)
+            if job["hosts"]:
+                importlib.import_module("axo.comm.hosts").simulate(**job["hosts"])
             outcome.value = pickle.dumps(function(*pickle.loads(job["args"])))
             atexit._run_exitfuncs()  # a normal end closes communicators; os._exit below would not
         except BaseException as error:

@@ -6,14 +6,16 @@
 
 #include <algorithm>
 #include <cctype>
-#include <cstdlib>
-#include <cstring>
 #include <fstream>
+#include <mutex>
 
 #include "base/error.h"
 
 namespace axo {
 namespace {
+
+std::mutex g_mutex;
+std::string g_name;  // of the host that this process plays, or ""
 
 std::string read_line(const char* path) {
   std::ifstream file(path);
@@ -30,23 +32,19 @@ std::string read_link(const char* path) {
 
 }  // namespace
 
+void simulate_host(const std::string& name) {
+  const bool plain = name.size() < 64 && std::all_of(name.begin(), name.end(), [](unsigned char c) {
+                       return std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.';
+                     });
+  AXO_CHECK(plain, "host name", "'" + name + "'", "letters, digits, '-', '_' and '.'");
+  std::lock_guard<std::mutex> lock(g_mutex);
+  g_name = name;
+}
+
 std::string host_name() {
-  if (const char* told = std::getenv("AXO_HOST"); told != nullptr && *told != '\0') {
-    const bool plain = std::strlen(told) < 64 &&
-                       std::all_of(
-                           told, told + std::strlen(told),
-                           [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.'; });
-    AXO_CHECK(plain, "AXO_HOST", std::string("'") + told + "'", "a name of letters, digits, '-', '_' and '.'");
-    return told;
-  }
-  if (const char* told = std::getenv("AXO_RANKS_PER_HOST"); told != nullptr && *told != '\0') {
-    const char* rank = std::getenv("RANK");
-    char* end = nullptr;
-    const long count = std::strtol(told, &end, 10);
-    AXO_CHECK(count > 0 && count <= 1 << 20 && *end == '\0', "AXO_RANKS_PER_HOST", std::string("'") + told + "'",
-              "a number of ranks");
-    AXO_CHECK(rank != nullptr, "AXO_RANKS_PER_HOST", "no RANK in the environment", "a launcher that sets it");
-    return "host" + std::to_string(std::strtol(rank, nullptr, 10) / count);
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    if (!g_name.empty()) return g_name;
   }
   utsname names{};
   ::uname(&names);

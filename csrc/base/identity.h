@@ -5,8 +5,11 @@
 
 namespace axo {
 
-// What a host is called: AXO_HOST, or "hostN" by AXO_RANKS_PER_HOST, or its hostname.
+// What this process's host is called: its hostname, or the name that simulate_host has given it.
 std::string host_name();
+// For tests and benches: this process plays one on a host of this name; "": no more. Throws Error for a name that is
+// not of letters, digits, '-', '_' and '.', or too long.
+void simulate_host(const std::string& name);
 // That name, boot id, network namespace and user: two ranks that differ in it are not on one host.
 std::string host_identity();
 std::string process_space();  // the namespace of process ids, never empty

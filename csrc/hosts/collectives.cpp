@@ -1,400 +1,328 @@
 // The collectives of a communicator that spans hosts: shared memory inside a host, the fewest bytes between hosts.
 //
-// H hosts; K slices, K the fewest ranks on a host; the k-th rank of each host owns slice k. N bytes, n a rank's part.
-//   operation       inside, between, inside                                             leaves a host, in bytes
-//   all_reduce      reduce slice k to its owner; owners of k reduce-scatter and         2 (H-1)/H N
-//                   all-gather (two hosts: exchange); owners broadcast
-//   reduce          the same reduce; owners send to those of the root's host, which     N
-//                   reduce and send to the root
-//   reduce_scatter  reduce the part of rank q to a relay; relays send to q, which       the parts of the other hosts
-//                   reduces its host's and the other hosts'
-//   all_gather      q sends its part to a relay on each other host; relays broadcast    (H-1) n a rank
-//   broadcast       the root broadcasts; owners pass their slice from host to host in   N
-//                   chunks; owners broadcast
-//   gather, scatter, all_to_all(_v)   each part goes straight from rank to rank         what must
+// H hosts; K the fewest ranks on a host. A message is cut into parts, each with an owner; on every other host the rank
+// with the owner's number there (modulo that host's ranks) stands for it. N bytes, n a rank's part.
+//   operation       parts and owners                      steps                           leaves a host, in bytes
+//   all_reduce      K slices, an H-th of each a host      reduce, spread                  2 (H-1)/H N
+//                   (two hosts: both own a whole slice)   (two hosts: reduce, broadcast)
+//   reduce          all: the root                         reduce                          N
+//   reduce_scatter  a part a rank                         reduce                          the parts of the other hosts
+//   all_gather      a part a rank                         spread                          (H-1) n a rank
+//   broadcast       K slices go from host to host in chunks, then a broadcast inside      N
+//   gather, scatter, all_to_all(_v)   each part goes straight from rank to rank           what must
 //   barrier         everybody's `begin`
-// The relay of rank q on another host is its rank number local(q) modulo that host's ranks.
+// reduce: each part is reduced inside a host to who stands for the owner; they send; the owner finishes.
+// spread: the owner sends to who stands for it; they broadcast inside their hosts.
 //
-// In what they add up stands in hosts/numbers.h.
+// Gloo's own collectives are not used: their sums are in another order for each part, they take turns in one queue for
+// all communicators of a process, and none of them can be ended before its time limit.
+// In what sums add up stands in memory/partial_sums.h.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 
 #include "hosts/core.h"
-#include "hosts/numbers.h"
+#include "memory/partial_sums.h"
 
-namespace axo::span {
+namespace axo::hosts {
 namespace {
 
 void copy(char* to, const char* from, std::size_t bytes) {
   if (bytes != 0 && to != from) std::memmove(to, from, bytes);
 }
+
+// A run of elements, and the ranks that finish or hold it, at most one on a host.
+struct Part {
+  std::size_t at, count;
+  std::vector<int> owners;
+};
+using Parts = std::vector<Part>;
+
 class Collective {
  public:
-  Collective(SpanCore& core, const SpanWork& work)
+  Collective(Core& core, const Request& request)
       : core_(core),
-        work_(work),
-        r_(work.request),
-        place_(core.parts().place),
-        inner_(core.parts().inner.get()),
-        hosts_(static_cast<int>(place_.hosts.size())),
+        r_(request),
+        map_(core.membership().map),
+        inner_(core.membership().inner.get()),
+        hosts_(static_cast<int>(map_.hosts.size())),
         me_(core.rank()),
-        host_(host_of(me_)),
-        local_(local_of(me_)),
-        locals_(static_cast<int>(ranks_on(host_).size())),
+        host_(map_.host_of(me_)),
+        local_(map_.local_of(me_)),
         item_(item_size(r_.dtype)),
         in_(static_cast<const char*>(r_.in)),
         out_(static_cast<char*>(r_.out)) {
-    slices_ = locals_;
-    for (const auto& ranks : place_.hosts) slices_ = std::min(slices_, static_cast<int>(ranks.size()));
+    for (const auto& ranks : map_.hosts) slices_ = std::min(slices_, static_cast<int>(ranks.size()));
   }
 
   void run() {
+    const PartialSums numbers(r_.dtype, r_.op, core_.size(), hosts_ == core_.size());
     switch (r_.kind) {
       case Kind::barrier:
-        return core_.await_all(work_);
+        return core_.begin();
       case Kind::all_reduce:
-        return all_reduce();
+        return reduce(numbers, slices(hosts_ == 2 && numbers.sum == numbers.own), true);
       case Kind::reduce:
-        return reduce_to_root();
+        return reduce(numbers, {{0, r_.count, {r_.root}}}, false);
       case Kind::reduce_scatter:
-        return reduce_scatter();
+        return reduce(numbers, ranks(), false);
       case Kind::all_gather:
-        return all_gather();
+        copy(out_ + static_cast<std::size_t>(me_) * r_.bytes(), in_, r_.bytes());
+        return spread(ranks());
       case Kind::broadcast:
         return broadcast();
-      case Kind::gather:
-        return gather();
-      case Kind::scatter:
-        return scatter();
-      case Kind::all_to_all:
-      case Kind::all_to_all_v:
-        return all_to_all();
       default:
-        throw Error("not a collective");
+        return move(moves());
     }
   }
 
  private:
-  struct Range {
-    std::size_t at, count;
-  };
-  using Pieces = std::vector<Piece>;
-
-  int host_of(int rank) const { return place_.host[static_cast<std::size_t>(rank)]; }
-  int local_of(int rank) const { return place_.local[static_cast<std::size_t>(rank)]; }
-  const std::vector<int>& ranks_on(int host) const { return place_.hosts[static_cast<std::size_t>(host)]; }
+  const std::vector<int>& ranks_on(int host) const { return map_.ranks_on(host); }
   int owner(int host, int slice) const { return ranks_on(host)[static_cast<std::size_t>(slice)]; }
-  // Who on `host` stands for `rank`: itself, or its relay.
-  int relay(int rank, int host) const {
-    const auto& ranks = ranks_on(host);
-    return host_of(rank) == host ? rank : ranks[static_cast<std::size_t>(local_of(rank)) % ranks.size()];
-  }
-  bool near(int rank) const { return host_of(rank) == host_; }
+  bool near(int rank) const { return map_.host_of(rank) == host_; }
   // The other hosts, beginning behind this one, so that not all send to one at a time.
   std::vector<int> others() const {
     std::vector<int> all;
     for (int i = 1; i < hosts_; ++i) all.push_back((host_ + i) % hosts_);
     return all;
   }
-  // Part `i` of `n` of `whole`, with borders at 64 bytes of `item`.
-  static Range part(Range whole, int i, int n, std::size_t item) {
-    const std::size_t line = std::max<std::size_t>(1, 64 / item), parts = static_cast<std::size_t>(n);
+  // Who on `host` owns the part, or stands for its owner.
+  int stands(const Part& part, int host) const {
+    for (int o : part.owners) {
+      if (map_.host_of(o) == host) return o;
+    }
+    return ranks_on(host)[static_cast<std::size_t>(map_.local_of(part.owners[0])) % ranks_on(host).size()];
+  }
+  bool owned(const Part& part) const { return std::count(part.owners.begin(), part.owners.end(), me_) != 0; }
+
+  // Part `i` of `n` of a run, with borders at 64 bytes.
+  Part cut(const Part& whole, int i, int n) const {
+    const std::size_t line = std::max<std::size_t>(1, 64 / item_), parts = static_cast<std::size_t>(n);
     const std::size_t most = ((whole.count + parts - 1) / parts + line - 1) / line * line;
     const std::size_t lo = std::min(whole.count, static_cast<std::size_t>(i) * most);
-    return {whole.at + lo, std::min(most, whole.count - lo)};
+    return {whole.at + lo, std::min(most, whole.count - lo), {}};
   }
-  Range slice(int k) const { return part({0, r_.count}, k, slices_, item_); }
-
-  void inside(const SpanCore::InnerCall& issue) {
-    if (inner_ != nullptr) core_.inside(work_, issue);
-  }
-  void broadcast_inside(const std::vector<std::pair<int, Range>>& runs) {
-    inside([&](const CallOptions& options) {
-      std::vector<WorkPtr> works;
-      for (const auto& [root, run] : runs) {
-        if (run.count == 0) continue;
-        works.push_back(inner_->broadcast(out_ + run.at * item_, run.count, r_.dtype, root, options));
+  Part slice(int k) const { return cut({0, r_.count, {}}, k, slices_); }
+  Parts slices(bool all_own) const {
+    Parts parts;
+    for (int k = 0; k < slices_; ++k) {
+      if (all_own) parts.push_back(slice(k));
+      for (int h = 0; h < hosts_; ++h) {
+        if (!all_own) parts.push_back(cut(slice(k), h, hosts_));
+        parts.back().owners.push_back(owner(h, k));
       }
-      return works;
-    });
+    }
+    return parts;
   }
-
-  // This rank's slice, reduced inside the host: in `*space`, or in the input where the host has one rank.
-  const char* reduce_slices(const Numbers& numbers, Buffer* wide, Buffer* space) {
-    const char* in = numbers.widen(in_, r_.count, wide);
-    const Range mine = local_ < slices_ ? slice(local_) : Range{0, 0};
-    if (inner_ == nullptr) return in + mine.at * numbers.item();
-    space->resize(mine.count * numbers.item());
-    inside([&](const CallOptions& options) {
-      std::vector<WorkPtr> works;
-      for (int k = 0; k < slices_; ++k) {
-        const Range run = slice(k);
-        if (run.count == 0) continue;
-        works.push_back(inner_->reduce(in + run.at * numbers.item(), k == local_ ? space->data() : nullptr, run.count,
-                                       numbers.sum, numbers.op, k, options));
-      }
-      return works;
-    });
-    return space->data();
+  Parts ranks() const {
+    Parts parts;
+    for (int q = 0; q < core_.size(); ++q) parts.push_back({static_cast<std::size_t>(q) * r_.count, r_.count, {q}});
+    return parts;
   }
-
-  void all_reduce() {
-    const Numbers numbers(r_, place_);
-    Buffer wide, space;
-    const char* partial = reduce_slices(numbers, &wide, &space);
-    if (local_ < slices_ && slice(local_).count > 0) {
-      const Range mine = slice(local_);
-      char* result = out_ + mine.at * item_;
-      if (hosts_ == 2 && numbers.sum == numbers.own) {
-        exchange_whole(numbers, partial, mine.count, result);
+  // Adjacent parts of one rank of this host as one, without empty ones; the owner is who stands for them here.
+  Parts merged(const Parts& parts) const {
+    Parts runs;
+    for (const Part& p : parts) {
+      const int here = stands(p, host_);
+      if (p.count == 0) continue;
+      if (!runs.empty() && runs.back().owners[0] == here && runs.back().at + runs.back().count == p.at) {
+        runs.back().count += p.count;
       } else {
-        exchange_parts(numbers, partial, mine.count, result);
+        runs.push_back({p.at, p.count, {here}});
       }
     }
-    std::vector<std::pair<int, Range>> runs;
-    for (int k = 0; k < slices_; ++k) runs.emplace_back(k, slice(k));
-    broadcast_inside(runs);
+    return runs;
   }
 
-  // Two hosts: each sends its partial result whole and both finish it: as many bytes as in parts, in one step.
-  void exchange_whole(const Numbers& numbers, const char* partial, std::size_t count, char* result) {
-    Buffer theirs(count * numbers.item());
-    const int peer = owner(1 - host_, local_);
-    core_.exchange(work_, {{peer, const_cast<char*>(partial), theirs.size()}}, {{peer, theirs.data(), theirs.size()}});
-    std::vector<const void*> inputs{partial, theirs.data()};
-    if (host_ == 1) std::swap(inputs[0], inputs[1]);
-    numbers.finish(inputs, result, count);
+  void inside(const std::function<std::vector<WorkPtr>(const CallOptions&)>& issue) {
+    if (inner_ != nullptr) core_.inside(issue);
   }
-
-  void exchange_parts(const Numbers& numbers, const char* partial, std::size_t count, char* result) {
-    const auto run = [&](int host) { return part({0, count}, host, hosts_, item_); };
-    const std::size_t item = numbers.item(), own = run(host_).count;
-    Buffer theirs(own * item * static_cast<std::size_t>(hosts_));
-    Pieces out, in;
-    std::vector<const void*> inputs(static_cast<std::size_t>(hosts_), partial + run(host_).at * item);
-    for (int h : others()) {
-      const auto i = static_cast<std::size_t>(h);
-      out.push_back({owner(h, local_), const_cast<char*>(partial) + run(h).at * item, run(h).count * item});
-      in.push_back({owner(h, local_), theirs.data() + i * own * item, own * item});
-      inputs[i] = in.back().data;
-    }
-    core_.exchange(work_, out, in);
-    char* mine = result + run(host_).at * item_;
-    numbers.finish(inputs, mine, own);
-    out.clear();
-    in.clear();
-    for (int h : others()) {
-      out.push_back({owner(h, local_), mine, own * item_});
-      in.push_back({owner(h, local_), result + run(h).at * item_, run(h).count * item_});
-    }
-    core_.exchange(work_, out, in);
-  }
-
-  void reduce_to_root() {
-    const Numbers numbers(r_, place_);
-    const int root_host = host_of(r_.root);
-    Buffer wide, space, result;
-    const char* partial = reduce_slices(numbers, &wide, &space);
-    const Range mine = local_ < slices_ ? slice(local_) : Range{0, 0};
-    const std::size_t bytes = mine.count * numbers.item();
-    if (bytes > 0 && host_ != root_host) {
-      core_.exchange(work_, {{owner(root_host, local_), const_cast<char*>(partial), bytes}}, {});
-    }
-    if (host_ != root_host) return;
-    if (bytes > 0) {
-      Buffer theirs(bytes * static_cast<std::size_t>(hosts_));
-      Pieces in;
-      std::vector<const void*> inputs(static_cast<std::size_t>(hosts_), partial);
-      for (int h : others()) {
-        in.push_back({owner(h, local_), theirs.data() + static_cast<std::size_t>(h) * bytes, bytes});
-        inputs[static_cast<std::size_t>(h)] = in.back().data;
-      }
-      core_.exchange(work_, {}, in);
-      result.resize(mine.count * item_);
-      numbers.finish(inputs, result.data(), mine.count);
-    }
-    if (inner_ == nullptr) return copy(out_, result.data(), result.size());
-    // The slices meet at the root.
-    std::vector<std::size_t> sends(static_cast<std::size_t>(locals_), 0), receives(sends), zeros(sends), offsets(sends);
-    sends[static_cast<std::size_t>(local_of(r_.root))] = mine.count;
-    for (int k = 0; k < slices_ && me_ == r_.root; ++k) {
-      receives[static_cast<std::size_t>(k)] = slice(k).count;
-      offsets[static_cast<std::size_t>(k)] = slice(k).at;
-    }
-    inside([&](const CallOptions& options) {
-      return std::vector<WorkPtr>{
-          inner_->all_to_all_v(result.data(), sends, zeros, out_, receives, offsets, r_.dtype, options)};
-    });
-  }
-
-  void reduce_scatter() {
-    const Numbers numbers(r_, place_);
-    Buffer wide;
-    const char* in = numbers.widen(in_, r_.count * place_.wire.size(), &wide);
-    const std::size_t bytes = r_.count * numbers.item();
-    std::vector<Buffer> space(place_.wire.size());  // the parts that end here, or pass through
-    std::vector<const char*> partial(place_.wire.size(), nullptr);
-    for (int q = 0; q < core_.size(); ++q) {
-      const auto i = static_cast<std::size_t>(q);
-      if (relay(q, host_) != me_) continue;
-      if (inner_ != nullptr) space[i].resize(bytes);
-      partial[i] = inner_ != nullptr ? space[i].data() : in + i * bytes;
-    }
-    if (r_.count == 0) return;
+  void broadcast_inside(const Parts& parts) {
     inside([&](const CallOptions& options) {
       std::vector<WorkPtr> works;
-      for (int q = 0; q < core_.size(); ++q) {
-        const auto i = static_cast<std::size_t>(q);
-        const int root = relay(q, host_);
-        works.push_back(inner_->reduce(in + i * bytes, root == me_ ? space[i].data() : nullptr, r_.count, numbers.sum,
-                                       numbers.op, local_of(root), options));
+      for (const Part& p : merged(parts)) {
+        works.push_back(inner_->broadcast(out_ + p.at * item_, p.count, r_.dtype, map_.local_of(p.owners[0]), options));
       }
       return works;
     });
-    Pieces out, from;
-    Buffer theirs(bytes * static_cast<std::size_t>(hosts_));
-    std::vector<const void*> inputs(static_cast<std::size_t>(hosts_), partial[static_cast<std::size_t>(me_)]);
-    for (int h : others()) {
-      for (int q : ranks_on(h)) {
-        if (relay(q, host_) == me_) out.push_back({q, const_cast<char*>(partial[static_cast<std::size_t>(q)]), bytes});
-      }
-      from.push_back({relay(me_, h), theirs.data() + static_cast<std::size_t>(h) * bytes, bytes});
-      inputs[static_cast<std::size_t>(h)] = from.back().data;
-    }
-    core_.exchange(work_, out, from);
-    numbers.finish(inputs, out_, r_.count);
   }
 
-  void all_gather() {
-    const std::size_t bytes = r_.count * item_;
-    const auto at = [&](int rank) { return out_ + static_cast<std::size_t>(rank) * bytes; };
-    copy(at(me_), in_, bytes);
-    if (bytes == 0) return;
-    Pieces out, in;
-    for (int h : others()) {
-      out.push_back({relay(me_, h), at(me_), bytes});
-      for (int q : ranks_on(h)) {
-        if (relay(q, host_) == me_) in.push_back({q, at(q), bytes});
+  // The sum of each part at its owners, and with `all` everywhere.
+  void reduce(const PartialSums& numbers, const Parts& parts, bool all) {
+    const std::size_t item = numbers.item();
+    Pieces sums;
+    std::vector<std::vector<const void*>> inputs(parts.size());  // of the parts that this rank owns, by host
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (!owned(parts[i])) continue;
+      inputs[i].resize(static_cast<std::size_t>(hosts_));
+      for (int h : others()) {
+        char* sum = core_.scratch(parts[i].count * item);
+        inputs[i][static_cast<std::size_t>(h)] = sum;
+        sums.push_back(core_.expect(stands(parts[i], h), sum, parts[i].count * item));
       }
     }
-    core_.exchange(work_, out, in);
-    std::vector<std::pair<int, Range>> runs;
-    for (int q = 0; q < core_.size(); ++q) {
-      runs.emplace_back(local_of(relay(q, host_)), Range{static_cast<std::size_t>(q) * r_.count, r_.count});
+    const auto results = all ? expect_parts(parts) : Pieces{};
+    core_.begin();
+
+    const char* in = in_;
+    if (numbers.sum != numbers.own) {
+      const std::size_t count = parts.back().at + parts.back().count;
+      char* wide = core_.scratch(count * item);
+      numbers.widen(in_, wide, count);
+      in = wide;
     }
-    broadcast_inside(runs);
+    const std::vector<const char*> partial = reduce_inside(numbers, parts, in);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      for (int o : parts[i].owners) {
+        if (!near(o) && partial[i] != nullptr) sums.push_back(core_.send(o, partial[i], parts[i].count * item));
+      }
+    }
+    core_.await(sums);
+    for (std::size_t i = 0; i < parts.size(); ++i) {
+      if (inputs[i].empty() || parts[i].count == 0) continue;
+      inputs[i][static_cast<std::size_t>(host_)] = partial[i];
+      numbers.finish(inputs[i], all ? out_ + parts[i].at * item_ : out_, parts[i].count);
+    }
+    if (all) spread_parts(parts, results);
+  }
+
+  // This host's sum of each part that this rank stands for; null for the others.
+  std::vector<const char*> reduce_inside(const PartialSums& numbers, const Parts& parts, const char* in) {
+    const std::size_t item = numbers.item();
+    std::vector<const char*> partial;
+    for (const Part& p : parts) partial.push_back(stands(p, host_) == me_ ? in + p.at * item : nullptr);
+    inside([&](const CallOptions& options) {
+      std::vector<WorkPtr> works;
+      for (const Part& run : merged(parts)) {
+        const int root = run.owners[0];
+        char* sum = root == me_ ? core_.scratch(run.count * item) : nullptr;
+        works.push_back(
+            inner_->reduce(in + run.at * item, sum, run.count, numbers.sum, numbers.op, map_.local_of(root), options));
+        for (std::size_t i = 0; i < parts.size() && root == me_; ++i) {
+          if (parts[i].at >= run.at && parts[i].at < run.at + run.count)
+            partial[i] = sum + (parts[i].at - run.at) * item;
+        }
+      }
+      return works;
+    });
+    return partial;
+  }
+
+  // Each part from its owner to all ranks.
+  void spread(const Parts& parts) {
+    const Pieces in = expect_parts(parts);
+    core_.begin();
+    spread_parts(parts, in);
+  }
+  Pieces expect_parts(const Parts& parts) {
+    Pieces in;
+    for (const Part& p : parts) {
+      const int here = stands(p, host_);
+      if (here == me_ && !owned(p)) in.push_back(core_.expect(p.owners[0], out_ + p.at * item_, p.count * item_));
+    }
+    return in;
+  }
+  void spread_parts(const Parts& parts, Pieces pieces) {
+    for (const Part& p : parts) {
+      if (p.owners.size() > 1 || !owned(p)) continue;
+      for (int h : others()) pieces.push_back(core_.send(stands(p, h), out_ + p.at * item_, p.count * item_));
+    }
+    core_.await(pieces);
+    broadcast_inside(parts);
   }
 
   void broadcast() {
     constexpr std::size_t kChunk = 256 * 1024;
-    const int root_host = host_of(r_.root);
-    if (host_ == root_host) broadcast_inside({{local_of(r_.root), Range{0, r_.count}}});
-    if (local_ < slices_) {
-      const Range mine = slice(local_);
-      char* data = out_ + mine.at * item_;
-      const std::size_t bytes = mine.count * item_;
-      const bool last = (host_ + 1) % hosts_ == root_host;
-      const int next = owner((host_ + 1) % hosts_, local_), previous = owner((host_ + hosts_ - 1) % hosts_, local_);
-      for (std::size_t lo = 0; lo < bytes; lo += kChunk) {
-        const std::size_t n = std::min(kChunk, bytes - lo);
-        if (host_ != root_host) core_.exchange(work_, {}, {{previous, data + lo, n}});
-        if (!last) core_.exchange(work_, {{next, data + lo, n}}, {});
-      }
+    const int root_host = map_.host_of(r_.root);
+    const bool passes = local_ < slices_, last = (host_ + 1) % hosts_ == root_host;
+    const Part mine = passes ? slice(local_) : Part{0, 0, {}};
+    char* data = out_ + mine.at * item_;
+    const std::size_t bytes = mine.count * item_;
+    Pieces in, out;
+    for (std::size_t lo = 0; lo < bytes && host_ != root_host; lo += kChunk) {
+      in.push_back(core_.expect(owner((host_ + hosts_ - 1) % hosts_, local_), data + lo, std::min(kChunk, bytes - lo)));
     }
+    core_.begin();
+    if (host_ == root_host) broadcast_inside({{0, r_.count, {r_.root}}});
+    for (std::size_t lo = 0; lo < bytes; lo += kChunk) {
+      if (host_ != root_host) core_.await({in[lo / kChunk]});
+      if (!last)
+        out.push_back(core_.send(owner((host_ + 1) % hosts_, local_), data + lo, std::min(kChunk, bytes - lo)));
+    }
+    core_.await(out);
     if (host_ == root_host) return;
-    std::vector<std::pair<int, Range>> runs;
-    for (int k = 0; k < slices_; ++k) runs.emplace_back(k, slice(k));
-    broadcast_inside(runs);
-  }
-
-  void gather() {
-    const std::size_t bytes = r_.count * item_;
-    Sizes sizes(core_.size());
-    if (me_ == r_.root) {
-      for (int q = 0; q < core_.size(); ++q) sizes.receive(q, static_cast<std::size_t>(q) * bytes, bytes);
+    Parts parts;
+    for (int k = 0; k < slices_; ++k) {
+      parts.push_back(slice(k));
+      parts.back().owners = {owner(host_, k)};
     }
-    sizes.send(r_.root, 0, bytes);
-    move(sizes);
+    broadcast_inside(parts);
   }
 
-  void scatter() {
-    const std::size_t bytes = r_.count * item_;
-    Sizes sizes(core_.size());
-    if (me_ == r_.root) {
-      for (int q = 0; q < core_.size(); ++q) sizes.send(q, static_cast<std::size_t>(q) * bytes, bytes);
-    }
-    sizes.receive(r_.root, 0, bytes);
-    move(sizes);
-  }
-
-  void all_to_all() {
-    Sizes sizes(core_.size());
-    const std::size_t bytes = r_.count * item_;
+  // The request as one that says what goes to and comes from each rank, in bytes.
+  Request moves() const {
+    Request m = r_;
+    if (r_.kind == Kind::all_to_all_v) return m;
+    const bool gather = r_.kind == Kind::gather, scatter = r_.kind == Kind::scatter;
     for (int q = 0; q < core_.size(); ++q) {
-      const auto i = static_cast<std::size_t>(q);
-      if (r_.kind == Kind::all_to_all) {
-        sizes.send(q, i * bytes, bytes);
-        sizes.receive(q, i * bytes, bytes);
-      } else {
-        sizes.send(q, r_.send_offsets[i], r_.send_bytes[i]);
-        sizes.receive(q, r_.recv_offsets[i], r_.recv_bytes[i]);
-      }
+      const bool sends = gather ? q == r_.root : me_ == r_.root || !scatter;
+      const bool receives = scatter ? q == r_.root : me_ == r_.root || !gather;
+      m.send_bytes.push_back(sends ? r_.bytes() : 0);
+      m.send_offsets.push_back(gather ? 0 : static_cast<std::size_t>(q) * r_.bytes());
+      m.recv_bytes.push_back(receives ? r_.bytes() : 0);
+      m.recv_offsets.push_back(scatter ? 0 : static_cast<std::size_t>(q) * r_.bytes());
     }
-    move(sizes);
+    return m;
   }
 
-  // What goes from and comes to this rank, in bytes, by peer.
-  struct Sizes {
-    explicit Sizes(int n) : sent(static_cast<std::size_t>(n), Range{0, 0}), received(sent) {}
-    void send(int to, std::size_t at, std::size_t bytes) { sent[static_cast<std::size_t>(to)] = {at, bytes}; }
-    void receive(int from, std::size_t at, std::size_t bytes) {
-      received[static_cast<std::size_t>(from)] = {at, bytes};
+  void move(const Request& m) {
+    std::vector<std::size_t> far;  // the ranks of other hosts
+    for (int h : others()) far.insert(far.end(), ranks_on(h).begin(), ranks_on(h).end());
+    const char* from = in_;
+    if (in_ == out_ && (r_.kind == Kind::all_to_all || r_.kind == Kind::all_to_all_v)) {
+      std::size_t bytes = 0;  // a part may come before the one that lies in its place has left
+      for (std::size_t q = 0; q < m.send_bytes.size(); ++q)
+        bytes = std::max(bytes, m.send_offsets[q] + m.send_bytes[q]);
+      char* apart = core_.scratch(bytes);
+      copy(apart, in_, bytes);
+      from = apart;
     }
-    std::vector<Range> sent, received;
-  };
-
-  void move(const Sizes& sizes) {
+    Pieces pieces;
+    for (std::size_t q : far) {
+      pieces.push_back(core_.expect(static_cast<int>(q), out_ + m.recv_offsets[q], m.recv_bytes[q]));
+    }
+    core_.begin();
+    for (std::size_t q : far) {
+      pieces.push_back(core_.send(static_cast<int>(q), from + m.send_offsets[q], m.send_bytes[q]));
+    }
     const auto self = static_cast<std::size_t>(me_);
-    if (inner_ == nullptr && sizes.received[self].count > 0) {
-      copy(out_ + sizes.received[self].at, in_ + sizes.sent[self].at, sizes.received[self].count);
-    }
+    if (inner_ == nullptr) copy(out_ + m.recv_offsets[self], from + m.send_offsets[self], m.recv_bytes[self]);
+    const auto here = [&](const std::vector<std::size_t>& all) {
+      std::vector<std::size_t> some;
+      for (int q : ranks_on(host_)) some.push_back(all[static_cast<std::size_t>(q)]);
+      return some;
+    };
     inside([&](const CallOptions& options) {
-      std::vector<std::size_t> counts[4];
-      for (int q : ranks_on(host_)) {
-        const auto i = static_cast<std::size_t>(q);
-        counts[0].push_back(sizes.sent[i].count);
-        counts[1].push_back(sizes.sent[i].at);
-        counts[2].push_back(sizes.received[i].count);
-        counts[3].push_back(sizes.received[i].at);
-      }
-      return std::vector<WorkPtr>{
-          inner_->all_to_all_v(in_, counts[0], counts[1], out_, counts[2], counts[3], DType::uint8, options)};
+      return std::vector<WorkPtr>{inner_->all_to_all_v(from, here(m.send_bytes), here(m.send_offsets), out_,
+                                                       here(m.recv_bytes), here(m.recv_offsets), DType::uint8,
+                                                       options)};
     });
-    Pieces out, in;
-    for (int h : others()) {
-      for (int q : ranks_on(h)) {
-        const Range to = sizes.sent[static_cast<std::size_t>(q)], from = sizes.received[static_cast<std::size_t>(q)];
-        if (to.count > 0) out.push_back({q, const_cast<char*>(in_) + to.at, to.count});
-        if (from.count > 0) in.push_back({q, out_ + from.at, from.count});
-      }
-    }
-    core_.exchange(work_, out, in);
+    core_.await(pieces);
   }
 
-  SpanCore& core_;
-  const SpanWork& work_;
+  Core& core_;
   const Request& r_;
-  const Place& place_;
+  const HostMap& map_;
   Communicator* const inner_;
-  const int hosts_, me_, host_, local_, locals_;
+  const int hosts_, me_, host_, local_;
   const std::size_t item_;
   const char* const in_;
   char* const out_;
-  int slices_ = 1;
+  int slices_ = std::numeric_limits<int>::max();
 };
 
 }  // namespace
 
-void run_collective(SpanCore& core, const SpanWork& work) { Collective(core, work).run(); }
+void run_collective(Core& core, const Request& request) { Collective(core, request).run(); }
 
-}  // namespace axo::span
+}  // namespace axo::hosts

@@ -3,16 +3,16 @@
 
 #include <algorithm>
 #include <cstring>
+#include <thread>
 
 #include "base/requests.h"
 #include "host/create.h"
-#include "host/rendezvous.h"
 #include "hosts/core.h"
 
-namespace axo {
-namespace span {
+namespace axo::hosts {
 
-Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank) : wire(std::move(wire_ranks)) {
+HostMap::HostMap(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank)
+    : wire(std::move(wire_ranks)) {
   for (std::size_t r = 0; r < wire.size(); ++r) {
     const auto known = std::find(names.begin(), names.end(), host_of_rank[r]);
     const auto h = static_cast<std::size_t>(known - names.begin());
@@ -26,14 +26,7 @@ Place::Place(std::vector<int> wire_ranks, const std::vector<std::string>& host_o
   }
 }
 
-}  // namespace span
-
 namespace {
-
-using span::Place;
-using span::SpanCore;
-using span::SpanParts;
-using span::SpanWork;
 
 // A number that every member computes alike and no other communicator of these ranks has.
 std::uint64_t number_of(std::uint64_t parent, std::uint64_t split, int color) {
@@ -43,23 +36,23 @@ std::uint64_t number_of(std::uint64_t parent, std::uint64_t split, int color) {
     h *= 0xbf58476d1ce4e5b9ull;
     h ^= h >> 31;
   }
-  return h;
+  return std::max<std::uint64_t>(h, 1);
 }
 
-std::string transport_of(const Place& place) {
-  const std::string hosts = std::to_string(place.hosts.size()) + " hosts over gloo";
-  return place.hosts.size() == place.wire.size() ? hosts : "shared memory x " + hosts;
+std::string transport_of(const HostMap& map) {
+  const std::string hosts = std::to_string(map.hosts.size()) + " hosts over gloo";
+  return map.hosts.size() == map.wire.size() ? hosts : "shared memory x " + hosts;
 }
 
-class SpanCommunicator final : public RequestCommunicator {
+class HostsCommunicator final : public RequestCommunicator {
  public:
-  explicit SpanCommunicator(SpanParts parts)
-      : transport_(transport_of(parts.place)), core_(SpanCore::create(std::move(parts))) {}
-  ~SpanCommunicator() override { core_->release(); }
+  explicit HostsCommunicator(Membership membership)
+      : transport_(transport_of(membership.map)), core_(Core::create(std::move(membership))) {}
+  ~HostsCommunicator() override { core_->release(); }
 
   int rank() const override { return core_->rank(); }
   int size() const override { return core_->size(); }
-  const std::string& name() const override { return core_->name(); }
+  const std::string& name() const override { return core_->membership().member.name; }
   const char* transport() const override { return transport_.c_str(); }
 
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
@@ -74,30 +67,33 @@ class SpanCommunicator final : public RequestCommunicator {
     check_group(r, options);
     if (r.kind == Kind::recv && r.root == kAnyPeer) {
       throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
-                  std::to_string(core_->parts().place.hosts.size()) + "; name the peer");
+                  std::to_string(core_->membership().map.hosts.size()) + "; name the peer");
+    }
+    if (r.point_to_point() && r.root == rank() && !core_->membership().inner) {
+      throw Error(std::string(name_of(r.kind)) + " on '" + name() + "': got this rank itself, expected another");
     }
     release_now();
-    auto work = std::make_shared<SpanWork>(core_, std::move(r), options);
+    auto work = std::make_shared<HostsWork>(core_, std::move(r), options);
     if (record_in_group(core_, work)) return work;
-    core_->submit({work});
+    core_->launch({work});
     if (!options.blocking) return work;
     try {
       work->wait();
     } catch (...) {
       // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
       if (!work->is_completed()) core_->abort(work->describe() + " was interrupted");
-      work->settle();
+      while (!work->is_completed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       throw;
     }
     return work;
   }
 
   const std::string transport_;
-  std::shared_ptr<SpanCore> core_;
+  std::shared_ptr<Core> core_;
   std::uint64_t splits_ = 0;
 };
 
-std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const std::string& name) {
+std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const std::string& name) {
   if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
   struct Choice {
     std::int32_t color, key;
@@ -111,69 +107,83 @@ std::shared_ptr<Communicator> SpanCommunicator::split(int color, int key, const 
     if (c.color == color) members.emplace_back(c.key, p);
   }
   std::sort(members.begin(), members.end());
-  const SpanParts& parent = core_->parts();
+  const Membership& parent = core_->membership();
   const std::uint64_t number = number_of(parent.number, ++splits_, color);
   std::vector<int> wire;
   std::vector<std::string> hosts;
   int rank = 0;
   for (const auto& [k, p] : members) {
     const auto i = static_cast<std::size_t>(p);
-    if (p == parent.rank) rank = static_cast<int>(wire.size());
-    wire.push_back(parent.place.wire[i]);
-    hosts.push_back(std::to_string(parent.place.host[i]));
+    if (p == core_->rank()) rank = static_cast<int>(wire.size());
+    wire.push_back(parent.map.wire[i]);
+    hosts.push_back(std::to_string(parent.map.host[i]));
   }
-  Place place(wire, hosts);
-  for (std::string& host : place.names) host = parent.place.names[std::stoul(host)];
-  const bool one_host = color < 0 || place.hosts.size() == 1;
-  std::shared_ptr<Communicator> inner;
+  HostMap map(wire, hosts);
+  for (std::string& host : map.names) host = parent.map.names[std::stoul(host)];
+  const bool one_host = color < 0 || map.hosts.size() == 1;
+  std::shared_ptr<Communicator> inner, made;
   if (parent.inner) {
-    const auto here = static_cast<std::size_t>(parent.place.host[static_cast<std::size_t>(parent.rank)]);
+    const auto here = static_cast<std::size_t>(parent.map.host_of(core_->rank()));
     try {
-      inner = parent.inner->split(color, key, one_host ? name : name + "@" + parent.place.names[here]);
+      inner = parent.inner->split(color, key, one_host ? name : name + "@" + parent.map.names[here]);
     } catch (...) {  // perhaps since another rank has failed meanwhile, in what follows the split there
       core_->fail_split(std::current_exception());
     }
   }
-  if (color < 0) return nullptr;
-  if (one_host && inner) return inner;
-  if (inner && inner->size() == 1) {
-    inner->shutdown();
-    inner.reset();
+  if (color >= 0 && one_host && inner) {
+    made = std::move(inner);
+  } else if (color >= 0) {
+    if (inner && inner->size() == 1) {
+      inner->shutdown();
+      inner.reset();
+    }
+    made = std::make_shared<HostsCommunicator>(Membership{parent.mesh,
+                                                          std::move(inner),
+                                                          std::move(map),
+                                                          {name, rank, static_cast<int>(wire.size())},
+                                                          number,
+                                                          parent.timeout});
   }
-  return std::make_shared<SpanCommunicator>(
-      SpanParts{parent.mesh, std::move(inner), parent.limit, std::move(place), rank, number, name, parent.timeout});
+  gather_bytes("");  // from here on its frames find it, at every rank
+  return made;
 }
 
 }  // namespace
+}  // namespace axo::hosts
 
-std::shared_ptr<Communicator> create_span_communicator(Store& store, const std::string& key, std::unique_ptr<Wire> wire,
-                                                       const std::vector<std::string>& hosts,
-                                                       const std::vector<std::string>& names,
-                                                       const HostOptions& options) {
+namespace axo {
+
+std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std::string& key,
+                                                        std::unique_ptr<Wire> wire,
+                                                        const std::vector<std::string>& hosts,
+                                                        const std::vector<std::string>& names,
+                                                        const HostOptions& options) {
   const int rank = wire->rank(), size = wire->size();
   AXO_CHECK(hosts.size() == static_cast<std::size_t>(size) && names.size() == hosts.size(), "hosts", hosts.size(),
             std::to_string(size) + " entries, one a rank");
   std::vector<int> all;
   for (int p = 0; p < size; ++p) all.push_back(p);
-  Place place(all, hosts);
-  for (std::size_t h = 0; h < place.hosts.size(); ++h)
-    place.names[h] = names[static_cast<std::size_t>(place.hosts[h][0])];
-  const auto host = static_cast<std::size_t>(place.host[static_cast<std::size_t>(rank)]);
-  const int locals = static_cast<int>(place.hosts[host].size());
+  hosts::HostMap map(all, hosts);
+  for (std::size_t h = 0; h < map.hosts.size(); ++h) map.names[h] = names[static_cast<std::size_t>(map.hosts[h][0])];
+  const auto host = static_cast<std::size_t>(map.host_of(rank));
+  const int locals = static_cast<int>(map.hosts[host].size());
   HostOptions inside = options;
-  inside.name = options.name + "@" + place.names[host];
+  inside.name = options.name + "@" + map.names[host];
   // The page of the host's first rank keeps the time of its link, so even a rank that is alone there makes a core.
-  const auto core = host::create_core(store, key + "/host" + std::to_string(host),
-                                      place.local[static_cast<std::size_t>(rank)], locals, inside);
-  auto limit = span::LinkLimit::from_environment(core->processes()[0]);
+  const auto core = host::create_core(store, key + "/host" + std::to_string(host), map.local_of(rank), locals, inside);
+  hosts::LinkLimit limit(hosts::simulated_link(), core->processes()[0]);
   std::shared_ptr<Communicator> inner;
   if (locals > 1)
     inner = host::wrap_core(core);
   else
     core->release();
-  return std::make_shared<SpanCommunicator>(
-      SpanParts{std::make_shared<span::Mesh>(std::move(wire)), std::move(inner), std::move(limit), std::move(place),
-                rank, number_of(0, std::hash<std::string>{}(key), 0), options.name, options.timeout});
+  return std::make_shared<hosts::HostsCommunicator>(
+      hosts::Membership{std::make_shared<hosts::Mesh>(std::move(wire), std::move(limit)),
+                        std::move(inner),
+                        std::move(map),
+                        {options.name, rank, size},
+                        hosts::number_of(0, std::hash<std::string>{}(key), 0),
+                        options.timeout});
 }
 
 }  // namespace axo

@@ -1,351 +1,551 @@
-// The queue, the arrivals and the failure of one communicator over several hosts; see hosts/core.h.
+// The queue, the arrivals, the messages and the failure of one communicator over several hosts; see hosts/core.h.
 #include "hosts/core.h"
 
 #include <algorithm>
 #include <cstring>
 #include <thread>
 
-namespace axo::span {
+#include "base/deadline.h"
+
+namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::seconds kFlush{5};
-constexpr std::chrono::milliseconds kAskPeriod{250};  // between looks for an interrupt
+constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
+constexpr std::chrono::seconds kReason{2};  // for the reason of an end whose consequence was noticed first
 
 }  // namespace
 
-SpanCore::SpanCore(SpanParts parts)
-    : engine_(ProgressEngine::get()),
-      p_(std::move(parts)),
-      member_{p_.name, p_.rank, size()},
-      flight_(std::make_shared<FlightRecorder>(member(), p_.number)),
-      peers_(p_.place.wire.size()) {}
+HostsWork::HostsWork(std::shared_ptr<Core> core, Request r, const CallOptions& options)
+    : WorkState(std::move(r), options, core->membership().timeout), core_(std::move(core)) {}
 
-std::shared_ptr<SpanCore> SpanCore::create(SpanParts parts) {
-  std::shared_ptr<SpanCore> core(new SpanCore(std::move(parts)));
+const Member& HostsWork::member() const { return core_->membership().member; }
+
+void HostsWork::wait_until(Clock::time_point deadline) {
+  core_->check_not_forked("wait");
+  core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
+}
+
+Core::Core(Membership membership)
+    : engine_(ProgressEngine::get()),
+      m_(std::move(membership)),
+      flight_(std::make_shared<FlightRecorder>(m_.member, m_.number)),
+      peers_(m_.map.wire.size()) {}
+
+std::shared_ptr<Core> Core::create(Membership membership) {
+  std::shared_ptr<Core> core(new Core(std::move(membership)));
   FlightLog::get().add(core->flight_);
-  core->p_.mesh->add(core->p_.number, core);
+  core->engine_.add(core);
+  core->m_.mesh->add(core->m_.number, core);
   std::thread([core] { core->run(); }).detach();
   return core;
 }
 
-int SpanCore::rank_of(int wire_rank) const {
-  const auto at = std::find(p_.place.wire.begin(), p_.place.wire.end(), wire_rank);
-  return at == p_.place.wire.end() ? -1 : static_cast<int>(at - p_.place.wire.begin());
+int Core::rank_of(int wire_rank) const {
+  const auto at = std::find(m_.map.wire.begin(), m_.map.wire.end(), wire_rank);
+  if (at == m_.map.wire.end()) throw Error("a frame for '" + m_.member.name + "', which the sender is not in");
+  return static_cast<int>(at - m_.map.wire.begin());
 }
 
-void SpanCore::launch(const std::vector<WorkStatePtr>& works) {
-  for (const auto& work : works) {
-    try {
-      check_usable("group_end");
-      submit({std::static_pointer_cast<SpanWork>(work)});
-    } catch (...) {
-      work->refuse(std::current_exception());
-    }
+Head Core::head(FrameKind frame, Stream stream) const {
+  Head h;
+  h.communicator = m_.number;
+  h.frame = frame;
+  h.stream = stream;
+  return h;
+}
+
+void Core::tell_all(const Head& h) {
+  for (int r = 0; r < size(); ++r) {
+    if (r != m_.member.rank) m_.mesh->post(wire_of(r), h);
   }
 }
 
-void SpanCore::submit(const std::vector<SpanWorkPtr>& works) {
-  std::vector<SpanWorkPtr> messages;
-  Failure failure;
-  {
+void Core::launch(const std::vector<WorkStatePtr>& works) {
+  std::vector<HostsWorkPtr> messages;
+  try {
+    check_usable(name_of(works.front()->request.kind));
     Lock lock(mutex_);
-    if (closing_) {  // by another thread, since check_usable: the communicator's own may have ended
-      lock.unlock();
-      for (const auto& work : works) {
-        work->refuse(std::make_exception_ptr(Error(work->describe() + ": the communicator is closed")));
-      }
-      return;
-    }
-    for (const auto& work : works) {
+    if (closing_) throw Error("the communicator is closed");  // by another thread, just now
+    for (const auto& state : works) {
+      const auto work = std::static_pointer_cast<HostsWork>(state);
       const bool message = work->request.point_to_point();
       work->issued(message ? next_message_++ : next_sequence_++, flight_.get());
-      if (message) {
-        messages.push_back(work);
+      if (!message) {
+        queue_.push_back(work);
         continue;
       }
-      mine_[work->sequence()] = work->request;
-      for (int r = 0; r < size(); ++r) {
-        auto& ahead = peers_[static_cast<std::size_t>(r)].ahead;
-        const auto found = ahead.find(work->sequence());
-        if (found == ahead.end()) continue;
-        compare(r, work->sequence(), found->second, &failure);
-        ahead.erase(found);
-      }
-      queue_.push_back(work);
+      messages_.insert(work);
+      messages.push_back(work);
+      pending.fetch_add(1);
+      engine_.started();
     }
-    inside_ += static_cast<int>(messages.size());  // a shutdown waits until they are where it can see them
+  } catch (const Error&) {
+    for (const auto& work : works) work->refuse(std::current_exception());
   }
-  if (failure.kind != FailureKind::none) fail(failure, true);
-  changed_.notify_all();
-  if (messages.empty()) return;
   for (const auto& work : messages) submit_message(work);
-  {
-    Lock lock(mutex_);
-    inside_ -= static_cast<int>(messages.size());
-  }
   changed_.notify_all();
+  engine_.watch();
 }
 
-// The communicator's thread: collectives in issue order.
-void SpanCore::run() {
+// The communicator's thread: collectives in issue order, and the end.
+void Core::run() {
+  Lock lock(mutex_);
   for (;;) {
-    SpanWorkPtr work;
-    {
-      Lock lock(mutex_);
-      changed_.wait(lock, [this] { return !queue_.empty() || closing_; });
-      if (queue_.empty()) break;
-      work = queue_.front();
+    const bool pending_any = !queue_.empty() || !messages_.empty();
+    if (failed() && (pending_any || !told_)) {
+      end_all(lock);
+    } else if (!failed() && !queue_.empty()) {
+      execute(lock);
+    } else if (closing_ && !pending_any) {
+      return leave(lock);
+    } else {
+      changed_.wait(lock);
     }
-    execute(work);
-    finish(work);
-  }
-  {
-    Lock lock(mutex_);
-    changed_.wait(lock, [this] { return sends_.empty() && recvs_.empty() && !sending_ && inside_ == 0; });
-  }
-  leave();
-}
-
-void SpanCore::execute(const SpanWorkPtr& work) {
-  {
-    Lock lock(mutex_);
-    if (failure_.kind != FailureKind::none) return;
-  }
-  flight_->started(work->flight());
-  Head head;
-  head.frame = FrameKind::begin;
-  head.sequence = work->sequence();
-  head.operation = work->request;
-  tell_all(head);
-  try {
-    run_collective(*this, *work);
-  } catch (const Failed&) {
-    // The reason stands in failure_.
-  } catch (const std::exception& e) {  // such as std::bad_alloc
-    fail({FailureKind::aborted, p_.rank, "rank " + std::to_string(p_.rank) + ": " + e.what()}, true);
   }
 }
 
-// Ends a collective: well, or with the communicator's failure.
-void SpanCore::finish(const SpanWorkPtr& work) {
-  std::exception_ptr error;
-  {
-    Lock lock(mutex_);
-    queue_.pop_front();
-    if (failure_.kind != FailureKind::none) {
-      await_told(lock);
-      error = error_for(*work);
-    }
-    const auto behind = std::min_element(peers_.begin(), peers_.end(), [this](const Peer& a, const Peer& b) {
-      return (&a == &peers_[static_cast<std::size_t>(p_.rank)] ? ~0ull : a.begun) <
-             (&b == &peers_[static_cast<std::size_t>(p_.rank)] ? ~0ull : b.begun);
-    });
-    mine_.erase(mine_.begin(), mine_.lower_bound(std::min(behind->begun, work->sequence() + 1)));
-  }
-  flight_->ended(work->flight(), error != nullptr);
-  if (error) FlightLog::get().write();
-  work->end(error);
-  changed_.notify_all();
-}
-
-// Of what has failed, collective or messages: nobody writes to its memory from here on.
-void SpanCore::end_readers(Lock& lock) {
-  const auto idle = [this] {
-    return std::none_of(peers_.begin(), peers_.end(), [](const Peer& p) { return p.reading; });
-  };
-  if (!changed_.wait_until(lock, Clock::now() + kPatience, idle)) {
-    lock.unlock();
-    p_.mesh->close();  // a peer stopped in the middle of a frame that goes there
-    lock.lock();
-    changed_.wait(lock, idle);
-  }
-  for (Peer& peer : peers_) peer.want = nullptr;
-}
-
-void SpanCore::tell_all(Head head) {
-  head.communicator = p_.number;
-  for (int r = 0; r < size(); ++r) {
-    if (r != p_.rank) p_.mesh->post(p_.place.wire[static_cast<std::size_t>(r)], head);
-  }
-}
-
-// The first failure counts. `tell`: this rank has found it, and the others shall know.
-void SpanCore::fail(const Failure& failure, bool tell) {
-  {
-    Lock lock(mutex_);
-    if (failure_.kind != FailureKind::none) return;
-    failure_ = failure;
-  }
-  flight_->failure(failure.kind == FailureKind::peer_lost ? rank_text(failure.peer) + " " + failure.text
-                                                          : failure.text);
-  alarm_.notify_all();
-  if (tell) {
-    Head head;
-    head.frame = FrameKind::abort;
-    head.failure = failure.kind;
-    head.peer = failure.peer;
-    std::strncpy(head.text, clipped(failure.text, kInline - 1).c_str(), kInline - 1);
-    tell_all(head);
-  }
-  if (p_.inner) p_.inner->abort(failure.text);
-  FlightLog::get().write();  // again when what is pending has ended
-  {
-    Lock lock(mutex_);
-    told_ = true;
-  }
-  changed_.notify_all();
-}
-
-// What is pending ends only after the peers have been told: the program may exit on its error.
-void SpanCore::await_told(Lock& lock) {
-  changed_.wait(lock, [this] { return told_; });
+// Runs the front of the queue. What is complete here has ended well, whatever comes after it.
+void Core::execute(Lock& lock) {
+  running_ = queue_.front();
+  flight_->started(running_->flight());
+  for (int r = 0; r < size(); ++r) compare(lock, r);
   lock.unlock();
-  p_.mesh->flush(Clock::now() + kFlush);
+  try {
+    run_collective(*this, running_->request);
+    lock.lock();
+    for (int r = 0; r < size(); ++r) {
+      if (r != m_.member.rank) await(lock, r, [&] { return agrees(r); });
+    }
+  } catch (const std::exception& e) {
+    if (!lock) lock.lock();
+    // The reason of a Failed stands in failure_; others are such as std::bad_alloc.
+    return fail(lock, {FailureKind::aborted, -1, "rank " + std::to_string(m_.member.rank) + ": " + e.what()});
+  }
+  for (Peer& p : peers_) {
+    if (!p.operations.empty()) p.operations.pop_front();
+  }
+  queue_.pop_front();
+  scratch_.clear();
+  end(lock, std::exchange(running_, nullptr));
+}
+
+// An operation has ended well. Unlocks for its callbacks.
+void Core::end(Lock& lock, const HostsWorkPtr& work) {
+  if (messages_.erase(work) != 0) {
+    pending.fetch_sub(1);
+    engine_.finished();
+  }
+  changed_.notify_all();
+  lock.unlock();
+  flight_->ended(work->flight(), false);
+  work->complete(nullptr);
+  engine_.self()->ring();  // threads that wait for it
   lock.lock();
 }
 
-// Waits for `done`, which depends on rank `on` (-1: on nobody in particular).
-void SpanCore::await(Lock& lock, const SpanWork& work, int on, const std::function<bool()>& done) {
-  for (;;) {
-    if (done()) return;
-    if (failure_.kind != FailureKind::none) throw Failed{};
-    Failure failure;
-    if (on >= 0) {
-      const Peer& peer = peers_[static_cast<std::size_t>(on)];
-      if (peer.left || peer.gone) failure = {FailureKind::peer_lost, on, peer.left ? "left" : "died"};
+// Ends everything pending with the communicator's failure, after the peers have been told (the program may exit on its
+// error) and when nobody touches the memory of what ends.
+void Core::end_all(Lock& lock) {
+  lock.unlock();
+  if (m_.inner) m_.inner->abort(failure_.text);
+  m_.mesh->flush(m_.number, Clock::now() + kFlush);
+  m_.mesh->drop(m_.number);
+  lock.lock();
+  std::vector<HostsWorkPtr> ended(queue_.begin(), queue_.end());
+  ended.insert(ended.end(), messages_.begin(), messages_.end());
+  pending.fetch_sub(static_cast<int>(messages_.size()));
+  for (std::size_t i = 0; i < messages_.size(); ++i) engine_.finished();
+  queue_.clear();
+  messages_.clear();
+  sends_.clear();
+  scratch_.clear();
+  running_.reset();
+  told_ = true;
+  raised_ |= !ended.empty();
+  lock.unlock();
+  for (const auto& work : ended) flight_->ended(work->flight(), true);
+  FlightLog::get().write();
+  for (const auto& work : ended) {
+    work->complete(error_at(work->describe(), "; waited " + seconds_since(work->issue_time())));
+  }
+  engine_.self()->ring();
+  lock.lock();
+}
+
+// Waits for `done`, which depends on rank `on`; of a piece that is leaving the mesh tells what becomes of it.
+void Core::await(Lock& lock, int on, const std::function<bool()>& done, const Piece* piece) {
+  while (!done()) {
+    if (failed()) throw Failed{};
+    if (peer(on).lost() && (piece == nullptr || !piece->leaving)) {
+      fail(lock, loss_of(on));
+    } else if (changed_.wait_until(lock, running_->deadline()) == std::cv_status::timeout && !failed() && !done()) {
+      fail(lock, {FailureKind::timeout, -1, timeout_text(*running_)});
     }
-    if (failure.kind == FailureKind::none) {
-      if (changed_.wait_until(lock, work.deadline()) != std::cv_status::timeout || done()) continue;
-      failure = {FailureKind::timeout, -1, timeout_text(work)};
-    }
-    lock.unlock();
-    fail(failure, true);
-    throw Failed{};
   }
 }
 
-void SpanCore::await_all(const SpanWork& work) {
+void Core::await(const Pieces& pieces) {
   Lock lock(mutex_);
-  for (int r = 0; r < size(); ++r) {
-    if (r == p_.rank) continue;
-    await(lock, work, r, [&] { return peers_[static_cast<std::size_t>(r)].begun > work.sequence(); });
-  }
+  for (const auto& p : pieces) await(lock, p->rank, [&] { return p->done; }, p.get());
 }
 
-void SpanCore::inside(const SpanWork& work, const InnerCall& issue) {
+// Whether `rank` has come to the collective that runs and has issued the same.
+bool Core::agrees(int rank) const {
+  return peer(rank).begun > running_->sequence() && peer(rank).operations.front() == running_->request;
+}
+
+// Fails where `rank` has come to the collective that runs with another.
+void Core::compare(Lock& lock, int rank) {
+  if (!running_ || peer(rank).operations.empty() || agrees(rank)) return;
+  const Operation &mine = running_->request, &theirs = peer(rank).operations.front();
+  fail(lock, {FailureKind::mismatch, rank,
+              "#" + std::to_string(running_->sequence()) + " differs: rank " + std::to_string(m_.member.rank) +
+                  " issued " + words(mine) + ", rank " + std::to_string(rank) + " issued " + words(theirs)});
+}
+
+char* Core::scratch(std::size_t bytes) {
+  scratch_.emplace_back(new char[std::max<std::size_t>(bytes, 1)]);
+  return scratch_.back().get();
+}
+
+PiecePtr Core::expect(int rank, char* data, std::size_t bytes) {
+  auto piece = std::make_shared<Piece>(Piece{rank, data, bytes});
+  Lock lock(mutex_);
+  piece->done = bytes == 0;
+  if (!piece->done) receives_[{rank, kCollectives}].push_back(piece);
+  return piece;
+}
+
+void Core::begin() {
+  Head h = head(FrameKind::begin);
+  h.operation = running_->request;
+  tell_all(h);
+}
+
+PiecePtr Core::send(int rank, const char* data, std::size_t bytes) {
+  auto piece = std::make_shared<Piece>(Piece{rank, const_cast<char*>(data), bytes});
+  Lock lock(mutex_);
+  piece->done = bytes == 0;
+  if (piece->done) return piece;
+  sends_[{rank, kCollectives}].push_back(piece);
+  match(lock, {rank, kCollectives});
+  return piece;
+}
+
+void Core::inside(const std::function<std::vector<WorkPtr>(const CallOptions& options)>& issue) {
   CallOptions options;
-  const auto left = std::chrono::duration_cast<Milliseconds>(work.deadline() - Clock::now());
+  const auto left = std::chrono::duration_cast<Milliseconds>(running_->deadline() - Clock::now());
   options.timeout = std::max(left, Milliseconds(1));
-  std::exception_ptr error;
+  bool bad = false;
+  const auto guarded = [&](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (...) {
+      if (!std::exchange(bad, true)) fail_by(running_.get(), std::current_exception());
+    }
+  };
   std::vector<WorkPtr> works;
+  guarded([&] { works = issue(options); });
+  for (const auto& w : works) guarded([&] { w->wait(); });  // all of them: they hold memory of this collective
+  if (bad) throw Failed{};
+}
+
+// Lets the next piece of a stream leave when the peer has a place for it; one at a time.
+void Core::match(Lock& lock, const Key& key) {
+  const auto sends = sends_.find(key);
+  if (failed() || sends == sends_.end() || sends->second.front()->leaving) return;
+  const PiecePtr piece = sends->second.front();
+  if (key.second == kCollectives) {
+    if (!agrees(key.first)) return;
+  } else {
+    const auto wanted = wanted_.find(key);
+    if (wanted == wanted_.end()) return;
+    const std::uint64_t bytes = wanted->second.front();
+    wanted->second.pop_front();
+    if (wanted->second.empty()) wanted_.erase(wanted);
+    if (bytes != piece->bytes) {
+      return fail(lock, {FailureKind::mismatch, key.first,
+                         piece->message->describe() + " sends " + std::to_string(piece->bytes) + " bytes, " +
+                             rank_text(key.first) + " receives " + std::to_string(bytes)});
+    }
+  }
+  const auto sent = [self = shared_from_this(), key](bool ok) {
+    Lock relock(self->mutex_);
+    if (!ok) {  // the peer's last words may be under way
+      self->changed_.wait_for(relock, kReason, [&] { return self->failed() || self->peer(key.first).gone; });
+      return self->fail(relock, self->loss_of(key.first));
+    }
+    self->moved(relock, self->sends_, key);
+    self->match(relock, key);
+  };
+  piece->leaving =
+      m_.mesh->send(wire_of(key.first), head(FrameKind::data, key.second), piece->data, piece->bytes, sent);
+}
+
+Failure Core::loss_of(int rank) const { return {FailureKind::peer_lost, rank, peer(rank).left ? "left" : "died"}; }
+
+// The front piece of a stream has left, or has come.
+void Core::moved(Lock& lock, Queues& queues, const Key& key) {
+  const auto found = queues.find(key);
+  if (found == queues.end()) return;  // it has failed meanwhile
+  const PiecePtr piece = found->second.front();
+  found->second.pop_front();
+  if (found->second.empty()) queues.erase(found);
+  piece->done = true;
+  changed_.notify_all();
+  if (piece->message) end(lock, piece->message);
+}
+
+char* Core::place(int from, const Head& h) {
+  const int rank = rank_of(from);
+  Lock lock(mutex_);
+  if (failed()) return nullptr;
+  const auto found = receives_.find({rank, h.stream});
+  if (found == receives_.end()) throw Error("bytes that nobody has asked for");
+  const Piece& in = *found->second.front();
+  if (h.total == in.bytes && h.bytes <= in.bytes - in.moved) return in.data + in.moved;
+  fail(lock, {FailureKind::mismatch, rank,
+              "rank " + std::to_string(rank) + " sends " + std::to_string(h.total) + " bytes, rank " +
+                  std::to_string(m_.member.rank) + " receives " + std::to_string(in.bytes)});
+  return nullptr;
+}
+
+void Core::arrived(int from, const Head& h) {
+  const int rank = rank_of(from);
+  const Key key{rank, h.stream};
+  Lock lock(mutex_);
+  Peer& p = peer(rank);
+  switch (h.frame) {
+    case FrameKind::begin:
+      ++p.begun;
+      p.operations.push_back(h.operation);
+      compare(lock, rank);
+      match(lock, {rank, kCollectives});
+      break;
+    case FrameKind::want:
+      wanted_[key].push_back(h.bytes);
+      match(lock, key);
+      break;
+    case FrameKind::data:
+      if (const auto found = receives_.find(key); found != receives_.end()) {
+        Piece& in = *found->second.front();
+        in.moved += h.bytes;
+        if (in.moved >= in.bytes) moved(lock, receives_, key);
+      }
+      break;
+    case FrameKind::leave:
+      p.left = true;
+      break;
+    case FrameKind::abort:
+      Failure failure{h.failure, h.peer, std::string(h.text, ::strnlen(h.text, kInline))};
+      if (!failure.valid(size())) {
+        failure = {FailureKind::aborted, -1, "rank " + std::to_string(rank) + " aborted without a valid reason"};
+      }
+      fail(lock, failure, false);
+      break;
+  }
+  changed_.notify_all();
+}
+
+void Core::lost(int from) {
+  const auto at = std::find(m_.map.wire.begin(), m_.map.wire.end(), from);
+  if (at == m_.map.wire.end()) return;
+  Lock lock(mutex_);
+  peer(static_cast<int>(at - m_.map.wire.begin())).gone = true;
+  changed_.notify_all();
+}
+
+// Messages that are late, or whose peer is gone. Collectives are judged where they wait.
+bool Core::progress(bool check) {
+  if (!check) return false;
+  Lock lock(mutex_);
+  for (const auto& work : std::set<HostsWorkPtr>(messages_)) {
+    const int root = work->request.root;
+    const auto sends = sends_.find({root, work->request.tag});
+    const Piece* next = sends == sends_.end() ? nullptr : sends->second.front().get();
+    const bool leaving = next != nullptr && next->message == work && next->leaving;
+    if (peer(root).lost() && !leaving) fail(lock, loss_of(root));
+    if (Clock::now() >= work->deadline()) fail(lock, {FailureKind::timeout, -1, timeout_text(*work)});
+  }
+  return false;
+}
+
+void Core::submit_message(const HostsWorkPtr& work) {
+  const Request& r = work->request;
+  flight_->started(work->flight());
+  if (m_.map.host_of(r.root) == m_.map.host_of(m_.member.rank)) return submit_inside(work);
+  const Key key{r.root, r.tag};
+  const bool sends = r.kind == Kind::send;
+  char* data = static_cast<char*>(sends ? const_cast<void*>(r.in) : r.out);
+  Lock lock(mutex_);
+  if (failed()) return;  // it ends with the others
+  (sends ? sends_ : receives_)[key].push_back(std::make_shared<Piece>(Piece{r.root, data, r.bytes(), work}));
+  if (sends) return match(lock, key);
+  Head h = head(FrameKind::want, r.tag);
+  h.bytes = r.bytes();
+  m_.mesh->post(wire_of(r.root), h);
+}
+
+// A message to or from a rank of this host.
+void Core::submit_inside(const HostsWorkPtr& work) {
+  const Request& r = work->request;
+  CallOptions options;
+  options.timeout = std::chrono::duration_cast<Milliseconds>(work->deadline() - Clock::now());
+  const int peer = m_.map.local_of(r.root);
   try {
-    works = issue(options);
-    for (const auto& w : works) w->wait();
-    return;
+    const WorkPtr inner = r.kind == Kind::send ? m_.inner->send(r.in, r.count, r.dtype, peer, r.tag, options)
+                                               : m_.inner->recv(r.out, r.count, r.dtype, peer, r.tag, options);
+    inner->on_completion([self = shared_from_this(), work, inner = inner.get()] {
+      if (const auto error = inner->exception()) {
+        // On a thread of its own: what follows calls into `inner`, which a completion must not.
+        std::thread([self, work, error] { self->fail_by(work.get(), error); }).detach();
+      } else {
+        Lock lock(self->mutex_);
+        self->end(lock, work);
+      }
+    });
   } catch (...) {
-    error = std::current_exception();
+    fail_by(work.get(), std::current_exception());
   }
-  fail_inside(work, error);
-  for (const auto& w : works) {  // they hold memory of this collective
-    try {
-      w->wait();
-    } catch (const std::exception&) {
-      // Told already.
-    }
+}
+
+// The first failure counts. `tell`: this rank has found it, and the others shall know. Unlocks.
+void Core::fail(Lock& lock, const Failure& failure, bool tell) {
+  if (failed()) return;
+  failure_ = failure;
+  receives_.clear();
+  flight_->failure(failure.kind == FailureKind::peer_lost ? rank_text(failure.peer) + " " + failure.text
+                                                          : failure.text);
+  if (tell) {
+    Head h = head(FrameKind::abort);
+    h.failure = failure.kind;
+    h.peer = failure.peer;
+    std::strncpy(h.text, clipped(failure.text, kInline - 1).c_str(), kInline - 1);
+    tell_all(h);
   }
-  throw Failed{};
+  changed_.notify_all();
+  lock.unlock();
+  if (m_.inner) m_.inner->abort(failure.text);  // frees the collective that runs; its end calls back
+  lock.lock();
 }
 
-// What an operation inside the host ended with, for the ranks of all hosts.
-void SpanCore::fail_inside(const SpanWork& work, const std::exception_ptr& error) {
-  fail_by(error, [&] {
-    Lock lock(mutex_);
-    return timeout_text(work);
-  });
-}
-
-void SpanCore::fail_split(const std::exception_ptr& error) {
-  fail_by(error, [&] {
-    try {
-      std::rethrow_exception(error);
-    } catch (const std::exception& e) {
-      return std::string(e.what());
-    }
-  });
-  try {
-    std::rethrow_exception(error);
-  } catch (const Error&) {
-    Lock lock(mutex_);
-    raised_ = true;
-    std::rethrow_exception(error_at(
-        "split on '" + p_.name + "' (rank " + std::to_string(p_.rank) + " of " + std::to_string(size()) + "): ", ""));
-  }  // another exception, such as an interrupt, is the caller's
-}
-
-void SpanCore::fail_by(const std::exception_ptr& error, const std::function<std::string()>& late) {
-  const auto& neighbours = p_.place.hosts[static_cast<std::size_t>(p_.place.host[static_cast<std::size_t>(p_.rank)])];
+// What an operation inside the host ended with, for the ranks of all hosts. `work`: the operation that used it; null: a
+// split.
+void Core::fail_by(const HostsWork* work, const std::exception_ptr& error) {
+  const auto& neighbours = m_.map.ranks_on(m_.map.host_of(m_.member.rank));
+  Lock lock(mutex_);
+  // What a rank that has given up, or come to another operation, tells of it says more, and is under way.
+  const auto fail_late = [&](const Failure& failure) {
+    changed_.wait_for(lock, kReason, [this] { return failed(); });
+    fail(lock, failure);
+  };
   try {
     std::rethrow_exception(error);
   } catch (const PeerLost& e) {
     const bool left = std::strstr(e.what(), " left;") != nullptr;
     const int peer = e.peer() < 0 ? -1 : neighbours[static_cast<std::size_t>(e.peer())];
-    fail({FailureKind::peer_lost, peer, left ? "left" : "died"}, true);
-  } catch (const Timeout&) {
-    fail({FailureKind::timeout, -1, late()}, true);
+    fail(lock, {FailureKind::peer_lost, peer, left ? "left" : "died"});
+  } catch (const Timeout& e) {
+    fail(lock, {FailureKind::timeout, -1, work != nullptr ? timeout_text(*work) : e.what()});
   } catch (const Mismatch& e) {
-    fail({FailureKind::mismatch, -1, e.what()}, true);
+    fail_late({FailureKind::mismatch, -1, e.what()});
   } catch (const std::exception& e) {
-    // Another rank of this host has given up, and its reason is under way.
-    {
-      Lock lock(mutex_);
-      changed_.wait_until(lock, Clock::now() + std::chrono::seconds(2),
-                          [this] { return failure_.kind != FailureKind::none; });
-    }
-    fail({FailureKind::aborted, -1, e.what()}, true);
+    fail_late({FailureKind::aborted, -1, e.what()});
   }
 }
 
-void SpanCore::abort(const std::string& reason) {
-  if (engine_.forked()) return;
-  {
+void Core::fail_split(const std::exception_ptr& error) {
+  fail_by(nullptr, error);
+  try {
+    std::rethrow_exception(error);
+  } catch (const Error&) {
     Lock lock(mutex_);
-    if (ended_) return;  // this rank has left: what the others do there is not its affair
-  }
-  fail({FailureKind::aborted, -1, reason}, true);
+    raised_ = true;
+    std::rethrow_exception(error_at("split on " + m_.member.words()));
+  }  // another exception, such as an interrupt, is the caller's
 }
 
-void SpanCore::shutdown() {
+void Core::abort(const std::string& reason) {
+  if (engine_.forked()) return;
+  Lock lock(mutex_);
+  if (!ended_) fail(lock, {FailureKind::aborted, -1, reason});  // else the others' operations are not its affair
+}
+
+void Core::shutdown() {
   if (engine_.forked()) return;
   release();
-  Lock lock(mutex_);
-  while (!changed_.wait_for(lock, kAskPeriod, [this] { return ended_; })) {
-    lock.unlock();
-    check_interrupt();  // what is pending goes on without the caller
-    lock.lock();
-  }
+  engine_.wait(*this, [this] { return ended_.load(); }, Clock::time_point::max());
 }
 
-void SpanCore::release() {
+void Core::release() {
   if (engine_.forked()) return;
-  {
-    Lock lock(mutex_);
-    closing_ = true;
-  }
+  Lock lock(mutex_);
+  closing_ = true;
   changed_.notify_all();
 }
 
-void SpanCore::leave() {
-  Head head;
-  head.frame = FrameKind::leave;
-  tell_all(head);
-  p_.mesh->flush(Clock::now() + kFlush);
-  if (p_.inner) p_.inner->shutdown();
-  p_.mesh->remove(p_.number);
-  {
-    Lock lock(mutex_);
-    ended_ = true;
-  }
-  changed_.notify_all();
+void Core::leave(Lock& lock) {
+  lock.unlock();
+  tell_all(head(FrameKind::leave));
+  m_.mesh->flush(m_.number, Clock::now() + kFlush);
+  if (m_.inner) m_.inner->shutdown();
+  m_.mesh->remove(m_.number);
+  engine_.remove(this);
+  lock.lock();
+  ended_ = true;
+  engine_.self()->ring();
 }
 
-}  // namespace axo::span
+std::string Core::rank_text(int rank) const {
+  if (rank < 0) return "a rank";
+  return "rank " + std::to_string(rank) + " (host " + m_.map.names[static_cast<std::size_t>(m_.map.host_of(rank))] +
+         ")";
+}
+
+// Under mutex_.
+std::string Core::timeout_text(const HostsWork& work) const {
+  const std::string text = "rank " + std::to_string(m_.member.rank) + " timed out after " +
+                           seconds_since(work.issue_time()) + " in " + work.describe();
+  if (work.request.point_to_point()) return text + "; " + rank_text(work.request.root) + " did not answer";
+  std::string arrived, missing;
+  for (int r = 0; r < size(); ++r) {
+    if (r == m_.member.rank || peer(r).begun > work.sequence()) {
+      arrived += (arrived.empty() ? "" : ", ") + std::to_string(r);
+    } else {
+      missing += (missing.empty() ? "" : ", ") + rank_text(r) + (peer(r).lost() ? ", " + loss_of(r).text : "");
+    }
+  }
+  return text + "; arrived: " + arrived + "; not arrived: " + (missing.empty() ? "none" : missing);
+}
+
+std::exception_ptr Core::failure() const {
+  Lock lock(mutex_);
+  return failed() ? error_at(m_.member.words()) : nullptr;
+}
+
+// What failure_, once set, is for the caller.
+std::exception_ptr Core::error_at(const std::string& where, const std::string& waited) const {
+  const std::string who = failure_.kind == FailureKind::peer_lost ? rank_text(failure_.peer) : "";
+  return error_of(failure_, where + ": ", who, waited);
+}
+
+void Core::check_not_forked(const char* what) const {
+  if (!engine_.forked()) return;
+  throw Error(std::string(what) + " on '" + m_.member.name +
+              "': the communicator belongs to the parent process; connect again after fork");
+}
+
+void Core::check_usable(const char* what) const {
+  check_not_forked(what);
+  const std::string at = std::string(what) + " on " + m_.member.words();
+  Lock lock(mutex_);
+  // A rank that comes after the failure learns of it as those who waited did; what it calls then is Aborted.
+  if (failed() && !std::exchange(raised_, true)) std::rethrow_exception(error_at(at));
+  if (failed()) {
+    const std::string who = failure_.kind == FailureKind::peer_lost ? rank_text(failure_.peer) + " " : "";
+    throw Aborted(at + ": the communicator is aborted: " + who + failure_.text);
+  }
+  if (closing_) throw Error(at + ": the communicator is closed");
+}
+
+}  // namespace axo::hosts

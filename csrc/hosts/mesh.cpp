@@ -1,225 +1,211 @@
-// Readers and frames; see hosts/mesh.h.
+// Readers, writers and frames; see hosts/mesh.h.
 #include "hosts/mesh.h"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
 #include "base/error.h"
 
-namespace axo::span {
+namespace axo::hosts {
 namespace {
 
 constexpr int kHeads = 0, kPayloads = 1;
-constexpr std::size_t kMostPosted = 128;
-constexpr std::size_t kMostBytes = std::size_t{1} << 40;
-
-struct Posted {
-  std::unique_ptr<Head> head;
-  std::unique_ptr<Wire::Sending> sending;
-};
-
-struct Peer {
-  std::mutex mutex;  // a head and its payload go out together
-  std::deque<Posted> posted;
-};
-
-struct Stashed {
-  int from;
-  Head head;
-  std::vector<char> payload;
-};
-
-struct Line {
-  std::weak_ptr<Sink> sink;
-  bool known = false;
-  std::vector<Stashed> early;
-};
+constexpr std::chrono::seconds kPatience{10};  // for a payload on its way, which ends unless the peer hangs
 
 void check(const Head& head) {
-  const bool ok = head.magic == Head::kMagic && head.frame <= FrameKind::abort && head.bytes <= kMostBytes &&
-                  (!head.has_payload() || head.bytes <= kMostPayload) && head.failure <= FailureKind::aborted;
+  const std::uint64_t most = head.frame == FrameKind::data ? kMostPayload : std::uint64_t{1} << 40;
+  const bool ok = head.magic == Head::kMagic && head.communicator != 0 && head.frame <= FrameKind::abort &&
+                  head.bytes <= most && head.failure <= FailureKind::aborted;
   if (!ok) throw Error("a frame that is not one of Axo's");
-}
-
-// An empty payload may have no place.
-void copy(char* to, const void* from, std::size_t bytes) {
-  if (bytes != 0) std::memcpy(to, from, bytes);
-}
-
-void deliver(Sink& sink, int from, const Head& head, const char* payload) {
-  if (head.has_payload()) copy(sink.place(from, head), payload, head.bytes);
-  sink.arrived(from, head);
 }
 
 }  // namespace
 
-struct Mesh::State {
-  explicit State(std::unique_ptr<Wire> w) : wire(std::move(w)), peers(static_cast<std::size_t>(wire->size())) {}
-
-  std::unique_ptr<Wire> wire;
-  std::vector<Peer> peers;
-  std::mutex mutex;
-  std::map<std::uint64_t, Line> lines;
-  std::set<std::uint64_t> closed;
-  std::map<int, std::string> gone;
-
-  Peer& peer(int rank) { return peers[static_cast<std::size_t>(rank)]; }
-
-  std::shared_ptr<Sink> sink_of(std::uint64_t communicator) {
-    std::lock_guard<std::mutex> lock(mutex);
-    const auto line = lines.find(communicator);
-    return line == lines.end() ? nullptr : line->second.sink.lock();
-  }
-
-  void read(int from) {
-    for (;;) {
-      Head head;
-      wire->receive(from, kHeads, &head, sizeof(head));
-      check(head);
-      const auto sink = sink_of(head.communicator);
-      if (!sink) {
-        stash(from, head);
-        continue;
-      }
-      if (head.has_payload()) {
-        char* to = sink->place(from, head);
-        if (head.apart()) {
-          wire->receive(from, kPayloads, to, head.bytes);
-        } else {
-          copy(to, head.text, head.bytes);
-        }
-      }
-      sink->arrived(from, head);
-    }
-  }
-
-  // For a communicator that this rank has not made yet, or has closed.
-  void stash(int from, const Head& head) {
-    std::vector<char> payload(head.has_payload() ? head.bytes : 0);
-    if (head.apart()) {
-      wire->receive(from, kPayloads, payload.data(), payload.size());
-    } else if (head.has_payload()) {
-      copy(payload.data(), head.text, head.bytes);
-    }
-    std::lock_guard<std::mutex> lock(mutex);
-    if (closed.count(head.communicator) != 0) return;
-    Line& line = lines[head.communicator];
-    if (const auto sink = line.sink.lock()) {
-      deliver(*sink, from, head, payload.data());  // made meanwhile
-    } else if (!line.known) {
-      line.early.push_back({from, head, std::move(payload)});
-    }
-  }
-
-  void run_reader(int from) {
-    std::string why;
-    try {
-      read(from);
-    } catch (const std::exception& e) {
-      why = e.what();
-    }
-    std::vector<std::shared_ptr<Sink>> sinks;
-    {
-      std::lock_guard<std::mutex> lock(mutex);
-      gone[from] = why;
-      for (auto& [number, line] : lines) {
-        if (auto sink = line.sink.lock()) sinks.push_back(std::move(sink));
-      }
-    }
-    for (const auto& sink : sinks) sink->lost(from, why);
-  }
-
-  // Keeps a head until it has left. Under the peer's mutex.
-  void keep(Peer& to, Posted posted) {
-    to.posted.push_back(std::move(posted));
-    while (to.posted.size() > kMostPosted) {
-      const Posted oldest = std::move(to.posted.front());
-      to.posted.pop_front();
-      try {
-        oldest.sending->wait(Clock::time_point::max());
-      } catch (const std::exception&) {
-        // The peer is gone.
-      }
-    }
-  }
-
-  Posted send_head(int to, const Head& head) {
-    Posted posted{std::make_unique<Head>(head), nullptr};
-    posted.sending = wire->send(to, kHeads, posted.head.get(), sizeof(Head));
-    return posted;
-  }
-};
-
-Mesh::Mesh(std::unique_ptr<Wire> wire) : state_(std::make_shared<State>(std::move(wire))) {
-  for (int p = 0; p < size(); ++p) {
-    if (p == rank()) continue;
-    std::thread([state = state_, p] { state->run_reader(p); }).detach();
-  }
-}
-
-// A reader may be who drops the last communicator, so nobody waits for the readers here.
-Mesh::~Mesh() { state_->wire->close(); }
-
-void Mesh::close() { state_->wire->close(); }
-
-int Mesh::rank() const { return state_->wire->rank(); }
-int Mesh::size() const { return state_->wire->size(); }
-
 void Mesh::add(std::uint64_t communicator, const std::shared_ptr<Sink>& sink) {
-  std::map<int, std::string> gone;
-  {
-    std::lock_guard<std::mutex> lock(state_->mutex);
-    Line& line = state_->lines[communicator];
-    for (const Stashed& s : line.early) deliver(*sink, s.from, s.head, s.payload.data());
-    line.early.clear();
-    line.known = true;
-    line.sink = sink;
-    gone = state_->gone;
+  std::vector<int> gone;
+  Lock lock(mutex_);
+  lines_[communicator].sink = sink;
+  const bool start = !std::exchange(started_, true);
+  for (int p = 0; p < wire_->size(); ++p) {
+    if (peer(p).gone) gone.push_back(p);
+    if (!start || p == wire_->rank()) continue;
+    std::thread([self = shared_from_this(), p] { self->run_reader(p); }).detach();
+    std::thread([self = shared_from_this(), p] { self->run_writer(p); }).detach();
   }
-  for (const auto& [from, why] : gone) sink->lost(from, why);
+  lock.unlock();
+  for (int p : gone) sink->lost(p);
 }
 
 void Mesh::remove(std::uint64_t communicator) {
-  std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->lines.erase(communicator);
-  state_->closed.insert(communicator);
+  Lock lock(mutex_);
+  lines_.erase(communicator);
+  if (lines_.empty()) close(lock);
+}
+
+void Mesh::close(Lock& lock) {
+  closed_ = true;
+  for (Peer& p : peers_) p.changed.notify_all();
+  lock.unlock();
+  wire_->close();
+  lock.lock();
+}
+
+void Mesh::read(int from) {
+  Head head;
+  wire_->receive(from, kHeads, &head, sizeof(head));
+  check(head);
+  std::shared_ptr<Sink> sink;
+  {
+    Lock lock(mutex_);
+    const auto line = lines_.find(head.communicator);
+    if (line != lines_.end()) sink = line->second.sink.lock();
+    peer(from).reading = head.communicator;
+  }
+  char* to = sink && head.frame == FrameKind::data ? sink->place(from, head) : nullptr;
+  if (head.apart()) {
+    std::vector<char> nowhere(to == nullptr ? head.bytes : 0);
+    wire_->receive(from, kPayloads, to == nullptr ? nowhere.data() : to, head.bytes);
+  } else if (to != nullptr && head.bytes != 0) {
+    std::memcpy(to, head.text, head.bytes);
+  }
+  if (sink) sink->arrived(from, head);
+}
+
+void Mesh::run_reader(int from) {
+  std::vector<std::shared_ptr<Sink>> sinks;
+  for (bool gone = false; !gone;) {
+    try {
+      read(from);
+    } catch (const std::exception&) {
+      gone = true;
+    }
+    Lock lock(mutex_);
+    peer(from).reading = 0;
+    peer(from).gone = gone;
+    for (auto& [number, line] : lines_) {
+      if (auto sink = gone ? line.sink.lock() : nullptr) sinks.push_back(std::move(sink));
+    }
+    idle_.notify_all();
+  }
+  for (const auto& sink : sinks) sink->lost(from);
+}
+
+void Mesh::run_writer(int to) {
+  Peer& p = peer(to);
+  Lock lock(mutex_);
+  while (!closed_) {
+    if (!p.posted.empty()) {
+      const Head head = p.posted.front();
+      p.posted.pop_front();
+      p.posting = head.communicator;
+      send_unlocked(lock, [&] { wire_->send(to, kHeads, &head, sizeof(head)); });
+      p.posting = 0;
+      idle_.notify_all();
+    } else if (p.transfers.empty()) {
+      p.changed.wait(lock);
+    } else if (const auto due = leaves(p.transfers.front()); due > Clock::now()) {
+      p.changed.wait_until(lock, due);
+    } else {
+      write_chunk(lock, to);
+    }
+  }
+}
+
+// When the next chunk may leave. Time on the link is reserved from the end of the last one, so that a late wake-up
+// costs no bandwidth.
+Clock::time_point Mesh::leaves(Transfer& t) const {
+  if (t.leaves != Clock::time_point{}) return t.leaves;
+  if (Clock::now() < t.since) return t.since;
+  return t.leaves = limit_.reserve(std::min(limit_.chunk(), t.bytes - t.at), t.since);
+}
+
+void Mesh::write_chunk(Lock& lock, int to) {
+  Peer& p = peer(to);
+  Transfer t = std::move(p.transfers.front());
+  p.transfers.pop_front();
+  p.writing = t.head.communicator;
+  t.head.bytes = std::min(limit_.chunk(), t.bytes - t.at);
+  const bool ok = send_unlocked(lock, [&] {
+    if (!t.head.apart() && t.head.bytes != 0) std::memcpy(t.head.text, t.data + t.at, t.head.bytes);
+    wire_->send(to, kHeads, &t.head, sizeof(t.head));
+    if (t.head.apart()) wire_->send(to, kPayloads, t.data + t.at, t.head.bytes);
+  });
+  t.at += t.head.bytes;
+  t.since = std::exchange(t.leaves, Clock::time_point{});
+  const auto line = lines_.find(t.head.communicator);
+  const bool wanted = line != lines_.end() && !line->second.dropped;
+  if (wanted && ok && t.at < t.bytes) {
+    p.transfers.push_back(std::move(t));
+  } else if (wanted) {
+    send_unlocked(lock, [&] { t.sent(ok); });
+  }
+  p.writing = 0;
+  idle_.notify_all();
+}
+
+bool Mesh::send_unlocked(Lock& lock, const std::function<void()>& send) {
+  bool ok = true;
+  lock.unlock();
+  try {
+    send();
+  } catch (const std::exception&) {
+    ok = false;  // the peer is gone
+  }
+  lock.lock();
+  return ok;
 }
 
 void Mesh::post(int to, const Head& head) {
-  Peer& peer = state_->peer(to);
-  std::lock_guard<std::mutex> lock(peer.mutex);
-  try {
-    state_->keep(peer, state_->send_head(to, head));
-  } catch (const std::exception&) {
-    // The peer is gone: its reader tells.
+  Peer& p = peer(to);
+  Lock lock(mutex_);
+  if (p.gone) return;
+  auto at = p.posted.end();
+  if (head.frame == FrameKind::abort) {
+    const auto mine = [&](const Head& h) { return h.communicator == head.communicator; };
+    const auto wants = [&](const Head& h) { return mine(h) && h.frame == FrameKind::want; };
+    p.posted.erase(std::remove_if(p.posted.begin(), p.posted.end(), wants), p.posted.end());
+    at = std::stable_partition(p.posted.begin(), p.posted.end(), mine);  // behind what peers need to end well
   }
+  p.posted.insert(at, head);
+  p.changed.notify_one();
 }
 
-void Mesh::send(int to, Head head, const void* payload, std::size_t bytes, Clock::time_point deadline) {
-  Peer& peer = state_->peer(to);
-  head.bytes = bytes;
-  std::unique_ptr<Wire::Sending> sending;
-  {
-    std::lock_guard<std::mutex> lock(peer.mutex);
-    if (!head.apart()) copy(head.text, payload, bytes);
-    state_->keep(peer, state_->send_head(to, head));
-    if (head.apart()) sending = state_->wire->send(to, kPayloads, payload, bytes);
-  }
-  if (sending) sending->wait(deadline);
+bool Mesh::send(int to, const Head& head, const char* data, std::size_t bytes, std::function<void(bool)> sent) {
+  Peer& p = peer(to);
+  Lock lock(mutex_);
+  const auto line = lines_.find(head.communicator);
+  if (p.gone || line == lines_.end() || line->second.dropped) return false;
+  p.transfers.push_back({head, data, bytes, std::move(sent), Clock::now() + limit_.latency()});
+  p.transfers.back().head.total = bytes;
+  p.changed.notify_one();
+  return true;
 }
 
-void Mesh::flush(Clock::time_point deadline) {
-  for (Peer& peer : state_->peers) {
-    std::lock_guard<std::mutex> lock(peer.mutex);
-    for (const Posted& posted : peer.posted) {
-      try {
-        posted.sending->wait(deadline);
-      } catch (const std::exception&) {
-        break;  // the peer is gone
-      }
-    }
-    peer.posted.clear();
-  }
+void Mesh::flush(std::uint64_t communicator, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  idle_.wait_until(lock, deadline, [&] {
+    return closed_ || std::all_of(peers_.begin(), peers_.end(), [&](const Peer& p) {
+             const auto mine = [&](const Head& h) { return h.communicator == communicator; };
+             return p.gone || (p.posting != communicator && std::none_of(p.posted.begin(), p.posted.end(), mine));
+           });
+  });
 }
 
-}  // namespace axo::span
+void Mesh::drop(std::uint64_t communicator) {
+  Lock lock(mutex_);
+  lines_[communicator].dropped = true;
+  for (Peer& p : peers_) {
+    const auto mine = [&](const Transfer& t) { return t.head.communicator == communicator; };
+    p.transfers.erase(std::remove_if(p.transfers.begin(), p.transfers.end(), mine), p.transfers.end());
+  }
+  const auto untouched = [&] {
+    return std::none_of(peers_.begin(), peers_.end(),
+                        [&](const Peer& p) { return p.writing == communicator || p.reading == communicator; });
+  };
+  if (idle_.wait_for(lock, kPatience, untouched)) return;
+  close(lock);  // a peer stopped in the middle of a payload
+  idle_.wait(lock, untouched);
+}
+
+}  // namespace axo::hosts

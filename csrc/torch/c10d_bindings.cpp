@@ -3,6 +3,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "base/identity.h"
 #include "host/communicator.h"
 #include "hosts/communicator.h"
 #include "hosts/link_limit.h"
@@ -27,22 +28,20 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
-  // Throws for a variable of the environment that says nothing sensible of this rank's host, its link and its threads.
-  m.def("check_host_settings", [] {
-    host_name();
-    span::LinkSettings::from_environment();
-    spreads_threads();
-  });
+  // Throws for a variable of the environment that says nothing sensible of this rank's threads.
+  m.def("check_host_settings", [] { spreads_threads(); });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);
+  m.def("simulate_host", &simulate_host);
+  m.def("simulate_link", [](double rate, double latency) { hosts::simulate_link({rate, latency}); });
   // `gloo`: a c10d backend of the same ranks, for this communicator alone.
   m.def(
-      "create_span_communicator",
+      "create_hosts_communicator",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
          const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<std::string>& hosts,
          const std::vector<std::string>& names, const std::string& name, std::int64_t timeout_ms) {
         C10dStore adapter(store);
-        return create_span_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts, names,
+        return create_hosts_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts, names,
                                         HostOptions{name, Milliseconds(timeout_ms)});
       },
       py::call_guard<py::gil_scoped_release>());

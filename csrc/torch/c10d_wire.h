@@ -1,6 +1,7 @@
 // Wire over a c10d backend that sends and receives: torch's Gloo.
 //
-// Only tagged sends and receives are used: they need no caller to make progress, and may be issued from any thread.
+// Only tagged sends and receives are used: they need no caller to make progress, may be issued from any
+// thread and ended from any other.
 #pragma once
 
 #include <map>
@@ -18,14 +19,18 @@ class C10dWire final : public Wire {
 
   int rank() const override { return backend_->getRank(); }
   int size() const override { return backend_->getSize(); }
-  std::unique_ptr<Sending> send(int to, int channel, const void* data, std::size_t bytes) override;
+  void send(int to, int channel, const void* data, std::size_t bytes) override;
   void receive(int from, int channel, void* data, std::size_t bytes) override;
   void close() override;
 
  private:
+  using Works = std::map<int, c10::intrusive_ptr<c10d::Work>>;  // by peer
+  template <class Start>
+  void run(Works* works, int peer, const char* what, const Start& start);
+
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
-  std::map<int, c10::intrusive_ptr<c10d::Work>> receiving_;  // by peer
+  Works sending_, receiving_;
   bool closed_ = false;
 };
 

@@ -31,14 +31,6 @@ VARIABLES = (
         "AXO_TUNE", "cached", "Tuning of products: off (torch's own), cached (read choices) or first-step (measure)."
     ),
     Variable("AXO_TUNE_CACHE", "the user's cache folder", "Folder of the tuner's choices."),
-    Variable("AXO_HOST", "the hostname", "Name of the host that this rank says it is on: hosts for tests and benches."),
-    Variable("AXO_RANKS_PER_HOST", "none", "Number N: this rank says it is on host RANK // N, for the same."),
-    Variable(
-        "AXO_LINK_LIMIT",
-        "none",
-        "Bytes a second that leave a host for others, over all its CPU ranks: 200M, 1.5G (K, M, G: powers of 1000).",
-    ),
-    Variable("AXO_LINK_LATENCY", "0", "Time that each step between hosts takes beside its bytes: 50us, 2ms."),
     Variable("AXO_SPREAD", "1", "0: a rank that waits on the core of another is left where the scheduler put it."),
     Variable("AXO_FLIGHT_DIR", "none", "Folder for a rank's last operations, written on failure and on SIGUSR1."),
     Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),

@@ -316,9 +316,9 @@ def test_abort_frees_the_waiting():
     assert all("had enough" in text for text in run_ranks(aborts, 2))
 
 
-@pytest.mark.parametrize("env", [{}, {"AXO_RANKS_PER_HOST": "1"}], ids=["one host", "two hosts"])
-def test_a_long_reason_in_any_language_arrives(env):
-    for texts in run_ranks(abort_at_length, 2, env=env):
+@pytest.mark.parametrize("hosts", [None, {"ranks_per_host": 1}], ids=["one host", "two hosts"])
+def test_a_long_reason_in_any_language_arrives(hosts):
+    for texts in run_ranks(abort_at_length, 2, hosts=hosts):
         assert all("\u00fc" * 200 in text and "\ufffd" not in text for text in texts)
 
 

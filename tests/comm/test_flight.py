@@ -130,9 +130,9 @@ def axo_path(path):
     return Path(path)
 
 
-@pytest.mark.parametrize("env", [{}, {"AXO_RANKS_PER_HOST": "1"}], ids=["one host", "two hosts"])
-def test_ranks_write_their_files(tmp_path, env):
-    found = run_ranks(write_on_signal_and_failure, 2, str(tmp_path), env=env)
+@pytest.mark.parametrize("hosts", [None, {"ranks_per_host": 1}], ids=["one host", "two hosts"])
+def test_ranks_write_their_files(tmp_path, hosts):
+    found = run_ranks(write_on_signal_and_failure, 2, str(tmp_path), hosts=hosts)
     assert all(each["x"] >= 3 for each in found)
     lines = flight.read(sorted(tmp_path.glob("axo-flight-*.jsonl")))
     (x,) = [line for line in lines if line.name == "x"]

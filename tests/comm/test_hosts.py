@@ -5,6 +5,7 @@ special to several hosts: errors that name ranks and hosts, messages, torch.dist
 training.
 """
 
+import argparse
 import os
 import signal
 import time
@@ -14,49 +15,51 @@ import torch
 import torch.distributed as dist
 
 import axo
+from axo.comm.extension import _C
+from bench.lib.link import rate, seconds
 from tests.comm import test_collectives as serial
 from tests.launcher import rank_outcomes, run_ranks
 
-PAIRS = {"AXO_RANKS_PER_HOST": "2"}
-SINGLES = {"AXO_RANKS_PER_HOST": "1"}
-UNEVEN = {"AXO_RANKS_PER_HOST": "3"}  # 4 ranks: three on one host, one on the other
+PAIRS = {"ranks_per_host": 2}
+SINGLES = {"ranks_per_host": 1}
+UNEVEN = {"ranks_per_host": 3}  # 4 ranks: three on one host, one on the other
 NOTICED_S = 10.0  # far more than noticing a death takes, far less than any time limit
 
 
 def test_reductions_of_every_dtype_on_two_hosts():
     dtypes = [*serial.FLOATS, *serial.INTEGERS, torch.bool]
-    run_ranks(serial.check_reductions, 4, dtypes, [0, 1, 7, 1000], env=PAIRS)
+    run_ranks(serial.check_reductions, 4, dtypes, [0, 1, 7, 1000], hosts=PAIRS)
 
 
-@pytest.mark.parametrize("env", [SINGLES, UNEVEN], ids=["4x1", "3+1"])
-def test_reductions_on_other_shapes(env):
-    run_ranks(serial.check_reductions, 4, [torch.float32, torch.bfloat16], [0, 5, 1000], env=env)
+@pytest.mark.parametrize("hosts", [SINGLES, UNEVEN], ids=["4x1", "3+1"])
+def test_reductions_on_other_shapes(hosts):
+    run_ranks(serial.check_reductions, 4, [torch.float32, torch.bfloat16], [0, 5, 1000], hosts=hosts)
 
 
 def test_reductions_on_four_hosts():
-    run_ranks(serial.check_reductions, 8, [torch.float32, torch.bfloat16], [1, 50_003], env=PAIRS, timeout=120)
+    run_ranks(serial.check_reductions, 8, [torch.float32, torch.bfloat16], [1, 50_003], hosts=PAIRS, timeout=120)
 
 
 def test_moves_of_every_dtype_on_two_hosts():
     dtypes = [torch.float32, torch.bfloat16, torch.int64, torch.bool, *serial.MOVED_ONLY]
-    run_ranks(serial.check_moves, 4, dtypes, env=PAIRS)
+    run_ranks(serial.check_moves, 4, dtypes, hosts=PAIRS)
 
 
-@pytest.mark.parametrize("world, env", [(3, SINGLES), (4, UNEVEN), (8, PAIRS)], ids=["3x1", "3+1", "4x2"])
-def test_moves_on_other_shapes(world, env):
-    run_ranks(serial.check_moves, world, [torch.float32], env=env, timeout=120)
+@pytest.mark.parametrize("world, hosts", [(3, SINGLES), (4, UNEVEN), (8, PAIRS)], ids=["3x1", "3+1", "4x2"])
+def test_moves_on_other_shapes(world, hosts):
+    run_ranks(serial.check_moves, world, [torch.float32], hosts=hosts, timeout=120)
 
 
-def check_everything_else():
+def check_everything_else(ranks_per_host):
     for check in serial.CHECKS:
         # Its oracle sums in rank order; with several ranks a host, hosts are summed first (check_rounding_once).
-        if check is not serial.check_rounding or os.environ["AXO_RANKS_PER_HOST"] == "1":
+        if check is not serial.check_rounding or ranks_per_host == 1:
             check()
 
 
-@pytest.mark.parametrize("env", [PAIRS, UNEVEN, SINGLES], ids=["2x2", "3+1", "4x1"])
-def test_checks_on_two_hosts(env):
-    run_ranks(check_everything_else, 4, env=env)
+@pytest.mark.parametrize("hosts", [PAIRS, UNEVEN, SINGLES], ids=["2x2", "3+1", "4x1"])
+def test_checks_on_two_hosts(hosts):
+    run_ranks(check_everything_else, 4, hosts["ranks_per_host"], hosts=hosts)
 
 
 def transports():
@@ -67,7 +70,7 @@ def transports():
 def test_transports_say_what_they_use():
     # x is innermost: its two ranks share a host, those of y do not.
     found = ("shared memory x 2 hosts over gloo", "shared-memory", "2 hosts over gloo")
-    assert run_ranks(transports, 4, env=PAIRS) == [found] * 4
+    assert run_ranks(transports, 4, hosts=PAIRS) == [found] * 4
 
 
 def check_rounding_once(count):
@@ -84,7 +87,7 @@ def check_rounding_once(count):
 
 
 def test_half_precision_is_rounded_once():
-    run_ranks(check_rounding_once, 4, 10_001, env=PAIRS)
+    run_ranks(check_rounding_once, 4, 10_001, hosts=PAIRS)
 
 
 def check_messages_beside_collectives():
@@ -105,7 +108,7 @@ def check_messages_beside_collectives():
 
 
 def test_messages_are_not_ordered_against_collectives():
-    run_ranks(check_messages_beside_collectives, 4, env=PAIRS)
+    run_ranks(check_messages_beside_collectives, 4, hosts=PAIRS)
 
 
 def check_c10d():
@@ -134,7 +137,7 @@ def check_c10d():
 
 
 def test_torch_distributed_on_two_hosts():
-    run_ranks(check_c10d, 4, env=PAIRS)
+    run_ranks(check_c10d, 4, hosts=PAIRS)
 
 
 def die_in_the_middle(victim):
@@ -145,10 +148,10 @@ def die_in_the_middle(victim):
     comm.all_reduce(torch.ones(200_000))
 
 
-@pytest.mark.parametrize("env", [PAIRS, SINGLES], ids=["2x2", "4x1"])
-def test_survivors_name_the_dead_rank_and_its_host(env):
-    host = f"host{3 // int(env['AXO_RANKS_PER_HOST'])}"
-    for outcome in rank_outcomes(die_in_the_middle, 4, 3, env=env):
+@pytest.mark.parametrize("hosts", [PAIRS, SINGLES], ids=["2x2", "4x1"])
+def test_survivors_name_the_dead_rank_and_its_host(hosts):
+    host = f"host{3 // hosts['ranks_per_host']}"
+    for outcome in rank_outcomes(die_in_the_middle, 4, 3, hosts=hosts):
         if outcome.rank == 3:
             assert outcome.signal == "SIGKILL"
             continue
@@ -167,7 +170,7 @@ def come_late(timeout):
 
 
 def test_a_time_limit_says_who_has_not_arrived():
-    outcomes = rank_outcomes(come_late, 4, 1.0, env=PAIRS)
+    outcomes = rank_outcomes(come_late, 4, 1.0, hosts=PAIRS)
     for rank in (0, 2, 3):
         assert outcomes[rank].error == "Timeout", outcomes[rank].describe()
         assert "arrived: 0, 2, 3; not arrived: rank 1 (host host0)" in outcomes[rank].message
@@ -183,7 +186,7 @@ def disagree():
 
 
 def test_operations_that_differ_between_hosts_are_named():
-    for outcome in rank_outcomes(disagree, 4, env=PAIRS):
+    for outcome in rank_outcomes(disagree, 4, hosts=PAIRS):
         assert outcome.error == "Mismatch", outcome.describe()
         assert "all_reduce" in outcome.message and "broadcast" in outcome.message
 
@@ -198,8 +201,35 @@ def abort_while_waiting():
     comms.world.barrier()
 
 
+def abort_beside_a_stopped_peer():
+    """Seconds that issuing receives and aborting take while the peer's process is stopped and reads nothing."""
+    comm = axo.connect("2x1x1x1").world
+    other = int(comm.all_gather(torch.tensor([os.getpid()]))[1 - comm.rank])
+    comm.barrier()
+    if comm.rank == 1:
+        with pytest.raises(axo.Aborted, match="enough"):
+            comm.barrier()
+        return 0.0
+    os.kill(other, signal.SIGSTOP)
+    try:
+        start = time.monotonic()
+        works = [comm.recv(torch.empty(1), 1, async_op=True) for _ in range(400)]
+        comm.abort("enough")
+        spent = time.monotonic() - start
+    finally:
+        os.kill(other, signal.SIGCONT)
+    for work in works:
+        with pytest.raises(axo.Aborted, match="enough"):
+            work.wait()
+    return spent
+
+
+def test_abort_does_not_wait_for_a_peer_that_is_stopped():
+    assert max(run_ranks(abort_beside_a_stopped_peer, 2, hosts=SINGLES)) < 3.0
+
+
 def test_abort_frees_every_waiter():
-    for outcome in rank_outcomes(abort_while_waiting, 4, env=PAIRS):
+    for outcome in rank_outcomes(abort_while_waiting, 4, hosts=PAIRS):
         assert outcome.error == "Aborted" and "enough" in outcome.message, outcome.describe()
 
 
@@ -208,19 +238,43 @@ def bad_settings():
         axo.connect("2x1x1x1")
 
 
+def test_settings_that_mean_nothing_are_refused():
+    outcome, _ = rank_outcomes(bad_settings, 2, hosts=SINGLES, env={"AXO_SPREAD": "maybe"})
+    assert outcome.error == "Error" and "expected 0 or 1" in outcome.message and "maybe" in outcome.message
+
+
+def nothing():
+    pass
+
+
 @pytest.mark.parametrize(
-    "name, value, message",
+    "hosts, error, message",
     [
-        ("AXO_LINK_LIMIT", "fast", "bytes a second, such as 200M"),
-        ("AXO_LINK_LIMIT", "1e-300", "bytes a second, such as 200M"),
-        ("AXO_LINK_LATENCY", "3", "such as 50us"),
-        ("AXO_SPREAD", "maybe", "expected 0 or 1"),
-        ("AXO_HOST", "a b", "a name of letters"),
+        ({"ranks_per_host": 1, "rate": 1e-300}, "Error", "link rate"),
+        ({"ranks_per_host": 1, "rate": -1.0}, "Error", "link rate"),
+        ({"ranks_per_host": 1, "latency": 100.0}, "Error", "link latency"),
+        ({"ranks_per_host": -1}, "ValueError", "ranks_per_host=-1"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(name, value, message):
-    outcome, _ = rank_outcomes(bad_settings, 2, env={**SINGLES, name: value})
-    assert outcome.error == "Error" and message in outcome.message and value in outcome.message, outcome.describe()
+def test_hosts_that_mean_nothing_are_refused(hosts, error, message):
+    outcome = rank_outcomes(nothing, 1, hosts=hosts)[0]
+    assert outcome.error == error and message in outcome.message, outcome.describe()
+
+
+def test_a_host_has_a_plain_name():
+    with pytest.raises(axo.Error, match="letters, digits"):
+        _C.simulate_host("a b")
+
+
+def test_rates_and_times_of_command_lines():
+    assert [rate(text) for text in ("200M", "1.5G", "7")] == [2e8, 1.5e9, 7]
+    assert [seconds(text) for text in ("50us", "2ms")] == [50 * 1e-6, 2 * 1e-3]
+    for bad in ("", "fast", "-1M", "0", "1T", "nan", "1 M", "0x10", "1e-300", "1e300", "1e308G"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 200M"):
+            rate(bad)
+    for bad in ("", "3", "1h", "100s"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 50us"):
+            seconds(bad)
 
 
 def limited(count, rounds):
@@ -236,7 +290,7 @@ def limited(count, rounds):
 
 def test_a_limited_link_takes_at_least_its_time():
     # Two hosts: 2 (H - 1) / H = 1, so 4e5 bytes leave each host. Only the lower bound does not depend on the machine.
-    seconds = run_ranks(limited, 4, 100_000, 2, env={**PAIRS, "AXO_LINK_LIMIT": "2M"})
+    seconds = run_ranks(limited, 4, 100_000, 2, hosts={**PAIRS, "rate": 2e6})
     assert min(seconds) >= 0.95 * 4e5 / 2e6
 
 
@@ -271,7 +325,7 @@ def forked_child():
 
 
 def test_a_forked_child_neither_uses_nor_hangs_on_its_parents_communicators():
-    assert run_ranks(forked_child, 2, env=SINGLES) == [2.0, 2.0]
+    assert run_ranks(forked_child, 2, hosts=SINGLES) == [2.0, 2.0]
 
 
 def train_gpt(steps):
@@ -284,7 +338,7 @@ def train_gpt(steps):
 def test_training_over_two_hosts_equals_one_host():
     pytest.importorskip("litgpt")
     together = run_ranks(train_gpt, 8, 3, timeout=120)
-    apart = run_ranks(train_gpt, 8, 3, timeout=120, env={"AXO_RANKS_PER_HOST": "4"})
+    apart = run_ranks(train_gpt, 8, 3, timeout=120, hosts={"ranks_per_host": 4})
     assert apart[0][-1] < apart[0][0], "the model learns nothing, so it proves nothing"
     # Sums over an axis that crosses the hosts are added in another order: 1e-5 over three steps, as between two grids.
     assert all(abs(a - b) < 1e-5 for a, b in zip(together[0], apart[0], strict=True))

@@ -143,7 +143,7 @@ def on_hosts(ranks: int) -> dict:
 def test_rings_across_hosts_are_measured_at_the_rate_of_the_link(tmp_path: Path) -> None:
     """A rank's ring beside another's has half of the link. The link sleeps, so figures hold on a busy machine: never
     above the rate, and well above half of it unless the machine stands still."""
-    first, *others = run_ranks(on_hosts, 4, 4, env={"AXO_RANKS_PER_HOST": "2", "AXO_LINK_LIMIT": "20M"})
+    first, *others = run_ranks(on_hosts, 4, 4, hosts={"ranks_per_host": 2, "rate": 20e6})
     assert all(other == first for other in others)
     assert set(first["intra_gbs"]) == {"1x2"} and set(first["cross_gbs"]) == {"1x4", "2x2"}
     assert first["gpus_per_node"] == 2 and first["inter_gbs"] == 2 * first["cross_gbs"]["2x2"]

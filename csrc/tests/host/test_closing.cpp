@@ -55,8 +55,8 @@ void close_while_issuing(const Comm& world) {
 TEST(operations_meet_a_shutdown) {
   ranks::with_threads(2, [](Comm c) { close_while_issuing(c); });
 }
-TEST(span_operations_meet_a_shutdown) {
-  span_ranks::on_hosts(2, 1, [](Comm c, span_ranks::Net&) { close_while_issuing(c); });
+TEST(hosts_operations_meet_a_shutdown) {
+  hosts_ranks::on_hosts(2, 1, [](Comm c, hosts_ranks::Net&) { close_while_issuing(c); });
 }
 TEST(a_group_that_ends_after_the_shutdown) {
   ranks::with_threads(2, [](Comm world) {

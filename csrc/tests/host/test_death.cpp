@@ -8,6 +8,7 @@
 #include <random>
 
 #include "hosts/link_limit.h"
+#include "progress/engine.h"
 #include "tests/ranks.h"
 
 using namespace axo;
@@ -298,10 +299,10 @@ PROCESS_TEST(a_forked_child_does_not_hide_a_death) {
 }
 
 PROCESS_TEST(a_forked_child_keeps_its_own_time_of_the_link) {
-  ::setenv("AXO_LINK_LIMIT", "1G", 1);
   const auto reserve = [] {
     const auto self = ProgressEngine::get().self();
-    CHECK(span::LinkLimit::from_environment(self)->reserve(1000) > Clock::time_point{});
+    const auto now = Clock::now();
+    CHECK(hosts::LinkLimit({1e9, 0}, self).reserve(1000, now) > now);
     CHECK(self->page()->link_free > 0);
   };
   const auto ends = ranks::processes(1, [&](int) {
@@ -312,7 +313,6 @@ PROCESS_TEST(a_forked_child_keeps_its_own_time_of_the_link) {
       reserve();
     }));
   });
-  ::unsetenv("AXO_LINK_LIMIT");
   ranks::all_well(ends);
 }
 

@@ -10,7 +10,7 @@
 #include "hosts/communicator.h"
 #include "tests/ranks.h"
 
-namespace span_ranks {
+namespace hosts_ranks {
 
 using namespace axo;
 using ranks::Comm;
@@ -38,6 +38,11 @@ class Net {
     queue.pop_front();
   }
 
+  void await_reader(int to) {
+    while (deaf == to) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+
+  std::atomic<int> deaf{-1};                 // a rank that reads nothing: what is sent to it does not leave
   std::atomic<int> dies_before_payload{-1};  // a rank that is cut off between a head and its payload
   std::atomic<bool> noisy{false};
   std::function<void(int, char*, std::size_t)> noise;  // changes what a rank has received, once `noisy`
@@ -62,12 +67,9 @@ class MemoryWire final : public Wire {
   MemoryWire(std::shared_ptr<Net> net, int rank, int size) : net_(std::move(net)), rank_(rank), size_(size) {}
   int rank() const override { return rank_; }
   int size() const override { return size_; }
-  std::unique_ptr<Sending> send(int to, int channel, const void* data, std::size_t bytes) override {
-    struct Sent final : Sending {
-      void wait(std::chrono::steady_clock::time_point) override {}
-    };
+  void send(int to, int channel, const void* data, std::size_t bytes) override {
     net_->put(rank_, to, channel, data, bytes);
-    return std::make_unique<Sent>();
+    net_->await_reader(to);
   }
   void receive(int from, int channel, void* data, std::size_t bytes) override {
     net_->take(from, rank_, channel, data, bytes);
@@ -94,7 +96,8 @@ inline void on_hosts(const std::vector<int>& sizes, const std::function<void(Com
   ranks::threads(n, [&](int r) {
     HostOptions options;
     options.timeout = timeout;
-    Comm comm = create_span_communicator(store, "span", std::make_unique<MemoryWire>(net, r, n), hosts, hosts, options);
+    Comm comm =
+        create_hosts_communicator(store, "world", std::make_unique<MemoryWire>(net, r, n), hosts, hosts, options);
     fn(comm, *net);
     comm->shutdown();
   });
@@ -109,4 +112,4 @@ inline void on_hosts(int n, int each, const std::function<void(Comm, Net&)>& fn,
   on_hosts(sizes, fn, timeout, std::move(noise));
 }
 
-}  // namespace span_ranks
+}  // namespace hosts_ranks

@@ -1,15 +1,16 @@
 // Communicators that span hosts, over a wire in memory: ranks are threads, so the sanitizers see all of them.
 // Oracle: sums of whole numbers in closed form.
+#include <cmath>
 #include <random>
 
 #include "hosts/link_limit.h"
 #include "tests/hosts/hosts_ranks.h"
 
 using namespace axo;
+using hosts_ranks::Net;
+using hosts_ranks::on_hosts;
 using ranks::blocking;
 using ranks::Comm;
-using span_ranks::Net;
-using span_ranks::on_hosts;
 
 namespace {
 
@@ -46,19 +47,19 @@ void collectives(Comm c, Net&) {
 
 }  // namespace
 
-TEST(span_collectives_on_two_hosts_of_two) { on_hosts(4, 2, collectives); }
-TEST(span_collectives_on_three_hosts_of_one) { on_hosts(3, 1, collectives); }
-TEST(span_collectives_on_uneven_hosts) { on_hosts(5, 3, collectives); }
-TEST(span_collectives_on_three_uneven_hosts) {
+TEST(hosts_collectives_on_two_hosts_of_two) { on_hosts(4, 2, collectives); }
+TEST(hosts_collectives_on_three_hosts_of_one) { on_hosts(3, 1, collectives); }
+TEST(hosts_collectives_on_uneven_hosts) { on_hosts(5, 3, collectives); }
+TEST(hosts_collectives_on_three_uneven_hosts) {
   for (const std::vector<int>& sizes : {std::vector<int>{1, 3, 2}, std::vector<int>{3, 1, 2}}) {
     on_hosts(sizes, collectives);
-    ::setenv("AXO_LINK_LIMIT", "200M", 1);
-    const auto unset = std::shared_ptr<void>(nullptr, [](void*) { ::unsetenv("AXO_LINK_LIMIT"); });
+    hosts::simulate_link({2e8, 0});
+    const auto reset = std::shared_ptr<void>(nullptr, [](void*) { hosts::simulate_link({}); });
     on_hosts(sizes, collectives);
   }
 }
 
-TEST(span_what_was_kept_alive_dies_on_a_thread_of_the_program) {
+TEST(hosts_what_was_kept_alive_dies_on_a_thread_of_the_program) {
   on_hosts(2, 1, [](Comm c, Net&) {
     float x = 1.0f;
     static thread_local bool of_the_program = false;
@@ -79,7 +80,7 @@ TEST(span_what_was_kept_alive_dies_on_a_thread_of_the_program) {
   });
 }
 
-TEST(span_pending_operations_of_several_communicators) {
+TEST(hosts_pending_operations_of_several_communicators) {
   on_hosts(4, 2, [](Comm c, Net&) {
     Comm across = c->split(c->rank() % 2, c->rank(), "across");
     Comm inside = c->split(c->rank() / 2, c->rank(), "inside");
@@ -105,7 +106,7 @@ TEST(span_pending_operations_of_several_communicators) {
   });
 }
 
-TEST(span_a_rank_that_is_cut_off_is_lost) {
+TEST(hosts_a_rank_that_is_cut_off_is_lost) {
   std::atomic<int> through{0};
   on_hosts(4, 2, [&](Comm c, Net& net) {
     c->barrier(blocking());
@@ -125,7 +126,7 @@ TEST(span_a_rank_that_is_cut_off_is_lost) {
 }
 
 // The receiver has the head of a message, and what follows never comes.
-TEST(span_a_rank_that_dies_inside_a_message) {
+TEST(hosts_a_rank_that_dies_inside_a_message) {
   on_hosts(2, 1, [](Comm c, Net& net) {
     std::vector<float> x(5000, 1.0f);
     c->barrier(blocking());
@@ -144,7 +145,7 @@ TEST(span_a_rank_that_dies_inside_a_message) {
   });
 }
 
-TEST(span_receives_from_any_rank_are_of_one_host) {
+TEST(hosts_receives_from_any_rank_are_of_one_host) {
   on_hosts(4, 2, [](Comm c, Net&) {
     float x = static_cast<float>(c->rank());
     CHECK_THROWS(Error, "name the peer", c->recv(&x, 1, DType::float32, kAnyPeer, 0, blocking()));
@@ -160,7 +161,7 @@ TEST(span_receives_from_any_rank_are_of_one_host) {
 }
 
 // What comes over the network is checked: every call ends well, or with an error, whatever arrives.
-TEST(fuzz_span_frames) {
+TEST(fuzz_hosts_frames) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(check::fuzz_seconds());
   for (std::uint64_t seed = 1; std::chrono::steady_clock::now() < end; ++seed) {
     struct Source {
@@ -213,7 +214,7 @@ TEST(fuzz_span_frames) {
   }
 }
 
-TEST(span_operations_that_differ) {
+TEST(hosts_operations_that_differ) {
   on_hosts(4, 2, [](Comm c, Net&) {
     std::vector<float> x(10);
     const std::size_t count = c->rank() == 2 ? 9 : 10;
@@ -221,7 +222,7 @@ TEST(span_operations_that_differ) {
   });
 }
 
-TEST(span_a_time_limit_names_who_is_missing) {
+TEST(hosts_a_time_limit_names_who_is_missing) {
   on_hosts(
       4, 2,
       [](Comm c, Net&) {
@@ -235,7 +236,7 @@ TEST(span_a_time_limit_names_who_is_missing) {
       Milliseconds(300));
 }
 
-TEST(span_empty_messages_need_no_memory) {
+TEST(hosts_empty_messages_need_no_memory) {
   on_hosts(2, 1, [](Comm c, Net&) {
     WorkPtr got = c->recv(nullptr, 0, DType::float32, 1 - c->rank(), 1, {});
     c->send(nullptr, 0, DType::float32, 1 - c->rank(), 1, blocking());
@@ -244,8 +245,34 @@ TEST(span_empty_messages_need_no_memory) {
   });
 }
 
+// Neither issuing nor abort waits for a peer that does not read, however much waits to be read there.
+TEST(hosts_abort_does_not_wait_behind_unread_frames) {
+  std::atomic<int> through{0};
+  std::atomic<bool> done{false};
+  on_hosts(2, 1, [&](Comm c, Net& net) {
+    c->barrier(blocking());
+    ++through;
+    if (c->rank() == 1) {
+      for (int i = 0; i < 4000 && !done; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      net.deaf = -1;  // so that a sender that waits goes on, and the test ends
+      CHECK_THROWS(Aborted, "enough", c->barrier(blocking()));
+      return;
+    }
+    while (through.load() < 2) std::this_thread::yield();
+    net.deaf = 1;
+    std::vector<float> x(400);
+    std::vector<WorkPtr> works;
+    const auto start = std::chrono::steady_clock::now();
+    for (float& v : x) works.push_back(c->recv(&v, 1, DType::float32, 1, 5, {}));
+    c->abort("enough");
+    CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(2));
+    done = true;
+    for (const auto& work : works) CHECK_THROWS(Aborted, "enough", work->wait());
+  });
+}
+
 // Rank 1 leaves and then calls abort, which is not its affair any more; rank 0 frees its own shutdown.
-TEST(span_abort_after_and_during_shutdown) {
+TEST(hosts_abort_after_and_during_shutdown) {
   on_hosts(2, 1, [](Comm c, Net&) {
     Comm pair = c->split(0, c->rank(), "pair");
     float x = 1.0f;
@@ -272,31 +299,37 @@ TEST(span_abort_after_and_during_shutdown) {
   });
 }
 
-TEST(span_a_wait_for_the_link_ends_at_the_time_limit) {
-  ::setenv("AXO_LINK_LATENCY", "30s", 1);
+TEST(hosts_a_wait_for_the_link_ends_at_the_time_limit) {
+  hosts::simulate_link({0, 30});
+  const auto reset = std::shared_ptr<void>(nullptr, [](void*) { hosts::simulate_link({}); });
   const auto start = std::chrono::steady_clock::now();
-  try {
-    on_hosts(
-        2, 1,
-        [](Comm c, Net&) {
-          std::vector<float> x(100);
-          CHECK_THROWS(Timeout, "timed out after",
-                       c->all_reduce(x.data(), x.data(), 100, DType::float32, ReduceOp::sum, blocking()));
-        },
-        Milliseconds(1000));
-  } catch (...) {
-    ::unsetenv("AXO_LINK_LATENCY");
-    throw;
-  }
-  ::unsetenv("AXO_LINK_LATENCY");
+  on_hosts(
+      2, 1,
+      [](Comm c, Net&) {
+        std::vector<float> x(100);
+        CHECK_THROWS(Timeout, "timed out after",
+                     c->all_reduce(x.data(), x.data(), 100, DType::float32, ReduceOp::sum, blocking()));
+      },
+      Milliseconds(1000));
   CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(20));
 }
 
-TEST(span_rates_and_times_of_the_environment) {
-  CHECK_EQ(span::parse_rate("200M"), 2e8);
-  CHECK_EQ(span::parse_rate("1.5G"), 1.5e9);
-  CHECK_EQ(span::parse_seconds("50us"), 50 * 1e-6);
-  for (const char* bad : {"", "fast", "-1M", "0", "1T", "nan", "1 M", "0x10", "1e-300", "1e300", "1e308G"})
-    CHECK_THROWS(Error, "AXO_LINK_LIMIT", span::parse_rate(bad));
-  for (const char* bad : {"", "3", "1h", "100s"}) CHECK_THROWS(Error, "AXO_LINK_LATENCY", span::parse_seconds(bad));
+TEST(hosts_links_that_mean_nothing_are_refused) {
+  for (double bad : {-1.0, 0.5, 1e300, std::nan("")}) CHECK_THROWS(Error, "link rate", hosts::simulate_link({bad, 0}));
+  for (double bad : {-1.0, 100.0, std::nan("")}) CHECK_THROWS(Error, "link latency", hosts::simulate_link({0, bad}));
+}
+
+// A part may arrive before the one that lies in its place has left.
+TEST(hosts_all_to_all_in_place) {
+  on_hosts(4, 2, [](Comm c, Net&) {
+    const std::size_t count = 300'000;
+    for (int round = 0; round < 5; ++round) {
+      std::vector<float> x(4 * count);
+      for (std::size_t i = 0; i < x.size(); ++i)
+        x[i] = static_cast<float>(10 * c->rank() + static_cast<int>(i / count));
+      c->all_to_all(x.data(), x.data(), count, DType::float32, blocking());
+      for (std::size_t i = 0; i < x.size(); ++i)
+        CHECK_EQ(x[i], static_cast<float>(10 * static_cast<int>(i / count) + c->rank()));
+    }
+  });
 }

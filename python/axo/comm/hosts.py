@@ -3,12 +3,13 @@
 one host         shared memory
 several hosts    shared memory inside each host, torch's Gloo between them
 
-Two ranks are on one host when hostname, boot id, network namespace and user are equal. AXO_HOST and AXO_RANKS_PER_HOST
-tell ranks of one machine that they are on different hosts, for tests and benches.
+Two ranks are on one host when hostname, boot id, network namespace and user are equal. ``simulate`` lets ranks of one
+machine play several hosts, for tests and benches.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,10 +33,33 @@ def check_settings() -> None:
 
     Raises:
         ValueError: AXO_FLIGHT_DIR is no folder.
-        Error: AXO_HOST, AXO_RANKS_PER_HOST, AXO_LINK_LIMIT, AXO_LINK_LATENCY or AXO_SPREAD means nothing.
+        Error: AXO_SPREAD means nothing.
     """
     arm()
     _C.check_host_settings()
+
+
+def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) -> None:
+    """Let this rank play one of several hosts, in what it connects from here on. Support for tests and benches.
+
+    Every rank calls it, with the same arguments, before it connects. Hosts that are one machine in truth meet over
+    the loopback interface, and what leaves one for another takes ``latency + bytes / rate`` a step.
+
+    Args:
+        ranks_per_host: Rank r is on "host" r // ranks_per_host; 0: where it is in truth.
+        rate: Bytes a second that leave a host, over all its ranks and what they split from one communicator; 0: no
+            limit.
+        latency: Seconds that each step between hosts takes beside its bytes.
+
+    Raises:
+        ValueError: ``ranks_per_host`` is negative, or RANK is not set.
+        Error: A rate below 1 or above 1e15, or a latency that is negative or a minute and more.
+    """
+    rank = os.environ.get("RANK", "")
+    if ranks_per_host < 0 or (ranks_per_host > 0 and not rank.isdigit()):
+        raise ValueError(f"simulate: ranks_per_host={ranks_per_host}, RANK={rank!r}; use a number of ranks, in a rank")
+    _C.simulate_host(f"host{int(rank) // ranks_per_host}" if ranks_per_host else "")
+    _C.simulate_link(rate, latency)
 
 
 def create_core(
@@ -69,7 +93,7 @@ def create_core(
             f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(dict.fromkeys(names))} do not reach"
             f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
         ) from None
-    return _C.create_span_communicator(store, round_, gloo, identities, names, name, timeout_ms)
+    return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, timeout_ms)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:

@@ -146,7 +146,7 @@ def on_this_rank(ranks: int, model: str, rows: int, bytes_: int, repeats: int, d
     import axo
     from axo import launch
 
-    node = int(os.environ.get("AXO_RANKS_PER_HOST") or os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    node = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
     launch.set_threads(0, node)
     workload = readers.read(model)
     if ranks > 1 and not torch.distributed.is_initialized():
