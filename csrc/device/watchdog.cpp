@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "base/flight_recorder.h"
 #include "device/core.h"
 
 namespace axo {
@@ -91,6 +92,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
         core->fail(std::current_exception());
       }
     }
+    FlightLog::poll();  // a signal asked for a file: a process of GPUs alone has no progress thread to see that
     std::unique_lock<std::mutex> lock(state->mutex);
     const auto nap = std::chrono::milliseconds(often ? 1 : 100);
     state->changed.wait_for(lock, nap, [&] { return state->stop || state->look_now || state->look_often; });
