@@ -150,20 +150,21 @@ class Linear(ParallelLayer, nn.Linear):
         Raises:
             ValueError: The input's last dim is not this rank's part of in_features.
         """
-        if input.dtype is not self.weight.dtype:
-            self._check_dtype(input, self.weight)
+        weight = self.weight  # looked up once: nn.Module's lookup is slow
+        if input.dtype is not weight.dtype:
+            self._check_dtype(input, weight)
         if self.scatter_input and self.in_axis is not None and input.dim():
             input = cut_features(input, self.comms, self.in_axis, self.in_features)
-        if input.dim() == 0 or input.shape[-1] != self.weight.shape[1]:
+        if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
             raise ValueError(
-                f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.weight.shape[1]}, this rank's"
+                f"{self.label()}: input of shape {tuple(input.shape)} must end in {weight.shape[1]}, this rank's"
                 f" part of in_features={self.in_features} over {self.in_axis}="
                 f"{self.matmul.exchange.size(self.in_axis)}; axo.shard_input(layer, tensor) cuts a whole one"
             )
         if self.scatters_tokens:
-            output = scatter_sequence(self.matmul(input, self.weight, None), self.comms, owner=self.label())
+            output = scatter_sequence(self.matmul(input, weight, None), self.comms, owner=self.label())
             return output if self.bias is None else add_bias(output, self.bias, self.matmul.exchange)
-        output = self.matmul(input, self.weight, self.bias)
+        output = self.matmul(input, weight, self.bias)
         if self.first_pass:
             self._first_pass(input, output)
         if self.gather_output and self.out_axis is not None:
