@@ -166,7 +166,7 @@ def test_a_second_run_in_the_same_folder_is_refused_by_name(text: str, tmp_path:
     first = start("train", "--data", text, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL)
     try:
         log = tmp_path / "out" / "log.jsonl"
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 250
         while not (log.exists() and log.read_text().count("\n") > 1):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)

@@ -120,7 +120,7 @@ def compare(grid):
                 torch.optim.SGD(module.parameters(), lr=0.01).step()
                 module.zero_grad()
     shown = {line.name: line.why for line in axo.plan_report(axo.parallelize(ReadsWeights(), comms, plan="auto"))}
-    assert "reads its weight itself" in shown["a"] and not shown["b"], shown
+    assert "reads its weight itself" in shown["a"] and shown["b"].startswith("whole"), shown
 
     hooked = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     seen = []
