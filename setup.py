@@ -226,6 +226,7 @@ setup(
         "axo_bench.lib",
     ],
     package_dir={"axo": "python/axo", "axo_kernels": "axo_kernels", "axo_bench": "bench"},
+    include_package_data=False,  # only what stands here: the source distribution holds bench/tools, a wheel does not
     package_data={
         "axo": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml", "**/*.csv", "**/*.txt"],
         "axo_kernels": ["py.typed", "**/*.json"],
