@@ -101,7 +101,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
     assert not different, different
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, torch.Tensor], list[float]]:
     folder = str(tmp_path_factory.mktemp("checkpoints"))
     results = run_ranks(save_on, 8, "2x2x2x1", folder, 2, 3)

@@ -23,7 +23,7 @@ from axo.perf.workload import gpt
 from tests.launcher import run_ranks
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def made() -> planner.Plan:
     return planner.plan(planner.Request(readers.read("gpt-5b"), machine.load("frontier"), 32, 2**18, 1e12))
 

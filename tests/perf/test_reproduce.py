@@ -11,7 +11,7 @@ from axo.perf import calibrate, machine, planner, readers, reproduce
 from axo.perf.calibrate import Row
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def plans() -> dict[Row, planner.Plan]:
     return {row: planner.plan(calibrate.request(row)) for row in calibrate.rows()}
 

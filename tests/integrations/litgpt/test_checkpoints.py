@@ -15,13 +15,13 @@ from tests.launcher import run_ranks
 TEN = "step-00000010/lit_model.pth"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def twenty(folder):
     """An uninterrupted run of 20 steps on 2x1x2x1, which left a checkpoint after 10."""
     return run(folder, "twenty", "2x1x2x1", save_interval=10)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sharded(folder, twenty):
     """The ten steps after those ten on 1x2x1x2, with sharded checkpoints after 15 and 20."""
     del twenty

@@ -24,7 +24,7 @@ FINETUNING = ("JSON", "Alpaca", "AlpacaGPT4", "FLAN", "LongForm")
 STREAMS = ("LitData", "TextFiles", "TinyLlama", "MicroLlama", "OpenWebText", "TinyStories")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def litdata():
     """The folder that holds litdata."""
     folder = Path(sys.prefix, "litdata")
@@ -48,7 +48,7 @@ def litdata():
     return folder
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def prepared(litdata, tmp_path_factory):
     """A folder with what each module reads, as its own preparation would leave it."""
     path = tmp_path_factory.mktemp("data")
@@ -170,7 +170,7 @@ def _loaders(fabric, name, path, tokenizer):
     return fabric.setup_dataloaders(made.train_dataloader(), made.val_dataloader())
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock(litdata, prepared, folder):
     """Samples by number of ranks, then by module, then by rank."""
     found = {}

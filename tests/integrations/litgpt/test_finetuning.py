@@ -14,7 +14,7 @@ from tests.launcher import run_ranks
 LORA = {"lora_dropout": 0.0, "lora_key": True, "lora_projection": True, "lora_mlp": True, "lora_head": True, "lr": 1e-2}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def base(folder):
     write_base(folder)
     return folder
@@ -50,7 +50,7 @@ def test_finetuning_a_mixture_of_experts_equals_stock_litgpt(base, method):
     assert mine == pytest.approx(stock, abs=1e-4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock_lora(base):
     losses = run_ranks(finetune, 1, base, "stock-lora", None, "lora", LORA)[0]
     assert len(losses) == 40 and losses[-1] < losses[0] - 0.3

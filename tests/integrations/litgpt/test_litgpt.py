@@ -7,7 +7,7 @@ from tests.integrations.support import distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serial(folder):
     return run(folder, "serial")
 

@@ -10,7 +10,7 @@ from tests.integrations.runs import STEPS, finish, losses_of
 from tests.integrations.support import distance
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def whole(folder):
     """A run that nothing disturbs."""
     outcome, state = finish(folder, "whole")

@@ -22,7 +22,7 @@ SAMPLE = "hf_mixtral or test_model_compile or test_load_legacy_state_dict or tes
 SHARED = {"test_kv_cache_buffer_shape", "test_against_original_gemma_2"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def suite():
     """The path of the file."""
     release = version("litgpt")
