@@ -33,9 +33,10 @@ std::string read_link(const char* path) {
 }  // namespace
 
 void simulate_host(const std::string& name) {
-  const bool plain = name.size() < 64 && std::all_of(name.begin(), name.end(), [](unsigned char c) {
-                       return std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.';
-                     });
+  const bool plain =
+      name.size() < 64 && std::all_of(
+                              name.begin(), name.end(),
+                              [](unsigned char c) { return std::isalnum(c) != 0 || c == '-' || c == '_' || c == '.'; });
   AXO_CHECK(plain, "host name", "'" + name + "'", "letters, digits, '-', '_' and '.'");
   std::lock_guard<std::mutex> lock(g_mutex);
   g_name = name;

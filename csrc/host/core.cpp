@@ -38,7 +38,7 @@ HostCore::HostCore(Membership membership)
 }
 
 void HostCore::submit(const std::vector<HostWorkPtr>& works) {
-  engine_.sit();
+  engine_.record_core();
   {
     std::unique_lock<std::mutex> lock(incoming_mutex_);
     if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable

@@ -143,10 +143,10 @@ bool Rounds::advance() {
       }
     }
     if (staged_ < end_ && (staged_ < kDepth || have(&RankState::done, staged_ - kDepth + 1, known_done_, false))) {
-      StagePace* const pace = this->pace();
-      around_ = pace != nullptr && pace->around();
+      WriteMode* const mode = this->write_mode();
+      around_ = mode != nullptr && mode->around();
       stage(staged_);
-      if (pace != nullptr) pace->staged(Clock::now());
+      if (mode != nullptr) mode->staged(Clock::now());
       me.posted.store(++staged_, std::memory_order_release);
       core_.published();
       moved = true;

@@ -58,7 +58,7 @@ class Rounds {
   bool streams() const;
   bool have(std::atomic<std::uint64_t> RankState::* counter, std::uint64_t need, std::uint64_t& known, bool sources);
   // Of a large collective whose ranks have a core each; else none.
-  StagePace* pace();
+  WriteMode* write_mode();
   void stage(std::uint64_t round);
   void combine(std::uint64_t round);
   void consume(std::uint64_t round);
@@ -83,8 +83,8 @@ class Rounds {
   bool shared_ = false;    // all are: no stages
   bool reads_ = false;     // this rank reads in `consume`
   bool streams_ = false;   // what it writes there goes around the caches
-  bool around_ = false;    // so does what it stages: as `pace` says
-  std::array<StagePace, kKindCount> paces_;
+  bool around_ = false;    // so does what it stages: as write_mode() says
+  std::array<WriteMode, kKindCount> write_modes_;
 };
 
 class Messages {

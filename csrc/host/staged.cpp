@@ -31,7 +31,7 @@ constexpr std::size_t kDirect = 4096;
 constexpr std::size_t kStreamed = 8 << 20;
 constexpr std::size_t kHot = 16 * 1024;  // what is reduced before it is copied on, in the first-level cache
 
-constexpr std::uint64_t kPaced = 64;  // rounds from which a collective may choose how to write stages
+constexpr std::uint64_t kModeRounds = 64;  // rounds from which a collective may choose how to write stages
 
 std::uint64_t ceil_div(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
 
@@ -57,8 +57,8 @@ void Rounds::plan() {
       break;
     case Kind::all_reduce:
     case Kind::reduce:
-      // Two ranks move as many bytes whether parts have owners or not, and wait for each other half as often where they
-      // have none: 5 to 20% less time between far cores, 7 to 10 from 16 MiB on between near ones.
+      // For two ranks, owners of parts save no bytes, and without them the ranks wait for each other half as often: 5
+      // to 20% less time between far cores, 7 to 10% from 16 MiB on between near ones.
       combines_ = n > 2 && r.bytes() > kDirect;
       per_round_ = (combines_ ? n * layout.part_bytes() : n > 2 ? kDirect : layout.slot_bytes()) / item;
       if (r.kind == Kind::reduce) {
@@ -101,14 +101,14 @@ void Rounds::plan() {
   staged_ = stages_ ? base_ : end_;
   combined_ = combines_ ? base_ : end_;
   planned_ = true;
-  if (StagePace* const paced = pace(); paced != nullptr) {
-    paced->begin((static_cast<int>(r.dtype) * kReduceOpCount + static_cast<int>(r.op)) * 2 + (r.in == r.out));
+  if (WriteMode* const mode = write_mode(); mode != nullptr) {
+    mode->begin((static_cast<int>(r.dtype) * kReduceOpCount + static_cast<int>(r.op)) * 2 + (r.in == r.out));
   }
 }
 
-StagePace* Rounds::pace() {
-  const bool large = stages_ && end_ - base_ >= kPaced;
-  return large && !core_.engine().crowded() ? &paces_[static_cast<std::size_t>(work_->request.kind)] : nullptr;
+WriteMode* Rounds::write_mode() {
+  const bool large = stages_ && end_ - base_ >= kModeRounds;
+  return large && !core_.engine().crowded() ? &write_modes_[static_cast<std::size_t>(work_->request.kind)] : nullptr;
 }
 
 // Whether what this rank receives is too large for the caches, and not already there (in place).

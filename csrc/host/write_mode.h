@@ -13,7 +13,7 @@
 
 namespace axo::host {
 
-class StagePace {
+class WriteMode {
  public:
   using Time = std::chrono::steady_clock::time_point;
 
@@ -26,8 +26,8 @@ class StagePace {
   // Whether the next round is written around the caches.
   bool around() const { return around_ != trying_; }
 
-  // A collective begins: time has passed that no round took. Windows of one that is not `like` the last, whose rounds
-  // do other work, are not compared with its.
+  // A collective begins, so a new window does too: the time since the last round is not a round's. Windows of
+  // collectives with another `like`, whose rounds do other work, are not compared.
   void begin(int like = 0) {
     round_ = 0;
     if (like == like_) return;

@@ -26,24 +26,24 @@ std::uint64_t coarse_milliseconds() {
 std::uint64_t word_of(std::uint64_t now, int core) { return now << 16 | static_cast<std::uint64_t>(core + 1); }
 
 // A thread's own. After fork the child's first call takes another, in the child's row.
-struct Seat {
-  SeatRow* row = nullptr;
+struct Entry {
+  CoreRow* row = nullptr;
   int number = 0;
   Clock::time_point moved{};
 };
 
-Seat& seat() {
-  static thread_local Seat mine;
+Entry& own_entry() {
+  static thread_local Entry mine;
   return mine;
 }
 
-// An empty seat, or the one that was not used for the longest time: its thread may have ended.
-int take_seat(SeatRow& row, std::uint64_t word) {
+// An empty entry, or the one that was not used for the longest time: its thread may have ended.
+int take_entry(CoreRow& row, std::uint64_t word) {
   int oldest = 0;
-  for (int i = 0; i < kSeats; ++i) {
+  for (int i = 0; i < kEntries; ++i) {
     std::uint64_t seen = 0;
-    if (row.seats[i].compare_exchange_strong(seen, word, std::memory_order_relaxed)) return i;
-    if (seen >> 16 < row.seats[oldest].load(std::memory_order_relaxed) >> 16) oldest = i;
+    if (row.entries[i].compare_exchange_strong(seen, word, std::memory_order_relaxed)) return i;
+    if (seen >> 16 < row.entries[oldest].load(std::memory_order_relaxed) >> 16) oldest = i;
   }
   return oldest;
 }
@@ -90,32 +90,32 @@ int freer_core(int core, const Crowd& crowd, const cpu_set_t& allowed) {
   return best;
 }
 
-Seats::Seats(SeatRow* own) : own_(own), rows_(std::make_shared<Rows>()) {}
+CoreSpread::CoreSpread(CoreRow* own) : own_(own), rows_(std::make_shared<Rows>()) {}
 
-void Seats::meet(Rows rows) {
+void CoreSpread::meet(Rows rows) {
   std::sort(rows.begin(), rows.end());  // ranks that are threads share the row of their process
   rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
   std::lock_guard<std::mutex> lock(mutex_);
   if (rows.size() >= rows_->size()) rows_ = std::make_shared<const Rows>(std::move(rows));
 }
 
-int Seats::sit() {
+int CoreSpread::record_core() {
   const int core = ::sched_getcpu();
   if (!spreads_ || core < 0 || core >= CPU_SETSIZE) return -1;
   const std::uint64_t word = word_of(coarse_milliseconds(), core);
-  Seat& mine = seat();
+  Entry& mine = own_entry();
   if (mine.row != own_) {
     mine.row = own_;
-    mine.number = take_seat(*own_, word);
+    mine.number = take_entry(*own_, word);
   }
-  auto& known = own_->seats[mine.number];
+  auto& known = own_->entries[mine.number];
   if (known.load(std::memory_order_relaxed) != word) known.store(word, std::memory_order_relaxed);
   return core;
 }
 
-Room Seats::make_room() {
-  const int core = sit();
-  if (core < 0) return Room::fair;
+Crowding CoreSpread::spread() {
+  const int core = record_core();
+  if (core < 0) return Crowding::fair;
   std::shared_ptr<const Rows> rows;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -125,7 +125,7 @@ Room Seats::make_room() {
   Crowd crowd{};
   int threads = 0;
   for (const auto& row : *rows) {
-    for (const auto& known : row->seats) {
+    for (const auto& known : row->entries) {
       const std::uint64_t word = known.load(std::memory_order_relaxed);
       const auto place = static_cast<int>(word & 0xffff) - 1;
       if (place < 0 || place >= CPU_SETSIZE || word >> 16 < oldest) continue;
@@ -133,18 +133,18 @@ Room Seats::make_room() {
       ++threads;
     }
   }
-  if (crowd[static_cast<std::size_t>(core)] <= (threads + cores_ - 1) / cores_) return Room::fair;
-  Seat& mine = seat();
+  if (crowd[static_cast<std::size_t>(core)] <= (threads + cores_ - 1) / cores_) return Crowding::fair;
+  Entry& mine = own_entry();
   const auto now = Clock::now();
-  if (now - mine.moved < kBetweenMoves) return Room::crowded;
+  if (now - mine.moved < kBetweenMoves) return Crowding::crowded;
   cpu_set_t allowed;
-  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return Room::crowded;
+  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return Crowding::crowded;
   const int freer = freer_core(core, crowd, allowed);
-  if (freer < 0) return Room::crowded;
+  if (freer < 0) return Crowding::crowded;
   mine.moved = now;
-  if (!come_to(freer)) return Room::crowded;
-  sit();
-  return Room::moved;
+  if (!come_to(freer)) return Crowding::crowded;
+  record_core();
+  return Crowding::moved;
 }
 
 }  // namespace axo

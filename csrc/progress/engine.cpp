@@ -88,7 +88,7 @@ void ProgressEngine::after_fork_in_child() {
 ProgressEngine::ProgressEngine()
     : page_fd_(make_process_page(heap_.bytes())),
       self_(std::make_shared<Process>(page_fd_.get(), heap_.fd())),
-      seats_(std::make_unique<Seats>(&self_->page()->seats)),
+      spread_(std::make_unique<CoreSpread>(&self_->page()->cores)),
       clients_(std::make_shared<Clients>()) {
   // The thread blocks all signals: they belong to the program's own threads.
   sigset_t all, old;
@@ -148,9 +148,9 @@ void ProgressEngine::meet(const std::vector<std::shared_ptr<Process>>& ranks) {
   int known = ranks_.load();
   while (count > known && !ranks_.compare_exchange_weak(known, count)) {
   }
-  Seats::Rows rows;
-  for (const auto& process : ranks) rows.push_back(process->seats());
-  seats_->meet(std::move(rows));
+  CoreSpread::Rows rows;
+  for (const auto& process : ranks) rows.push_back(process->cores());
+  spread_->meet(std::move(rows));
 }
 
 void ProgressEngine::watch() {
@@ -221,7 +221,7 @@ bool ProgressEngine::wait(ProgressClient& own, const std::function<bool()>& done
       continue;
     }
     if (idle < spins) {
-      if (++idle == kLook) gives_way = seats_->make_room() == Room::crowded;
+      if (++idle == kLook) gives_way = spread_->spread() == Crowding::crowded;
       gives_way ? static_cast<void>(::sched_yield()) : pause_cpu();
       continue;
     }
@@ -229,7 +229,7 @@ bool ProgressEngine::wait(ProgressClient& own, const std::function<bool()>& done
     if (shares_core && !yielded) {
       yielded = true;
       static thread_local unsigned turns = 0;
-      if (++turns % kTurns == 0) seats_->make_room();
+      if (++turns % kTurns == 0) spread_->spread();
       ::sched_yield();
       continue;
     }

@@ -56,7 +56,7 @@ class ProgressEngine {
   bool crowded() const { return ranks_.load(std::memory_order_relaxed) > cores_; }
   // The calling thread issues operations: its core is seen by the others (progress/core_spread.h), as when it waits in
   // vain.
-  void sit() { seats_->sit(); }
+  void record_core() { spread_->record_core(); }
   // The processes of a communicator's ranks, by rank.
   void meet(const std::vector<std::shared_ptr<Process>>& ranks);
 
@@ -87,7 +87,7 @@ class ProgressEngine {
   Fd page_fd_;
   std::shared_ptr<Process> self_;
   const int cores_ = count_cores();
-  std::unique_ptr<Seats> seats_;
+  std::unique_ptr<CoreSpread> spread_;
   std::atomic<int> caller_cpu_{-1};  // where a thread last gave the progress thread something to do
   std::atomic<int> ranks_{1};
 

@@ -31,7 +31,7 @@ struct ProcessPage {
   std::atomic<std::uint64_t> blocked_text[kBlockedWords];
   // When the host's link to other hosts is free again (hosts/link_limit.h); the page of one process of a host counts.
   alignas(64) std::atomic<std::uint64_t> link_free;
-  SeatRow seats;
+  CoreRow cores;
 };
 inline constexpr std::size_t kPageBytes = 4096;
 
@@ -44,7 +44,7 @@ class Process {
   // Wakes the process's sleepers. Call it after the store that they wait for.
   void ring() const;
   ProcessPage* page() const { return page_; }
-  std::shared_ptr<const SeatRow> seats() const { return {mapping_, &page_->seats}; }  // keeps the page alone
+  std::shared_ptr<const CoreRow> cores() const { return {mapping_, &page_->cores}; }  // keeps the page alone
   // Where the process is blocked, "" when it is not; and the process that it waits for there.
   std::string blocked(int* on) const;
   // For the process itself.

@@ -42,7 +42,7 @@ void bind_c10d(py::module_& m) {
          const std::vector<std::string>& names, const std::string& name, std::int64_t timeout_ms) {
         C10dStore adapter(store);
         return create_hosts_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts, names,
-                                        HostOptions{name, Milliseconds(timeout_ms)});
+                                         HostOptions{name, Milliseconds(timeout_ms)});
       },
       py::call_guard<py::gil_scoped_release>());
 

@@ -32,6 +32,9 @@ REPLACED = {
     r"\bopaque": "compile",
     r"\bsupervisor": "restarts",
     r"\btakes? leave\b": "leaves",
+    r"\bseats?\b": "core_spread",
+    r"\bStagePace\b": "write_mode",
+    r"\bforetold\b": "predicted order",
 }
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.

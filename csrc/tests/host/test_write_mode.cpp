@@ -1,4 +1,4 @@
-// How stages are written: StagePace finds the faster way by a clock of the test's own, keeps it, and notices a change;
+// How stages are written: WriteMode finds the faster way by a clock of the test's own, keeps it, and notices a change;
 // and collectives long enough to be written in both ways move the right bytes.
 #include <chrono>
 
@@ -6,18 +6,18 @@
 #include "tests/ranks.h"
 
 using namespace axo;
-using host::StagePace;
+using host::WriteMode;
 
 namespace {
 
-// Drives a pace through `windows` windows whose rounds take `through` or `past` microseconds; how many went past.
-int drive(StagePace& pace, StagePace::Time& now, int windows, int through, int past) {
+// Drives a mode through `windows` windows whose rounds take `through` or `past` microseconds; how many went past.
+int drive(WriteMode& mode, WriteMode::Time& now, int windows, int through, int past) {
   int around = 0;
   for (int w = 0; w < windows; ++w) {
-    around += pace.around();
-    for (int r = 0; r < StagePace::kWindow; ++r) {
-      now += std::chrono::microseconds(pace.around() ? past : through);
-      pace.staged(now);
+    around += mode.around();
+    for (int r = 0; r < WriteMode::kWindow; ++r) {
+      now += std::chrono::microseconds(mode.around() ? past : through);
+      mode.staged(now);
     }
   }
   return around;
@@ -26,42 +26,42 @@ int drive(StagePace& pace, StagePace::Time& now, int windows, int through, int p
 }  // namespace
 
 TEST(pace_keeps_the_faster_way_and_tries_the_other_seldom) {
-  StagePace near, far;
-  StagePace::Time now{};
+  WriteMode near, far;
+  WriteMode::Time now{};
   CHECK(drive(near, now, 1000, 10, 14) <= 20);
   CHECK(drive(far, now, 1000, 14, 10) >= 980);
 }
 
 TEST(pace_follows_when_the_cores_move) {
-  StagePace pace;
-  StagePace::Time now{};
-  drive(pace, now, 1000, 10, 14);
-  drive(pace, now, StagePace::kSeldom + 1, 14, 10);  // at most one trial away
-  CHECK(drive(pace, now, 100, 14, 10) >= 80);
-  drive(pace, now, StagePace::kSeldom + 1, 10, 14);
-  CHECK(drive(pace, now, 100, 10, 14) <= 20);
+  WriteMode mode;
+  WriteMode::Time now{};
+  drive(mode, now, 1000, 10, 14);
+  drive(mode, now, WriteMode::kSeldom + 1, 14, 10);  // at most one trial away
+  CHECK(drive(mode, now, 100, 14, 10) >= 80);
+  drive(mode, now, WriteMode::kSeldom + 1, 10, 14);
+  CHECK(drive(mode, now, 100, 10, 14) <= 20);
 }
 
 TEST(pace_is_not_moved_by_noise_or_by_one_slow_window) {
-  StagePace pace;
-  StagePace::Time now{};
+  WriteMode mode;
+  WriteMode::Time now{};
   for (int i = 0; i < 200; ++i) {
-    drive(pace, now, 1, 100, 95);  // five of a hundred better: less than what noise does
-    if (i % 10 == 0) drive(pace, now, 1, 1000, 1000);
+    drive(mode, now, 1, 100, 95);  // five of a hundred better: less than what noise does
+    if (i % 10 == 0) drive(mode, now, 1, 1000, 1000);
   }
-  CHECK(!pace.around());
+  CHECK(!mode.around());
 }
 
 TEST(pace_counts_no_time_between_collectives) {
-  StagePace pace;
-  StagePace::Time now{};
+  WriteMode mode;
+  WriteMode::Time now{};
   for (int i = 0; i < 300; ++i) {
-    pace.begin();
-    drive(pace, now, 2, 10, 14);
-    for (int r = 0; r < StagePace::kSettle; ++r) pace.staged(now += std::chrono::microseconds(10));
+    mode.begin();
+    drive(mode, now, 2, 10, 14);
+    for (int r = 0; r < WriteMode::kSettle; ++r) mode.staged(now += std::chrono::microseconds(10));
     now += std::chrono::seconds(i % 3);
   }
-  CHECK(!pace.around());
+  CHECK(!mode.around());
 }
 
 namespace {

@@ -22,7 +22,7 @@ cpu_set_t set_of(std::initializer_list<int> cores) {
   return set;
 }
 
-int core_of(const std::atomic<std::uint64_t>& seat) { return static_cast<int>(seat.load() & 0xffff) - 1; }
+int core_of(const std::atomic<std::uint64_t>& entry) { return static_cast<int>(entry.load() & 0xffff) - 1; }
 
 // What a thread on `core` writes that has called just now, and will have for an hour.
 std::uint64_t fresh(int core) {
@@ -31,8 +31,8 @@ std::uint64_t fresh(int core) {
          static_cast<std::uint64_t>(core + 1);
 }
 
-// In a child, whose engine has not begun and which may use two cores: its Seats, its row, and that of a peer.
-void on_two_cores(const std::function<void(Seats&, SeatRow&, SeatRow&, const cpu_set_t&)>& look) {
+// In a child, whose engine has not begun and which may use two cores: its CoreSpread, its row, and that of a peer.
+void on_two_cores(const std::function<void(CoreSpread&, CoreRow&, CoreRow&, const cpu_set_t&)>& look) {
   const cpu_set_t all = allowed_cores();
   if (CPU_COUNT(&all) < 2) return;
   ranks::all_well(ranks::processes(1, [&](int) {
@@ -42,29 +42,30 @@ void on_two_cores(const std::function<void(Seats&, SeatRow&, SeatRow&, const cpu
       if (CPU_ISSET(core, &all)) CPU_SET(core, &two);
     }
     CHECK(::sched_setaffinity(0, sizeof(two), &two) == 0);
-    static SeatRow mine, peers;
-    Seats seats(&mine);
-    Seats::Rows rows;
-    for (SeatRow* row : {&mine, &peers}) rows.emplace_back(row, [](const SeatRow*) {});
-    seats.meet(rows);
-    look(seats, mine, peers, two);
+    static CoreRow mine, peers;
+    CoreSpread spread(&mine);
+    CoreSpread::Rows rows;
+    for (CoreRow* row : {&mine, &peers}) rows.emplace_back(row, [](const CoreRow*) {});
+    spread.meet(rows);
+    look(spread, mine, peers, two);
   }));
 }
 
 // Whether a thread that sits down where its peer sits is moved from there. The scheduler may be first.
-bool moves_away(Seats& seats, SeatRow& mine, SeatRow& peers, const std::function<std::uint64_t(int)>& word) {
+bool moves_away(CoreSpread& spread, CoreRow& mine, CoreRow& peers, const std::function<std::uint64_t(int)>& word) {
   for (int i = 0; i < 50; ++i) {
     std::this_thread::sleep_for(std::chrono::milliseconds(2));  // the time between two moves
     const int core = ::sched_getcpu();
-    peers.seats[0].store(word(core));
-    if (seats.sit() == core && seats.make_room() == Room::moved && core_of(mine.seats[0]) != core) return true;
+    peers.entries[0].store(word(core));
+    if (spread.record_core() == core && spread.spread() == Crowding::moved && core_of(mine.entries[0]) != core)
+      return true;
   }
   return false;
 }
 
 }  // namespace
 
-TEST(seats_the_core_with_the_fewest_that_is_allowed) {
+TEST(core_spread_chooses_the_allowed_core_with_the_fewest) {
   Crowd crowd{};
   crowd[3] = 2;
   CHECK(freer_core(3, crowd, set_of({3, 4})) == 4);
@@ -78,56 +79,56 @@ TEST(seats_the_core_with_the_fewest_that_is_allowed) {
   CHECK(freer_core(CPU_SETSIZE - 1, crowd, set_of({0, CPU_SETSIZE - 1})) == -1);
 }
 
-PROCESS_TEST(seats_a_thread_leaves_the_core_of_its_peer) {
-  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t& two) {
-    CHECK(moves_away(seats, mine, peers, fresh));
+PROCESS_TEST(core_spread_moves_a_thread_off_the_core_of_its_peer) {
+  on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow& peers, const cpu_set_t& two) {
+    CHECK(moves_away(spread, mine, peers, fresh));
     const cpu_set_t after = allowed_cores();
     CHECK(CPU_EQUAL(&two, &after));  // and is as free as before
   });
 }
 
-PROCESS_TEST(seats_of_long_ago_move_nobody) {
-  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t&) {
+PROCESS_TEST(core_spread_forgets_what_is_old) {
+  on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow& peers, const cpu_set_t&) {
     const auto long_ago = [](int core) { return fresh(core) - ((std::uint64_t{3600} * 1000 + 1000) << 16); };
-    CHECK(!moves_away(seats, mine, peers, long_ago));
+    CHECK(!moves_away(spread, mine, peers, long_ago));
   });
 }
 
-PROCESS_TEST(seats_a_thread_stays_where_moving_helps_nobody) {
-  on_two_cores([](Seats& seats, SeatRow&, SeatRow& peers, const cpu_set_t& two) {
+PROCESS_TEST(core_spread_moves_nobody_where_it_helps_nobody) {
+  on_two_cores([](CoreSpread& spread, CoreRow&, CoreRow& peers, const cpu_set_t& two) {
     int number = 0;  // a peer on each core, so that one of them must be shared
     for (int core = 0; core < CPU_SETSIZE; ++core) {
-      if (CPU_ISSET(core, &two)) peers.seats[number++].store(fresh(core));
+      if (CPU_ISSET(core, &two)) peers.entries[number++].store(fresh(core));
     }
     for (int i = 0; i < 20; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      CHECK(seats.make_room() == Room::fair);
+      CHECK(spread.spread() == Crowding::fair);
     }
   });
 }
 
-PROCESS_TEST(seats_stay_where_the_scheduler_puts_them_on_demand) {
+PROCESS_TEST(core_spread_can_be_switched_off) {
   ::setenv("AXO_SPREAD", "0", 1);
-  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow& peers, const cpu_set_t&) {
-    CHECK(!moves_away(seats, mine, peers, fresh));
+  on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow& peers, const cpu_set_t&) {
+    CHECK(!moves_away(spread, mine, peers, fresh));
   });
   ::setenv("AXO_SPREAD", "maybe", 1);
   CHECK_THROWS(Error, "AXO_SPREAD: got 'maybe', expected 0 or 1", spreads_threads());
   ::unsetenv("AXO_SPREAD");
 }
 
-PROCESS_TEST(seats_of_threads_that_have_ended_are_taken_again) {
-  on_two_cores([](Seats& seats, SeatRow& mine, SeatRow&, const cpu_set_t&) {
-    for (int i = 0; i < 5 * kSeats; ++i) {
+PROCESS_TEST(core_spread_reuses_entries_of_ended_threads) {
+  on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow&, const cpu_set_t&) {
+    for (int i = 0; i < 5 * kEntries; ++i) {
       int core = -1;
       std::thread([&] {
-        core = seats.sit();
-        seats.make_room();
+        core = spread.record_core();
+        spread.spread();
       }).join();
       CHECK(core >= 0);
       int found = 0;
-      for (const auto& seat : mine.seats) found += core_of(seat) >= 0;
-      CHECK(found == std::min(i + 1, kSeats));
+      for (const auto& entry : mine.entries) found += core_of(entry) >= 0;
+      CHECK(found == std::min(i + 1, kEntries));
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });
