@@ -8,7 +8,7 @@ import pytest
 
 from axo.grid import Grid
 from axo.matmul import cost
-from axo.perf import flops, machine, model, readers
+from axo.perf import flops, layer_time, machine, model, readers
 from axo.perf.machine import Machine
 from axo.perf.workload import gpt
 
@@ -94,9 +94,21 @@ def test_counted_flops_are_narayanans(name: str) -> None:
     layers, hidden, _ = readers.papers()["models"][name.split("-")[1].upper()]
     workload = readers.read(name)
     for recompute in (True, False):
-        counted = flops.step_flops(workload, 8192 * 2048, recompute=recompute)
+        counted = flops.step_flops(workload, 8192 * 2048, recompute=recompute, full_attention=True)
         formula = flops.narayanan(8192, 2048, layers, hidden, 50304, recompute=recompute)
         assert counted == pytest.approx(formula, rel=EXACT)
+
+
+def test_attention_is_counted_as_the_mask_leaves_it() -> None:
+    """Token t of s attends to t + 1 tokens: s (s + 1) / 2 pairs, 4 h flops each."""
+    workload = readers.read("Llama-3-8B", seq_length=131072, checkpointed=False)
+    causal, full = (flops.step_flops(workload, 131072, full_attention=whole) for whole in (False, True))
+    assert full - causal == pytest.approx(3 * 32 * 4 * 4096 * (131072**2 - 131072 * 131073 / 2), rel=EXACT)
+    assert flops.seen(1) == 1 and flops.seen(4) == (1 + 2 + 3 + 4) / 4
+    grid, on = Grid(), machine.load("dgx-h100")
+    attention = next(layer for block in workload.blocks for layer in block.layers if layer.kind == "attention")
+    seconds, _, _ = layer_time.products(attention, grid, 131072, on, 131072)
+    assert seconds == pytest.approx(4 * 4096 * 131072 * 131073 / 2 / on.gemm_flops, rel=EXACT)
 
 
 def test_80b_takes_the_papers_25_days() -> None:

@@ -1,17 +1,33 @@
-"""The order of a simulated step against the order in which the engine issues its collectives.
+"""When a simulated step issues each collective and waits for it, against when the engine does.
 
-Oracle: a record of every all_gather, reduce_scatter and all_reduce that 8 CPU ranks issue in a forward and backward of
-a parallelized ``litgpt.GPT`` (Llama-like, no biases), in the second step, when the engine knows the order. Left out on
-both sides: gradients of replicated vectors (norm weights) and the data axis, which both reduce at the end of the step.
+Oracle: eight CPU ranks run the second step of a parallelized ``litgpt.GPT`` (Llama-like, no biases), when the engine
+knows the order. A point in time is the number of products that this rank had begun before: 3 means between its third
+and its fourth. So for each collective there are two numbers, where it was issued and where something waited for it.
+Each of OAR, ORS, OAG and the buckets is then broken in the engine: a wait where none is due, or a bucket for each
+gradient; the comparison must see it.
+
+Left out on both sides: gradients of replicated vectors (norm weights) over z, which go with the end of the step. Over
+data the schedule has an operation a layer where the engine has buckets: those are compared with ``cost.in_buckets``.
 """
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 import axo
+from axo.comm.counting import watch
 from axo.grid import Grid
-from axo.perf import machine, readers, schedule
+from axo.overlap.buckets import Buckets
+from axo.overlap.events import Pending
+from axo.overlap.exchange import Exchange
+from axo.overlap.gathers import Gathers
+from axo.overlap.gradients import Gradients
+from axo.perf import layer_time, machine, readers, schedule
+from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import Run
 from tests.launcher import run_ranks
 
@@ -29,74 +45,194 @@ CONFIG = {
     "norm_class_name": "RMSNorm",
     "mlp_class_name": "LLaMAMLP",
 }
-CASES = [  # grid, checkpointed, gathered weights kept, overlap
-    ("2x2x2x1", False, True, "oar"),
-    ("2x2x2x1", True, True, "oar"),
-    ("1x2x4x1", False, False, "oar"),
-    ("4x1x2x1", True, True, ""),
-    ("2x1x1x4", False, True, "oar"),
-    ("2x2x2x1", False, False, "oar ors oag"),
-    ("1x2x4x1", True, False, "oar ors oag"),
-    ("2x1x4x1", False, True, "ors oag"),
+
+
+class Case(NamedTuple):
+    grid: str
+    checkpointed: bool
+    keep: bool  # gathered weights
+    overlap: str
+    broken: str = ""
+
+
+CASES = [
+    Case("2x2x2x1", False, True, "oar"),
+    Case("2x2x2x1", True, True, "oar"),
+    Case("1x2x4x1", False, False, "oar"),
+    Case("4x1x2x1", True, True, ""),
+    Case("2x1x1x4", False, True, "oar"),
+    Case("2x1x2x2", False, True, "oar ors oag"),
+    Case("2x2x2x1", False, False, "oar ors oag"),
+    Case("1x2x4x1", True, False, "oar ors oag"),
+    Case("2x1x4x1", False, True, "ors oag"),
+]
+BROKEN = [
+    Case("2x2x2x1", False, True, "oar ors oag", "oar"),
+    Case("2x2x2x1", False, True, "oar ors oag", "ors"),
+    Case("2x2x2x1", False, True, "oar ors oag", "oag"),
+    Case("2x2x2x1", False, True, "oar ors oag", "gather waits"),
+    Case("2x1x2x2", False, True, "oar ors oag", "buckets"),
 ]
 
 
-def record(cases: list) -> list:
-    """On every rank: the (operation, axis) of each collective, in the order in which it was issued."""
+class Seen(NamedTuple):
+    """One collective: products begun before it was issued, and before something waited for it."""
+
+    op: str
+    axis: str
+    issued: int
+    awaited: int
+
+
+@contextmanager
+def broken(what: str) -> Iterator[None]:
+    """Break one overlap in the engine, as a mistake would."""
+
+    def waits_at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **options: Any) -> Any:
+            pending = plain(*args, **options)
+            if pending is not None:
+                pending.wait()
+            return pending
+
+        return changed
+
+    def all_ahead_at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(self: Gathers, batch: Any) -> None:
+            plain(self, batch)
+            for gathered in self._ahead.values():
+                gathered.wait()
+
+        return changed
+
+    def a_bucket_each(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(self: Buckets, slot: Any, arriving: Any = None) -> None:
+            plain(self, slot, arriving)
+            if slot.bucket.kind in self._open:
+                self._close(slot.bucket.kind)
+
+        return changed
+
+    places: dict[str, tuple[type, str, Callable[..., Any]]] = {
+        "oar": (Exchange, "start_reduce", waits_at_once),
+        "ors": (Gradients, "_start_scatter", waits_at_once),
+        "oag": (Gathers, "_look_ahead", lambda plain: lambda self, route: None),
+        "gather waits": (Gathers, "_issue", all_ahead_at_once),
+        "buckets": (Buckets, "ready", a_bucket_each),
+    }
+    if not what:
+        yield
+        return
+    owner, name, change = places[what]
+    plain = getattr(owner, name)
+    setattr(owner, name, change(plain))
+    try:
+        yield
+    finally:
+        setattr(owner, name, plain)
+
+
+def record(cases: list[Case]) -> list[tuple[list[Seen], list[int]]]:
+    """On every rank: the collectives of a step, and the bytes of those over data."""
     from litgpt import GPT, Config
 
     torch.distributed.init_process_group("axo")
-    issued: list[tuple[str, str]] = []
-    for op in ("all_reduce", "all_gather", "reduce_scatter"):
-        plain = getattr(axo.Communicator, op)
-
-        def recorded(self, *args, which=op, plain=plain, **options):
-            issued.append((which, self.axis))
-            return plain(self, *args, **options)
-
-        setattr(axo.Communicator, op, recorded)
+    Pending.done = lambda self: False  # type: ignore[method-assign]  # whether it finds one complete is chance
     found = []
-    for grid, checkpointed, keep, overlap in cases:
-        comms = axo.connect(grid)
-        switches = (name in overlap for name in ("oar", "ors", "oag"))
-        options = axo.Overlap(*switches, "all" if keep else "none")
+    for case in cases:
+        comms = axo.connect(case.grid)
+        switches = (name in case.overlap for name in ("oar", "ors", "oag"))
+        options = axo.Overlap(*switches, "all" if case.keep else "none")
         model = axo.parallelize(GPT(Config(**CONFIG)), comms, overlap=options)
-        if checkpointed:
+        if case.checkpointed:
             for block in model.transformer.h:
                 again = block.forward
                 block.forward = lambda *a, again=again, **k: checkpoint(again, *a, use_reentrant=False, **k)
         ids = torch.zeros(SEQUENCES // (comms.grid.z * comms.grid.data), LENGTH + 1, dtype=torch.long)
-        for _ in range(2):
-            issued.clear()
-            logits = model(ids[:, :-1])
-            axo.nn.cross_entropy(logits, ids[:, 1:], comms=comms).backward()
-        axes = [axis for axis in ("x", "y", "z") if comms.grid.size(axis) > 1]
-        found.append([(op, axis) for op, axis in issued if axis in axes and (op, axis) != ("all_reduce", "z")])
+        with broken(case.broken):
+            for _ in range(2):
+                model.zero_grad()
+                watch.open()
+                with axo.overlap.record(model) as events:
+                    logits = model(ids[:, :-1])
+                    axo.nn.cross_entropy(logits, ids[:, 1:], comms=comms).backward()
+                issued, waits = watch.close()
+        products = sorted(event.start for event in events if event.what == "compute")
+
+        def before(when: float, products: list[float] = products) -> int:
+            return sum(start < when for start in products)
+
+        awaited: dict[int, float] = {}
+        for wait in waits:
+            awaited.setdefault(id(wait.work), wait.start)
+        axes = [axis for axis in ("x", "y", "z", "data") if comms.grid.size(axis) > 1]
+        seen = [
+            Seen(one.op, one.axis, before(one.start), before(awaited.get(id(one.work), one.start)))
+            for one in issued
+            if one.axis in axes and (one.op, one.axis) != ("all_reduce", "z")
+        ]
+        found.append((seen, [one.bytes for one in issued if one.axis == "data"]))
         comms.close()
     return found
 
 
-def simulated(grid: str, checkpointed: bool, keep: bool, overlap: str) -> list[tuple[str, str]]:
+def run_of(case: Case) -> Run:
+    return Run(
+        SEQUENCES * LENGTH,
+        itemsize=4,
+        overlap=frozenset(case.overlap.split()),
+        cached_gathers=1.0 if case.keep else 0.0,
+    )
+
+
+def simulated(case: Case) -> list[Seen]:
     """The same from the planner's schedule."""
-    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(checkpointed)
-    share = 1.0 if keep else 0.0
-    run = Run(SEQUENCES * LENGTH, itemsize=4, overlap=frozenset(overlap.split()), cached_gathers=share)
+    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
+    operations = schedule.build(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case)).operations
+    layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
+    begun, products = [0], ("forward", "recompute", "dI", "dW")
+    for operation in operations:
+        layer, what = operation.name.split()[0].split(".", 1)[-1], operation.name.split()[-1]
+        begun.append(begun[-1] + (operation.stream == COMPUTE and layer in layers and what in products))
+    awaited: dict[int, int] = {}
+    for number, operation in enumerate(operations):
+        for other in operation.after:
+            awaited.setdefault(other, begun[number])
     found = []
-    for operation in schedule.build(workload, Grid.parse(grid), machine.load("perlmutter"), run).operations:
+    for number, operation in enumerate(operations):
         layer = operation.name.split()[0].split(".", 1)[-1]
         vector_grad = operation.name.endswith("reduce-scatter") and ("norm" in layer or layer == "ln_f")
-        if operation.stream in ("x", "y", "z") and not vector_grad:
+        if operation.stream != COMPUTE and not vector_grad:
             what = operation.name.split()[-1]
             op = {"gather": "all_gather", "reduce-scatter": "reduce_scatter"}.get(what, "all_reduce")
-            found += [(op, operation.stream)] * (2 if layer == "loss" else 1)  # a maximum, then the sums
+            one = Seen(op, operation.stream, begun[number], awaited[number])
+            found += [one] * (2 if layer == "loss" else 1)  # a maximum, then the sums
     return found
 
 
+def buckets(case: Case) -> list[int]:
+    """Bytes of each bucket that goes over data, in no order."""
+    workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
+    calls = layer_time.step_calls(workload, Grid.parse(case.grid), run_of(case))
+    return sorted(call.bytes for call in calls if call.axis == "data")
+
+
+def split(seen: list[Seen]) -> tuple[list[Seen], set[tuple[int, int]]]:
+    """What goes over x, y and z in order, and where what goes over data is issued and awaited."""
+    return [one for one in seen if one.axis != "data"], {one[2:] for one in seen if one.axis == "data"}
+
+
 @pytest.mark.slow
-def test_simulated_order_is_the_order_that_eight_ranks_record() -> None:
-    per_rank = run_ranks(record, RANKS, CASES)
+def test_simulated_points_of_issue_and_wait_are_those_that_eight_ranks_record() -> None:
+    per_rank = run_ranks(record, RANKS, CASES + BROKEN)
     for number, case in enumerate(CASES):
-        expected = simulated(*case)
-        assert len(expected) > 20 or case[0] == "2x1x1x4"
+        expected = simulated(case)
+        assert len(expected) > 20
         for rank in range(RANKS):
-            assert per_rank[rank][number] == expected, f"rank {rank} of {case}"
+            seen, over_data = per_rank[rank][number]
+            assert split(seen) == split(expected), f"rank {rank} of {case}"
+            assert sorted(over_data) == buckets(case), f"rank {rank} of {case}"
+    for number, case in enumerate(BROKEN, len(CASES)):
+        seen, over_data = per_rank[0][number]
+        caught = split(seen) != split(simulated(case)) or sorted(over_data) != buckets(case)
+        assert caught, f"{case.broken} is broken, and the comparison does not see it"

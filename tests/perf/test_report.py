@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -18,8 +19,10 @@ from typer.testing import CliRunner
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import machine, output, planner, plots, profile, readers, simulator
+from axo.perf.command import command_line, gather_cache
 from axo.perf.reproduce import Group, Line
 from axo.perf.workload import gpt
+from axo.train.config import TrainConfig
 from tests.launcher import run_ranks
 
 
@@ -64,6 +67,42 @@ class Page(HTMLParser):
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
+
+
+def test_every_row_ends_with_the_command_that_runs_it(made: planner.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of the papers: the simulation, which the printed command gives again; one of LitGPT's: training."""
+    lines = output.commands(made, 3)
+    assert lines[0].startswith(f"1: axo simulate --model gpt-5b --grid {made.best.grid} --machine frontier")
+    found = CliRunner().invoke(cli.app, [*lines[0].split()[2:], "--json", "-"])
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.output)["closed_form_s"] == made.best.seconds
+    workload = readers.read("pythia-14m", seq_length=128)
+    asked = planner.Request(workload, machine.load("rtx-4090"), 8, 16 * 128, search=True)
+    searched = planner.plan(asked)
+    configs: list[TrainConfig] = []
+    monkeypatch.setattr("axo.train.run", configs.append)
+    for one in searched.ranked[:6]:
+        words = command_line(searched, one).split()
+        assert words[:7] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--no-python", "axo"]
+        assert CliRunner().invoke(cli.app, words[7:]).exit_code == 0
+        config = configs.pop()
+        assert (config.model, config.grid, config.batch_size, config.seq_len) == ("pythia-14m", one.grid, 16, 128)
+        assert (config.recompute, config.zero) == (one.recompute, one.run.zero)
+        assert config.accumulate == one.run.micro_batches
+        assert config.gather_cache == gather_cache(workload, one.run.cached_gathers)
+
+
+def test_plans_are_compared_side_by_side(made: planner.Plan, tmp_path: Path) -> None:
+    slower = replace(made, ranked=made.ranked[::-1])
+    for name, plan in (("a.json", slower), ("b.json", made)):
+        (tmp_path / name).write_text(json.dumps(output.plan_json(plan)))
+    header, rows = output.compare_table([(n, json.loads((tmp_path / n).read_text())) for n in ("a.json", "b.json")])
+    assert [row[0] for row in rows] == ["b.json", "a.json"] and len(rows[0]) == len(header)
+    hours = 32 / (2**18 / made.best.seconds) * 1e9 / 3600
+    assert float(rows[0][-1]) == pytest.approx(hours, abs=0.06)
+    (tmp_path / "c.json").write_text("{}")
+    found = CliRunner().invoke(cli.app, ["plan", "--compare", str(tmp_path / "c.json")])
+    assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr
 
 
 def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:

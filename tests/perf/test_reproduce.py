@@ -7,6 +7,7 @@ import json
 
 import pytest
 
+from axo.grid import Grid
 from axo.perf import calibrate, machine, planner, readers, reproduce
 from axo.perf.calibrate import Row
 
@@ -52,6 +53,37 @@ def test_overlap_gain_at_80b_is_near_the_papers_two_figures(plans: dict[Row, pla
     assert 18.69 - 5 <= line.predicted <= 22 + 5
 
 
+def test_grids_are_ranked_against_measured_times_not_against_the_model_itself() -> None:
+    """Oracle: the seconds that bench/plan_validation measured, of all 20 grids of eight ranks."""
+    seconds = readers.measured()["seconds"]
+    assert sorted(seconds) == sorted(str(grid) for grid in Grid.all(8))
+    lines = {line.what: line for line in reproduce.rankings().lines}
+    aware, agnostic = (lines[f"8 ranks, {name}"] for name in ("equation (10), placement-aware", "placement-agnostic"))
+    assert aware.predicted > agnostic.predicted and aware.error is None
+    rho = [float(line.note.split("rank correlation ")[1].split(";")[0]) for line in (aware, agnostic)]
+    assert rho[0] >= 0.9 > rho[1]
+    assert lines["20B on 32 A100, 2k a GPU tokens, agnostic choice"].predicted > 1.02  # the choice costs something
+
+
+def test_unets_gain_over_zero_3_is_near_the_papers_five() -> None:
+    """ "Up to 5 times faster" on 512 and 1,024 GPUs; nothing is calibrated on it, so a factor of 1.35 either way."""
+    lines = {line.what.split()[1]: line for line in reproduce._unets().lines}
+    assert {count: line.paper for count, line in lines.items() if line.paper != "faster"} == dict.fromkeys(
+        ("512", "1024"), "up to 5"
+    )
+    assert all(5 / 1.35 <= lines[count].predicted <= 5 * 1.35 for count in ("512", "1024"))
+    assert all(line.predicted > 1.2 for line in lines.values())
+
+
+def test_the_null_model_and_who_is_calibrated() -> None:
+    """One share of peak a machine, by hand: frontier (41.1 + 36.3) / 2 against 22.0 measured, and so on."""
+    held = [row for row in calibrate.rows() if row not in calibrate.CALIBRATION]
+    errors = calibrate.null_errors(held)
+    assert errors[Row("frontier", 32768, "gpt-320b")] == pytest.approx((41.1 + 36.3) / 2 / 22.0 - 1)
+    assert errors[Row("alps", 6144, "gpt-60b")] == pytest.approx(30.7 / 23.4 - 1)
+    assert calibrate.mean_error(errors.values()) == pytest.approx(0.167, abs=0.001)
+
+
 def test_spearman_by_hand() -> None:
     assert calibrate.spearman([1, 2, 3], [10, 20, 30]) == 1
     assert calibrate.spearman([1, 2, 3], [3, 2, 1]) == -1
@@ -81,6 +113,9 @@ def test_leave_one_out_and_every_choice_of_rows() -> None:
     for name, value in fitted.gemm.items():
         assert machine.load(name).gemm_fraction == pytest.approx(value, abs=0.011)
     assert machine.load("frontier").network_fraction == pytest.approx(fitted.network, abs=0.011)
+    assert len(reproduce._skill(tables)) == 6
+    away = calibrate.leave_one_machine_out(tables)
+    assert set(away) == {"frontier", "perlmutter", "alps"} and max(away.values()) < 0.8
     left_out = calibrate.mean_error(calibrate.leave_one_out(tables).values())
     held_out = [row for row in tables if row not in calibrate.CALIBRATION]
     held = calibrate.mean_error(calibrate.errors(tables, fitted, held_out).values())
@@ -94,6 +129,9 @@ def test_leave_one_out_and_every_choice_of_rows() -> None:
 @pytest.mark.soak
 def test_every_group_is_printed_with_numbers() -> None:
     groups = list(reproduce.groups())
-    assert len(groups) == 9 and all(group.lines for group in groups)
+    assert len(groups) == 10 and all(group.lines for group in groups)
+    closing = reproduce.summaries(groups)
+    assert sum(one.rows for one in closing) == sum(len(group.lines) for group in groups)
+    assert closing[0].held_out == 11 and closing[0].mean is not None and closing[0].mean <= 0.10
     assert any(isinstance(line.paper, str) and line.error is None for group in groups for line in group.lines)
     assert len(reproduce.CANNOT) > 5 and len(reproduce.CONTRADICTIONS) > 5

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,9 +35,11 @@ HtmlOut = Annotated[Path | None, typer.Option("--html", help="Write one self-con
 
 
 def plan(
-    model: Model,
-    gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")],
-    machine_name: MachineName,
+    model: Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ..., a LitGPT name, or a file.")] = "",
+    gpus: Annotated[int, typer.Option(help="Number of GPUs (GCDs on frontier).")] = 0,
+    machine_name: Annotated[
+        str, typer.Option("--machine", help="A known machine, or a machine file; default: machine.yaml.")
+    ] = "",
     batch_tokens: Batch = "16.8M",
     tokens: Annotated[str, typer.Option(help="Tokens of the whole training, for the days: 2T.")] = "0",
     seq: Seq = None,
@@ -44,7 +48,15 @@ def plan(
     gather: Gather = "auto",
     checkpoint: Checkpoint = True,
     zero: Zero = 0,
+    precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
+    search: Annotated[
+        bool, typer.Option("--search", help="Search recomputation, ZeRO and micro-batches beside the grid.")
+    ] = False,
+    gpu_hour: Annotated[float, typer.Option(help="Price of a GPU hour, for the cost of --tokens.")] = 0.0,
     explain: Annotated[str | None, typer.Option(help="Show one grid in detail: 2x2x2x1.")] = None,
+    compare: Annotated[
+        list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
+    ] = None,
     json_out: JsonOut = None,
     csv_out: CsvOut = None,
     plot: PlotOut = None,
@@ -53,17 +65,28 @@ def plan(
     """Rank every grid of a number of GPUs by predicted step time."""
     from axo.perf import output, planner, plots, simulator
 
+    if compare:
+        show_table("the best of each plan", output.compare_table([(str(path), _plan_file(path)) for path in compare]))
+        return
+    if not model or not gpus:
+        raise ValueError("name what is to be planned: --model NAME --gpus N (and --machine NAME)")
     if top < 1:
         raise ValueError(f"top={top} is not at least 1")
+    if not 0 <= gpu_hour < float("inf"):
+        raise ValueError(f"gpu-hour={gpu_hour} is not a price of at least 0")
+    if gpu_hour and tokens == "0":
+        raise ValueError("gpu-hour gives the cost of a whole training; say how many --tokens that has")
     _check_outputs(json_out, csv_out, html, plot=plot)
-    request = _request(model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero)
+    request = _request(
+        model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search
+    )
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
     if not _stdout_taken(json_out, csv_out):
-        _print_plan(made, top, wanted)
+        _print_plan(made, top, wanted, gpu_hour)
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
-        step = simulator.simulate(request.workload, made.best.grid, request.machine, made.best.run)
+        step = simulator.simulate(made.workload(made.best), made.best.grid, request.machine, made.best.run)
         drawn = plots.plan_plots(made, step)
         return drawn, lambda: output.plan_page(made, step, drawn)
 
@@ -123,8 +146,8 @@ def simulate(
         title = f"{request.workload.name} on {parsed} ({request.gpus} GPUs of {request.machine.name})"
         show_table(title, output.simulation_table(found))
         say(
-            f"one step {found.seconds:.3f} s, {percent:.1f}% of peak, at most {found.peak_memory / GIB:.1f} GiB a GPU;"
-            f" the closed form says {made.best.time.total:.3f} s"
+            f"one step {found.seconds:.3f} s, {percent:.1f}% of peak (HFU),"
+            f" at most {found.peak_memory / GIB:.1f} GiB a GPU; the closed form says {made.best.time.total:.3f} s"
         )
         if len(found.ranks) > 1:
             say(f"ranks that stood for all: {', '.join(map(str, found.ranks))}")
@@ -158,6 +181,7 @@ def reproduce(
             show_table(group.title, output.group_table(group))
             if group.note:
                 say(f"  {group.note}\n")
+        show_table("All groups", output.summary_table(papers.summaries(groups)))
         for title, texts in (
             ("How it was calibrated", notes),
             ("What cannot be predicted", papers.CANNOT),
@@ -168,6 +192,7 @@ def reproduce(
                 say(f"  - {text}")
     values = {
         "groups": [output.group_json(group) for group in groups],
+        "summary": [asdict(one) for one in papers.summaries(groups)],
         "calibration": list(notes),
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
@@ -247,17 +272,35 @@ def _request(
     gather: str,
     checkpoint: bool,
     zero: int,
+    precision: str = "bf16-mixed",
+    search: bool = False,
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
     from axo.perf.layer_time import OVERLAPS
 
     wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
-    on = machine.load(machine_name)
+    on = machine.load(machine_name or machine.measured_here())
     workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
     if unknown := wanted - set(OVERLAPS):
         raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
     batch = tokens_of(batch_tokens, batch=True)
-    return planner.Request(workload, on, gpus, batch, float(tokens_of(tokens, batch=False)), wanted, gather, zero)
+    budget = float(tokens_of(tokens, batch=False))
+    return planner.Request(workload, on, gpus, batch, budget, wanted, gather, zero, precision, search)
+
+
+def _plan_file(path: Path) -> dict[str, Any]:
+    """What ``--json`` wrote.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as a plan: {' '.join(str(error).split())[:200]}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds no plan; `axo plan ... --json FILE` writes one")
+    return found
 
 
 def _grid(text: str, gpus: int) -> Grid:
@@ -267,7 +310,7 @@ def _grid(text: str, gpus: int) -> Grid:
     return grid
 
 
-def _print_plan(made: planner.Plan, top: int, explain: Grid | None) -> None:
+def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: float) -> None:
     from axo.perf import output
 
     asked = made.request
@@ -277,10 +320,20 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None) -> None:
     )
     calibrated = ", ".join(asked.machine.calibrated_on) or "nothing: its fractions are guesses (axo profile measures)"
     say(f"{asked.machine.name}: {asked.machine.description}; calibrated on {calibrated}")
+    if asked.machine.assumed:
+        values = ", ".join(f"{name} {getattr(asked.machine, name):g}" for name in asked.machine.assumed)
+        say(f"  not in its file, so as measured on the papers' machines: {values}")
     show_table(
         f"{min(top, len(made.ranked))} of {len(made.ranked)} grids that fit; {len(made.left_out)} do not",
         output.plan_table(made, top),
     )
+    if asked.tokens:
+        say(_cost(made, gpu_hour))
+    if made.forced():
+        say(made.forced())
+    say("what runs each row:")
+    for line in output.commands(made, top):
+        say(f"  {line}")
     say(made.why(made.best))
     if explain is not None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
@@ -290,6 +343,15 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None) -> None:
             show_table(f"traffic of {explain}", output.traffic_table(made, chosen))
         if chosen.memory is not None:
             show_table(f"memory of {explain}", output.memory_table(chosen))
+
+
+def _cost(made: planner.Plan, gpu_hour: float) -> str:
+    hours, energy = made.gpu_hours(made.best), made.megawatt_hours(made.best)
+    text = (
+        f"{made.request.tokens:g} tokens on {made.best.grid}: {made.days(made.best):.1f} days, {hours:,.0f} GPU hours"
+    )
+    text += f", {gpu_hour * hours:,.0f} at {gpu_hour:g} a GPU hour" if gpu_hour else ""
+    return text + (f", {energy:,.0f} MWh at {made.request.machine.watts:g} W a GPU" if energy else "")
 
 
 def _stdout_taken(*paths: Path | None) -> bool:

@@ -104,7 +104,11 @@ def tabulate(row: Row) -> Table:
         here = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
         timed = sorted(candidates, key=lambda c: model.predict(asked.workload, c.grid, here, c.run).total)
         near.update({candidate.grid: candidate for candidate in timed[:4]})
-    work = 100 * flops.step_flops(asked.workload, BATCH) / (row.gpus * asked.machine.peak_tflops * 1e12)
+    work = (
+        100
+        * flops.step_flops(asked.workload, BATCH, full_attention=True)
+        / (row.gpus * asked.machine.peak_tflops * 1e12)
+    )
 
     def percent(gemm: float, network: float) -> float:
         here = replace(asked.machine, gemm_fraction=gemm, network_fraction=network)
@@ -160,6 +164,51 @@ def leave_one_out(tables: dict[Row, Table]) -> dict[Row, float]:
     found = {}
     for row in tables:
         found.update(errors(tables, fit(tables, [other for other in tables if other != row]), [row]))
+    return found
+
+
+def null_errors(which: Iterable[Row]) -> dict[Row, float]:
+    """Return the relative errors of one share of peak for each machine: the mean of its calibration rows."""
+    measured = rows()
+    share = {}
+    for name in ("frontier", *ONE_ROW):
+        seen = [measured[row] for row in CALIBRATION if row.machine == name]
+        share[name] = sum(seen) / len(seen)
+    return {row: share[row.machine] / measured[row] - 1 for row in which}
+
+
+def fit_gemm(tables: dict[Row, Table], network: float) -> Fit:
+    """Fit only the share of products, on the calibration rows, with a given ``network``."""
+    return Fit(
+        network,
+        {
+            name: _fit_one(tables, [row for row in CALIBRATION if row.machine == name], network)
+            for name in ("frontier", *ONE_ROW)
+        },
+    )
+
+
+def leave_one_machine_out(tables: dict[Row, Table]) -> dict[str, float]:
+    """Return the mean |error| on each machine when no row of it is used: its products reach the mean of the others'.
+
+    Without frontier ``network_fraction`` comes from the other two machines' rows, all of them.
+    """
+    found = {}
+    for left in ("frontier", *ONE_ROW):
+        others = [name for name in ("frontier", *ONE_ROW) if name != left]
+        seen = {name: [row for row in tables if row.machine == name] for name in others}
+        if left == "frontier":
+            network = min(
+                _points(NETWORK),
+                key=lambda network: sum(
+                    _off(tables, seen[name], _fit_one(tables, seen[name], network), network) for name in others
+                ),
+            )
+        else:
+            network = _fit_two(tables, seen["frontier"])[0]
+        gemm = sum(_fit_one(tables, seen[name], network) for name in others) / len(others)
+        mine = [row for row in tables if row.machine == left]
+        found[left] = mean_error(errors(tables, Fit(network, {left: gemm}), mine).values())
     return found
 
 

@@ -13,10 +13,16 @@ from typing import NamedTuple
 
 from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
+from axo.perf.flops import seen
 from axo.perf.machine import Machine
 from axo.perf.workload import NORM, Block, Layer, Workload
 
 OVERLAPS = ("oar", "ors", "oag")
+PRECISIONS = {  # bytes of Run.itemsize, stream and weights
+    "bf16-mixed": {"itemsize": 2, "stream": 4, "weights": 4},
+    "bf16-true": {"itemsize": 2, "stream": 2, "weights": 2},
+    "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
+}
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
 
 
@@ -27,6 +33,8 @@ class Run:
     Args:
         batch_tokens: Tokens of one step, all ranks together.
         itemsize: Bytes an element of the dtype that products compute in (bf16: 2); master weights are fp32.
+        stream: Bytes an element of the residual stream: fp32 under autocast, whatever products compute in.
+        weights: Bytes an element of weights, their gradients and the optimizer's moments.
         overlap: Which of oar, ors and oag hide communication.
         cached_gathers: Share of the gathered weights that are kept for their second use (1: N gathers a step, 0: 2N):
             in the recomputation of a checkpointed block, else in backward.
@@ -38,6 +46,8 @@ class Run:
 
     batch_tokens: int
     itemsize: int = 2
+    stream: int = 4
+    weights: int = 4
     overlap: frozenset[str] = frozenset(OVERLAPS)
     cached_gathers: float = 0.0
     micro_batches: int = 1
@@ -95,11 +105,12 @@ class LayerCost(NamedTuple):
 
 
 def data_seconds(network: Network, reduced: float, shard: float, run: Run) -> float:
-    """Return the seconds over data at the end of a step: ``reduced`` for all gradients' all-reduces, more with ZeRO.
+    """Return the seconds over data in a step: ``reduced`` for all gradients' all-reduces of one micro-batch, and ZeRO's.
 
-    ZeRO-2 reduce-scatters gradients, which is half of an all-reduce (the engine starts that behind backward; here it
+    Each micro-batch reduces its gradients (``axo train`` does not add them up unreduced). ZeRO-2 reduce-scatters gradients, which is half of an all-reduce (the engine starts that behind backward; here it
     counts at the end). After the step both stages gather the updated fp32 parameters, ``shard`` values a rank.
     """
+    reduced *= run.micro_batches
     if not run.zero or "data" not in network.axes:
         return reduced
     ranks = network.axes["data"][0]
@@ -211,7 +222,7 @@ def products(layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: 
         seconds = layer.experts * machine.gemm_seconds(my_rows, k, n)
         return seconds, seconds if layer.input_grad else 0.0, seconds
     if layer.kind == "attention":
-        seconds = 4.0 * my_rows * seq_length * cost.chunk(layer.in_features, x) / machine.gemm_flops
+        seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.gemm_flops
         return seconds, 2.0 * seconds, 0.0
     if layer.kind in ("pointwise", "norm"):
         forward, backward = NORM if layer.kind == "norm" else layer.moves

@@ -23,6 +23,7 @@ import yaml
 from axo.grid import AXES, Grid
 
 _FOLDER = Path(__file__).parent / "data" / "machines"
+PROFILED = "machine.yaml"  # where axo profile writes
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class Machine:
         gemm_fraction: Share of ``gemm_tflops`` that products reach inside a training step (calibrated).
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
         contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
+        watts: Power of one GPU with its share of the node; 0: not known.
         gemms: Measured products, where there are any.
         calibrated_on: The measurements that gave the two fractions; empty: nobody calibrated them.
+        assumed: Fields that the file does not give, which have the values of ``ASSUMED``.
     """
 
     name: str
@@ -70,8 +73,10 @@ class Machine:
     gemm_fraction: float = 1.0
     network_fraction: float = 1.0
     contention: float = 0.0
+    watts: float = 0.0
     gemms: tuple[Gemm, ...] = ()
     calibrated_on: tuple[str, ...] = ()
+    assumed: tuple[str, ...] = ()
     description: str = ""
 
     def bandwidth(self, grid: Grid, axis: str) -> float:
@@ -151,26 +156,56 @@ class Machine:
 # ---------------------------------------------------------------------------------------------------------- reading
 
 
+# Other names of the machines that come with Axo.
+ALIASES = {
+    "h100": "dgx-h100",
+    "h200": "dgx-h200",
+    "b200": "dgx-b200",
+    "gb200": "gb200-nvl72",
+    "a100": "dgx-a100",
+    "a100-80": "dgx-a100",
+    "a100-40": "dgx-a100-40",
+    "4090": "rtx-4090",
+    "5090": "rtx-5090",
+}
+
+
 def known() -> list[str]:
     """Return the names of the machines that come with Axo."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def load(name_or_path: str) -> Machine:
-    """Read a machine by name, or a file.
+    """Read a machine by name or alias, or a file.
 
     Raises:
         ValueError: Unknown name, or a broken file (its line and field are named).
     """
     path = Path(name_or_path)
-    if name_or_path in known():
-        return _read(_FOLDER / f"{name_or_path}.yaml")
+    name = ALIASES.get(name_or_path.lower(), name_or_path.lower())
+    if name in known():
+        return _read(_FOLDER / f"{name}.yaml")
     if path.suffix in (".yaml", ".yml", ".json") or path.exists():
         if not path.is_file():
             what = "is not a file" if path.exists() else "does not exist"
             raise ValueError(f"machine file {name_or_path!r} {what}; `axo profile --out FILE` writes one")
         return _read(path)
     raise ValueError(f"machine {name_or_path!r} is not known; use one of {', '.join(known())}, or a machine file")
+
+
+def measured_here(folder: Path = Path()) -> str:
+    """Return the machine file that ``axo profile`` wrote in ``folder``, for who names no machine.
+
+    Raises:
+        ValueError: There is none; says what to choose.
+    """
+    path = folder / PROFILED
+    if path.is_file():
+        return str(path)
+    raise ValueError(
+        f"no machine is named and there is no {PROFILED} here; add --machine with one of {', '.join(known())}, or"
+        f" measure this one: axo profile --out {PROFILED}"
+    )
 
 
 @cache
@@ -187,6 +222,16 @@ def _read(path: Path) -> Machine:
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
+# What a machine file that does not say it gets: what the papers' machines were measured to reach (gemm_fraction: the
+# mean of the three), NCCL's own tuning constants, and a quarter of a GPU's units busy with collectives.
+ASSUMED = {
+    "gemm_fraction": 0.61,
+    "network_fraction": 0.94,
+    "latency_intra_us": 3.4,
+    "latency_inter_us": 14.0,
+    "contention": 0.25,
+}
+
 _MOST = 1e15  # of any number in a file, so that nothing computed from it is infinite
 _MOST_A_NODE = 65536
 
@@ -201,6 +246,7 @@ _NUMBERS = {  # field: must be given
     "gemm_fraction": False,
     "network_fraction": False,
     "contention": False,
+    "watts": False,
 }
 _OTHERS = (
     "name",
@@ -268,6 +314,8 @@ class _Reader:
                 raise self.fail(name, f"{numbers[name]} is not a share; a value near or under 1 is meant")
         if numbers.get("contention", 0.0) >= 1.0:
             raise self.fail("contention", f"{numbers['contention']} is not a share under 1")
+        assumed = tuple(name for name in ASSUMED if name not in numbers)
+        numbers |= {name: ASSUMED[name] for name in assumed}
         rows = self.values.get("calibrated_on") or []
         if not isinstance(rows, list):
             raise self.fail("calibrated_on", f"{_short(rows)} is not a list of what was measured")
@@ -278,6 +326,7 @@ class _Reader:
             cross_gbs=self.table("cross_gbs", self.values.get("cross_gbs", {})),
             gemms=self.gemms(),
             calibrated_on=tuple(map(str, rows)),
+            assumed=assumed,
             description=str(self.values.get("description", "")),
             **numbers,
         )

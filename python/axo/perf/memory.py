@@ -1,16 +1,25 @@
-"""What a rank holds at the fullest moment of a step, in bytes.
+"""What a rank holds at the fullest moments of a step, in bytes.
 
-With P parameters, g = Gx Gy Gz, r = tokens of one rank and micro-batch, h the hidden size:
+With P parameters, g = Gx Gy Gz, S = P / g, r = tokens of one rank and micro-batch, h the hidden size, and bytes an
+element w of weights, c of products, s of the residual stream (4, 2, 4 under bf16 autocast: only products are bf16):
 
-    weights    4 P / g      fp32 masters          gradients  4 P / g        optimizer  8 P / g (AdamW's moments)
+    weights    w S             gradients  w S             optimizer  2 w S (AdamW's moments)
                with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data
-    gathered   2 P' / (Gx Gy)   bf16 blocks: all of the model when kept from forward to backward, else two layers
-    kept       2 r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
-    working    the saved tensors of one block, and the fp32 logits and their gradient, r V / Gx each
+    buckets    c S             gradients as they are reduced; at the end of backward .grad is made of them
+    gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
+               two blocks (OAG gathers the next one ahead), or the largest layer
+    kept       s r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
+    working    of backward: the tensors that a checkpointed block saves when it runs again, and the gradients that flow
+               through its largest layer; or the gradient of the logits, c r V / Gx, before any block
 
-Saved tensors are counted from the layers: each linear layer saves its input, pointwise, norm and attention layers
-theirs. The allocator's waste is a flat share (`SLACK`), the communication library's and the context's buffers a flat 2
-GiB. It does not know which framework runs: a share of 10% either way is to be expected.
+Two moments are compared. When backward begins everything saved is there, and gradients only where earlier micro-batches
+left them (``zero_grad`` drops them). When it ends nothing saved is left, and gradients are there twice: in buckets and
+in .grad.
+
+Saved tensors are counted from the layers: a linear layer saves its input in c, a norm its own in s and its statistics,
+attention q, k, v, its output and a logarithm a head, an activation what its derivative needs; what two layers read is
+saved once, but for the copies that each casts. The loss is the vocabulary-parallel one.
+The allocator's waste is a flat share (`SLACK`), the communication library's and the context's buffers a flat 2 GiB.
 """
 
 from __future__ import annotations
@@ -24,26 +33,38 @@ from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
 GIB = 2.0**30
+FP32 = 4  # bytes; of statistics
 SLACK = 0.05
 RESERVED = 2 * GIB
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by what they are for."""
+    """Bytes on one rank, by what they are for: of each the most that there is of it.
+
+    ``accumulates``: gradients of earlier micro-batches are there when backward begins.
+    """
 
     weights: float
     gradients: float
     optimizer: float
+    buckets: float
     gathered: float
     kept: float
     working: float
+    accumulates: bool = False
+
+    @property
+    def moments(self) -> dict[str, float]:
+        """Bytes at the two moments of which one is the fullest."""
+        always = self.weights + self.optimizer
+        begins = always + self.gathered + self.kept + self.working + self.gradients * self.accumulates
+        return {"backward begins": begins, "backward ends": always + self.gradients + self.buckets}
 
     @property
     def total(self) -> float:
         """Bytes at the fullest moment, with the allocator's waste and the reserve of the libraries."""
-        parts = self.weights + self.gradients + self.optimizer + self.gathered + self.kept + self.working
-        return parts * (1 + SLACK) + RESERVED
+        return max(self.moments.values()) * (1 + SLACK) + RESERVED
 
     def fits(self, machine: Machine) -> bool:
         """True when it fits into one GPU."""
@@ -53,48 +74,77 @@ class Memory:
 def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up."""
     rows = chunk(run.group_rows(grid), grid.z)
-    block_share = grid.x * grid.y
-    parameters = workload.parameters + workload.copied(grid)
-    shard = parameters / (block_share * grid.z)
-    kept = working = largest = 0.0
+    shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
+    kept = working = 0.0
     for block in workload.blocks:
-        all_saved = sum(saved(layer, grid, rows) for layer in block.layers)
+        all_saved = sum(saved(layer, grid, rows, run) for layer in block.layers)
         if block.checkpointed:
-            kept += block.repeat * block_input(block, grid, rows)
-            working = max(working, all_saved)
+            kept += block.repeat * block_input(block, grid, rows, run)
         else:
             kept += block.repeat * all_saved
-        largest = max(largest, *(float(layer.parameters) for layer in block.layers))
-    if grid.z == 1:
-        gathered = 2.0 * shard  # the bf16 copy that the products read
-    elif run.cached_gathers:
-        gathered = 2.0 * run.cached_gathers * parameters / block_share
-    else:
-        gathered = 2.0 * 2.0 * largest / block_share
-    optimizer = 8.0 * shard * run.optimizer_share(grid)
-    gradients = 4.0 * shard * (run.optimizer_share(grid) if run.zero == 2 else 1.0)
-    return Memory(4.0 * shard, gradients, optimizer, gathered, kept, working)
+        flowing = max(gradients_through(layer, grid, rows, run) for layer in block.layers)
+        working = max(working, flowing + all_saved * block.checkpointed)
+    reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
+    silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
+    copied = run.itemsize != run.weights and not silent
+    return Memory(
+        weights=run.weights * shard,
+        gradients=run.weights * shard * reduced,
+        optimizer=2.0 * run.weights * shard * run.optimizer_share(grid),
+        buckets=run.itemsize * shard * reduced if copied else 0.0,
+        gathered=gathered(workload, grid, run),
+        kept=kept,
+        working=working,
+        accumulates=run.micro_batches > 1 or silent,
+    )
 
 
-def block_input(block: Block, grid: Grid, rows: int) -> float:
-    """Bytes that a checkpointed block keeps: its input, in bf16."""
+def gathered(workload: Workload, grid: Grid, run: Run) -> float:
+    """Bytes of weights as products read them: gathered over z, or cast where z does not cut them."""
+    if grid.z == 1 and run.itemsize == run.weights:
+        return 0.0
+    share = run.itemsize / (grid.x * grid.y)
+    if run.cached_gathers:
+        return share * run.cached_gathers * (workload.parameters + workload.copied(grid))
+    linear = [[layer.parameters for layer in block.layers if layer.kind == "linear"] for block in workload.blocks]
+    if grid.z > 1 and "oag" in run.overlap:
+        return share * 2.0 * max(sum(sizes) for sizes in linear)
+    return share * max(max(sizes, default=0) for sizes in linear)
+
+
+def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
+    """Bytes that a checkpointed block keeps: its input, a piece of the residual stream."""
     first = block.layers[0]
-    return 2.0 * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
+    return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
 
 
-def saved(layer: Layer, grid: Grid, rows: int) -> float:
-    """Bytes that one layer keeps for its backward."""
+def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+    """Bytes of the gradients of one layer's input and output while its backward runs."""
     my_rows = rows * layer.rows * layer.experts
     if layer.kind == "loss":
-        return 2 * 4.0 * my_rows * chunk(layer.out_features, grid.x)
+        return run.itemsize * my_rows * chunk(layer.out_features, grid.x)
+    if layer.kind != "linear":
+        return 0.0
+    inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
+    return run.itemsize * my_rows * (chunk(layer.in_features, inside) + chunk(layer.out_features, outside))
+
+
+def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+    """Bytes that one layer keeps for its backward; ``rows`` of one rank."""
+    my_rows = rows * layer.rows * layer.experts
+    if layer.kind == "loss":  # the logits, ids, and two statistics a row
+        return my_rows * (run.itemsize * chunk(layer.out_features, grid.x) + 8 + 2 * FP32)
     if layer.kind == "norm":
-        return 2.0 * my_rows * chunk(layer.in_features, grid.size(layer.over or "x"))
+        statistics = FP32 * my_rows * (2 if layer.norm == "layernorm" else 1)
+        width = 0 if layer.shares_input else chunk(layer.in_features, grid.size(layer.over or "x"))
+        return statistics + (run.stream if layer.over == "y" else run.itemsize) * my_rows * width
     if layer.kind == "embedding":
         return 8.0 * my_rows
-    inside = grid.x if layer.kind == "linear" and layer.transposed else grid.y
-    if layer.kind in ("attention", "pointwise"):
-        if layer.transposed:  # a residual sum saves nothing
+    if layer.kind == "linear":
+        if layer.shares_input and run.stream == run.itemsize:
             return 0.0
-        inside = grid.x
-    copies = 4.0 if layer.kind == "attention" else 1.0  # q, k, v and the output
-    return 2.0 * copies * my_rows * chunk(layer.in_features, inside)
+        return run.itemsize * my_rows * chunk(layer.in_features, grid.x if layer.transposed else grid.y)
+    if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's
+        tensors = 3 + (layer.kv_groups < layer.heads)
+        return my_rows * (run.itemsize * tensors * chunk(layer.in_features, grid.x) + FP32 * chunk(layer.heads, grid.x))
+    return run.itemsize * layer.kept * my_rows * chunk(layer.in_features, grid.x)

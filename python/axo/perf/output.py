@@ -15,9 +15,10 @@ from dataclasses import asdict
 from typing import Any
 
 from axo.grid import AXES
+from axo.perf.command import command_line
 from axo.perf.memory import GIB
 from axo.perf.planner import Candidate, Plan
-from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group
+from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group, Summary, summaries
 from axo.perf.simulator import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
@@ -57,10 +58,15 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
             "mfu_percent": made.percent_of_peak(candidate, model_flops=True),
             "micro_batches": candidate.run.micro_batches,
             "cached_gathers": candidate.run.cached_gathers,
+            "recompute": candidate.recompute,
+            "zero": candidate.run.zero,
             "why": made.why(candidate),
+            "command": command_line(made, candidate),
         }
         if made.request.tokens:
             found["days"] = made.days(candidate)
+            found["gpu_hours"] = made.gpu_hours(candidate)
+            found["megawatt_hours"] = made.megawatt_hours(candidate)
     return found
 
 
@@ -93,20 +99,23 @@ def plan_csv(made: Plan) -> str:
         row["memory_bytes"] = f"{candidate.memory.total:.0f}" if candidate.memory else ""
         rows.append(row)
     columns = ["rank", "grid", *AXES, "step_s", "compute_s", "contention_s", *(f"exposed_{axis}_s" for axis in AXES)]
-    columns += ["hfu_percent", "mfu_percent", "days", "micro_batches", "cached_gathers", "memory_bytes", "reason"]
+    columns += ["hfu_percent", "mfu_percent", "days", "gpu_hours", "recompute", "zero", "micro_batches"]
+    columns += ["cached_gathers", "memory_bytes", "command", "reason"]
     return as_csv(rows, columns)
 
 
 def plan_table(made: Plan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
-    A step is its products, what shows by axis, and other: the optimizer, and by how much hidden communication slows
-    products.
+    HFU counts recomputation; kept is the share of gathered weights that stay for their second use. A step is its
+    products, what shows by axis, and other: the optimizer, and by how much hidden communication slows products.
     """
-    header = ["", "grid", "step s", "% peak", "products s", "other s", *(f"{axis} s" for axis in AXES)]
-    header += ["hidden s", "GiB", "micro"]
+    header = ["", "grid", "step s", "% HFU", "products s", "other s", *(f"{axis} s" for axis in AXES)]
+    header += ["hidden s", "GiB", "micro", "kept"]
     if made.request.tokens:
         header.append("days")
+    if made.request.search:
+        header += ["recompute", "zero"]
     rows = []
     for number, candidate in enumerate(made.ranked[:top], 1):
         time, held = candidate.time, candidate.memory
@@ -115,15 +124,54 @@ def plan_table(made: Plan, top: int) -> Table:
         shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), hidden]
         row = [str(number), str(candidate.grid), f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
         row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
-        rows.append([*row, f"{made.days(candidate):.1f}"] if made.request.tokens else row)
+        row.append(f"{100 * candidate.run.cached_gathers:.0f}%")
+        if made.request.tokens:
+            row.append(f"{made.days(candidate):.1f}")
+        if made.request.search:
+            row += ["full" if candidate.recompute else "none", str(candidate.run.zero)]
+        rows.append(row)
     return header, rows
+
+
+def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
+    """Return the best row of each plan side by side, the fewest GPU hours a token first.
+
+    Args:
+        plans: (file, what ``plan_json`` gave).
+
+    Raises:
+        ValueError: A file holds no plan.
+    """
+    header = ["file", "model", "machine", "GPUs", "tokens a batch", "grid", "step s", "tokens/s", "% HFU", "GiB"]
+    header += ["GPU hours a billion tokens"]
+    rows = []
+    for name, made in plans:
+        try:
+            best = made["ranked"][0]
+            rate = made["batch_tokens"] / best["step_s"]
+            hours = made["gpus"] / rate * 1e9 / 3600
+            row = [name, made["model"], made["machine"], str(made["gpus"]), f"{made['batch_tokens']:,}", best["grid"]]
+            row += [f"{best['step_s']:.2f}", f"{rate:,.0f}", f"{best['hfu_percent']:.1f}"]
+            row += [f"{best['memory_bytes']['total'] / GIB:.1f}", f"{hours:.1f}"]
+        except (KeyError, IndexError, TypeError, ZeroDivisionError):
+            raise ValueError(f"{name} holds no plan; `axo plan ... --json FILE` writes one") from None
+        rows.append((hours, row))
+    return header, [row for _, row in sorted(rows, key=lambda one: one[0])]
+
+
+def commands(made: Plan, top: int) -> list[str]:
+    """Return the command line of each of the best ``top`` rows, numbered as in the table."""
+    return [f"{number}: {command_line(made, one)}" for number, one in enumerate(made.ranked[:top], 1)]
 
 
 def memory_table(candidate: Candidate) -> Table:
     """Return what a rank holds, by what it is for."""
     held = candidate.memory
-    parts = {} if held is None else asdict(held) | {"with waste and reserve": held.total}
-    return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in parts.items()]
+    if held is None:
+        return ["what", "GiB"], []
+    sizes = {name: size for name, size in asdict(held).items() if name != "accumulates"}
+    sizes |= {f"when {moment}": size for moment, size in held.moments.items()} | {"with waste and reserve": held.total}
+    return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in sizes.items()]
 
 
 def traffic_table(made: Plan, candidate: Candidate) -> Table:
@@ -141,6 +189,16 @@ def traffic_table(made: Plan, candidate: Candidate) -> Table:
                 [axis, str(candidate.grid.size(axis)), f"{gbs:.1f}", where, f"{total:.3f}", f"{time.exposed[axis]:.3f}"]
             )
     return ["axis", "ranks", "GB/s a ring", "where", "traffic s", "exposed s"], rows
+
+
+def summary_table(found: Sequence[Summary]) -> Table:
+    """Return the closing table of a reproduction: a line for each group."""
+    header = ["figure or table", "rows", "held out, with a number", "mean |error|", "worst"]
+    rows = [
+        [one.title, str(one.rows), str(one.held_out), "" if one.mean is None else f"{100 * one.mean:.1f}%", one.worst]
+        for one in found
+    ]
+    return header, rows
 
 
 def simulation_table(simulation: Simulation) -> Table:
@@ -260,6 +318,7 @@ def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict
     """Return the reproduction as a page."""
     sections = [("How it was calibrated", [bullets(notes), *(image(png, name) for name, png in plots.items())])]
     sections += [(group.title, [html_table(group_table(group)), paragraph(group.note)]) for group in groups]
+    sections.append(("All groups", [html_table(summary_table(summaries(list(groups))))]))
     sections.append(("What cannot be predicted", [bullets(CANNOT)]))
     sections.append(("Where the papers contradict", [bullets(CONTRADICTIONS)]))
     return page("The papers' numbers beside the model's", sections)

@@ -5,6 +5,9 @@ of the model, when the batch has fewer sequences than z * data, or when a rank w
 else take the fewest micro-batches that fit, predict (``axo.perf.model``), sort. Nothing is left out in silence: every
 grid keeps its reason.
 
+With ``search`` each grid is tried with and without recomputation, with each ZeRO stage and with more micro-batches
+(which leave room to keep gathered weights), and the fastest that fits counts.
+
 It measures nothing and knows no network weather; ``axo.perf.simulator`` looks at one grid more closely.
 """
 
@@ -16,11 +19,12 @@ from dataclasses import dataclass, field, replace
 
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model
-from axo.perf.layer_time import OVERLAPS, Run
+from axo.perf.layer_time import OVERLAPS, PRECISIONS, Run
 from axo.perf.machine import Machine
 from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
+PLANNED = ("bf16-mixed", "bf16-true")
 DAY = 86400.0
 MOST_GPUS = 2**20
 _TRAFFIC = {
@@ -45,6 +49,9 @@ class Request:
         overlap: Which of oar, ors, oag are on.
         gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
+        precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
+        search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
+            else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
     """
 
     workload: Workload
@@ -55,18 +62,24 @@ class Request:
     overlap: frozenset[str] = frozenset(OVERLAPS)
     gather: str = "auto"
     zero: int = 0
+    precision: str = "bf16-mixed"
+    search: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
             raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
         if self.gpus > MOST_GPUS:
             raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
+        if not isinstance(self.search, bool):
+            raise ValueError(f"plan: search={self.search!r} is not a switch; use True or False")
         if self.batch_tokens < self.workload.seq_length:
             raise ValueError(
                 f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"
             )
         if self.gather not in GATHERS:
             raise ValueError(f"plan: gather={self.gather!r} is not known; use one of {', '.join(GATHERS)}")
+        if self.precision not in PLANNED:
+            raise ValueError(f"plan: precision={self.precision!r} is not planned; use one of {', '.join(PLANNED)}")
         if self.zero not in (0, 1, 2):
             raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
         unknown = self.overlap - set(OVERLAPS)
@@ -81,10 +94,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One grid: its prediction, or the reason why it is left out."""
+    """One grid: its prediction, or the reason why it is left out. ``recompute``: blocks run again in backward."""
 
     grid: Grid
     run: Run
+    recompute: bool
     time: model.StepTime | None = None
     memory: memory.Memory | None = None
     reason: str = ""
@@ -114,20 +128,47 @@ class Plan:
     def best(self) -> Candidate:
         return self.ranked[0]
 
-    def step_flops(self) -> float:
-        """Hardware flops of one step (with recomputation)."""
-        return flops.step_flops(self.request.workload, self.request.batch_tokens)
+    def workload(self, candidate: Candidate) -> Workload:
+        """The model as a candidate runs it."""
+        return _variant(self.request.workload, candidate.recompute)
 
-    def percent_of_peak(self, candidate: Candidate, *, model_flops: bool = False) -> float:
-        """Return HFU in percent of the advertised peak; ``model_flops``: MFU."""
+    def step_flops(self, candidate: Candidate | None = None) -> float:
+        """Hardware flops of one step (with recomputation), of the best candidate if none is given."""
+        return flops.step_flops(self.workload(candidate or self.best), self.request.batch_tokens)
+
+    def percent_of_peak(
+        self, candidate: Candidate, *, model_flops: bool = False, full_attention: bool = False
+    ) -> float:
+        """Return HFU in percent of the advertised peak; ``model_flops``: MFU; ``full_attention``: as in ``flops``."""
         work = flops.step_flops(
-            self.request.workload, self.request.batch_tokens, recompute=False if model_flops else None
+            self.workload(candidate),
+            self.request.batch_tokens,
+            recompute=False if model_flops else None,
+            full_attention=full_attention,
         )
         return 100 * work / candidate.seconds / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
 
     def days(self, candidate: Candidate) -> float:
         """Return days to train ``tokens`` tokens (0 when they were not asked)."""
         return self.request.tokens / self.request.batch_tokens * candidate.seconds / DAY
+
+    def gpu_hours(self, candidate: Candidate) -> float:
+        """Return GPU hours to train ``tokens`` tokens (0 when they were not asked)."""
+        return 24 * self.days(candidate) * self.request.gpus
+
+    def megawatt_hours(self, candidate: Candidate) -> float:
+        """Return the energy of that, MWh, at the power that the machine file gives (0: it gives none)."""
+        return self.gpu_hours(candidate) * self.request.machine.watts / 1e6
+
+    def forced(self) -> str:
+        """Say what the batch leaves no choice about; empty where it forces nothing."""
+        gpus, sequences = self.request.gpus, self.request.sequences
+        if gpus <= sequences:
+            return ""
+        return (
+            f"the batch has {sequences} sequences for {gpus} GPUs, so x*y must be at least {-(-gpus // sequences)};"
+            f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice"
+        )
 
     def why(self, candidate: Candidate) -> str:
         """Say in one sentence where the time of a candidate goes and what stands between it and the best."""
@@ -177,23 +218,54 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
     return Plan(request, ranked, left_out)
 
 
+def _variant(workload: Workload, recompute: bool) -> Workload:
+    return workload if workload.checkpointed == recompute else workload.otherwise
+
+
 def consider(request: Request, grid: Grid) -> Candidate:
-    """Predict one grid, or say why it is left out."""
-    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero)
+    """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it."""
+    if not request.search:
+        return _consider(request, grid)
+    found: list[Candidate] = []
+    for recompute in (False, True):
+        for zero in (0, 1, 2) if grid.data > 1 else (0,):
+            workload = _variant(request.workload, recompute)
+            one = _consider(replace(request, workload=workload, zero=zero, search=False), grid, further=2)
+            if one.reason and one.memory is None:  # neither memory nor speed: the grid itself is impossible
+                return one
+            found.append(one)
+    fitting = [one for one in found if not one.reason]
+    if fitting:
+        return min(fitting, key=lambda one: one.seconds)
+    return min(found, key=lambda one: one.memory.total if one.memory else 0.0)
+
+
+def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
+    """Predict one grid with the fewest micro-batches that fit, or the best of up to ``further`` more doublings."""
+    recompute = request.workload.checkpointed
+    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero, **PRECISIONS[request.precision])
     reason = _impossible(request, grid)
     if reason:
-        return Candidate(grid, run, reason=reason)
-    held = None
+        return Candidate(grid, run, recompute, reason=reason)
+    held = best = None
     for run in _runs(request, grid):
         held = memory.estimate(request.workload, grid, run)
-        if held.fits(request.machine):
-            if request.gather == "auto":
-                run = _cache_what_fits(request, grid, run, held)
-                held = memory.estimate(request.workload, grid, run)
-            return Candidate(grid, run, model.predict(request.workload, grid, request.machine, run), held)
+        if not held.fits(request.machine):
+            continue
+        if request.gather == "auto":
+            run = _cache_what_fits(request, grid, run, held)
+            held = memory.estimate(request.workload, grid, run)
+        time = model.predict(request.workload, grid, request.machine, run)
+        if best is None or time.total < best.seconds:
+            best = Candidate(grid, run, recompute, time, held)
+        if further == 0 or run.cached_gathers == 1.0 or grid.z == 1:
+            return best
+        further -= 1
+    if best is not None:
+        return best
     assert held is not None
     need = f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
-    return Candidate(grid, run, memory=held, reason=need)
+    return Candidate(grid, run, recompute, memory=held, reason=need)
 
 
 def _impossible(request: Request, grid: Grid) -> str:
@@ -215,6 +287,7 @@ def _runs(request: Request, grid: Grid) -> Iterator[Run]:
             micro_batches=pieces,
             zero=request.zero,
             rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
+            **PRECISIONS[request.precision],
         )
         if pieces >= sequences:
             return

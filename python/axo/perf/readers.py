@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ import yaml
 from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
+MEASURED = _DATA / "plan_validation"  # grids whose steps were measured, and the machine
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _POST_NORMS = ("olmo2", "gemma2", "gemma3", "gemma3_text")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -31,6 +33,18 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def papers() -> dict[str, Any]:
     """Return the papers' numbers (``data/papers.yaml``)."""
     return yaml.load((_DATA / "papers.yaml").read_text(), Loader=_LOADER)
+
+
+@lru_cache(maxsize=1)
+def measured() -> dict[str, Any]:
+    """Return the measured steps of all grids of eight ranks (``data/plan_validation/grids.yaml``)."""
+    return yaml.load((MEASURED / "grids.yaml").read_text(), Loader=_LOADER)
+
+
+def measured_workload() -> Workload:
+    """Return the model of those steps."""
+    numbers = measured()
+    return from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
 
 
 def known() -> list[str]:
@@ -86,7 +100,7 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
         raise ValueError(f'model file {path}: expected fields such as "hidden_size", got a {type(fields).__name__}')
     name = path.parent.name or path.stem
     if "n_embd" in fields and "padded_vocab_size" in fields:
-        return from_litgpt(fields, seq_length=seq_length)
+        return replace(from_litgpt(fields, seq_length=seq_length), trained_as=str(path))
     return from_hugging_face(fields, name=str(fields.get("_name_or_path") or name), seq_length=seq_length)
 
 
@@ -100,7 +114,7 @@ def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
         config = Config.from_name(name)
     except ValueError:
         raise ValueError(f"{unknown} or a model_config.yaml") from None
-    return from_litgpt(vars(config), seq_length=seq_length)
+    return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=name)
 
 
 def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:
@@ -141,6 +155,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         head_bias=bool(config.get("lm_head_bias", False)),
         norm="rmsnorm" if config.get("norm_class_name") == "RMSNorm" else "layernorm",
         norms=pre_norms,
+        parallel=bool(config.get("parallel_residual", True)),
         post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
         norm_qk=norm_qk,
         experts=experts,
@@ -185,6 +200,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
         qkv_bias=not gated or kind.startswith("qwen2") or bool(config.get("attention_bias")),
         norm="rmsnorm" if gated else "layernorm",
         norms=0 if kind == "olmo2" else 2,
+        parallel=bool(config.get("use_parallel_residual", kind in ("gpt_neox", "gptj", "falcon", "phi"))),
         post_norms=(kind in _POST_NORMS, kind in _POST_NORMS),
         norm_qk=norm_qk,
         experts=experts,
@@ -212,7 +228,9 @@ def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Wor
         if kind == "Linear":
             hidden = hidden or leaf.in_features
             layers.append(Layer("linear", path, leaf.in_features, leaf.out_features, bias, transposed))
-            layers.append(Layer("pointwise", f"{path}.act", leaf.out_features, transposed=transposed, moves=ACTIVATION))
+            layers.append(
+                Layer("pointwise", f"{path}.act", leaf.out_features, transposed=transposed, moves=ACTIVATION, kept=1)
+            )
         elif kind in ("Conv1d", "Conv2d", "Conv3d"):
             area = 1
             for size in leaf.kernel_size:

@@ -5,7 +5,7 @@ A rank has a compute stream and one stream for each axis; operations of a stream
     forward     the first gather of a block issues those of the next block too (OAG); outputs are all-reduced at once
     backward    a checkpointed block runs forward again first; all-reduce of dI beside the dW product (OAR);
                 reduce-scatters of dW follow behind on z and nothing waits for them before the end (ORS)
-    end         all-reduces over data, layer by layer; optimizer
+    end         of each micro-batch: all-reduces over data, layer by layer; then the optimizer
 
 Switched off, each is waited for where it is issued. Times of single operations come from ``axo.perf.layer_time``.
 This file lays out operations; ``axo.perf.simulator`` runs them against the clock.
@@ -93,6 +93,7 @@ class _Builder:
                 if block.checkpointed:
                     self._forward(number, block, kept=True, again=True)
                 self._backward(number, block)
+            self._reduce()
         self._finish()
         return self.schedule
 
@@ -160,7 +161,7 @@ class _Builder:
         phase = "recompute" if again else "forward"
         cached = self._cached(number, block)
         if not kept:
-            size = memory.block_input(block, self.grid, self._my_rows())
+            size = memory.block_input(block, self.grid, self._my_rows(), self.run)
             self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
         for place, layer in enumerate(block.layers):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
@@ -169,7 +170,7 @@ class _Builder:
                 gathered = self._gather(number, block, place, phase)
             if layer.kind in ("norm", "loss"):
                 self._blocking(name, f"{phase} statistics", cost.output)
-            saved = memory.saved(layer, self.grid, self._my_rows()) if kept else 0.0
+            saved = memory.saved(layer, self.grid, self._my_rows(), self.run) if kept else 0.0
             used_up = layer.kind != "linear" or not (again or cached)
             drop = self._gathered(layer) if gathered and used_up else 0.0
             self.path = self._add(f"{name} {phase}", COMPUTE, cost.forward, self.path + gathered, saved, drop)
@@ -183,7 +184,9 @@ class _Builder:
             gathered: tuple[int, ...] = ()
             if cost.gather and layer.kind == "linear" and not cached:
                 gathered = self._gather(number, block, place, "backward")
-            frees = memory.saved(layer, self.grid, self._my_rows())  # taken by the forward, or by the recomputation
+            frees = memory.saved(
+                layer, self.grid, self._my_rows(), self.run
+            )  # taken by the forward, or by the recomputation
             if cost.gather and layer.kind == "linear":
                 frees += self._gathered(layer)
             self._blocking(name, "backward statistics", cost.backward_blocking)
@@ -203,7 +206,7 @@ class _Builder:
             self.path = tuple(dict.fromkeys(reduced + weight))
             self._scatter(name, cost, weight)
         if block.checkpointed:
-            size = memory.block_input(block, self.grid, self._my_rows())
+            size = memory.block_input(block, self.grid, self._my_rows(), self.run)
             self.path = self._add(f"{number} drop checkpoint", COMPUTE, 0.0, self.path, 0.0, size)
 
     def _scatter(self, name: str, cost: LayerCost, after: tuple[int, ...]) -> None:
@@ -217,7 +220,8 @@ class _Builder:
         elif cost.scatter:
             self.scattered.append((name, 0.0, done))
 
-    def _finish(self) -> None:
+    def _reduce(self) -> None:
+        """End a backward pass: it returns when every gradient is complete."""
         end = self.path
         waits: tuple[int, ...] = end
         scatters = self.run.zero == 2
@@ -227,9 +231,12 @@ class _Builder:
                 seconds /= 1 + scatters
                 done = self._add(f"{name} dW {op}", "data", seconds, tuple(dict.fromkeys(end + done)))
             waits += done
+        self.path = tuple(dict.fromkeys(waits))
+
+    def _finish(self) -> None:
         shard = self.workload.parameters / (self.grid.x * self.grid.y * self.grid.z)
         seconds = OPTIMIZER_BYTES * self.run.optimizer_share(self.grid) * shard / (1e9 * self.machine.memory_gbs)
-        stepped = self._add("optimizer", COMPUTE, seconds, tuple(dict.fromkeys(waits)))
+        stepped = self._add("optimizer", COMPUTE, seconds, self.path)
         gather = data_seconds(self.network, 0.0, shard, self.run)
         if gather:
             gathered = self._add("parameters gather", "data", gather, stepped)
@@ -237,7 +244,7 @@ class _Builder:
 
     def _gathered(self, layer: Layer) -> float:
         """Bytes of a gathered weight."""
-        return 2.0 * layer.parameters / (self.grid.x * self.grid.y) if self.grid.z > 1 else 0.0
+        return self.run.itemsize * layer.parameters / (self.grid.x * self.grid.y) if self.grid.z > 1 else 0.0
 
     def _my_rows(self) -> int:
         return -(-self.rows // self.grid.z)

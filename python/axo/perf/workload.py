@@ -53,6 +53,9 @@ class Layer:
         experts: So many equal layers beside each other, each with ``rows`` rows a token.
         kv_features, kv_groups: Of a layer of queries, keys and values: how many of out_features, the last, are keys and
             values, and of how many groups; neighbours along x share a group where there are fewer groups than ranks.
+            Of attention: the groups.
+        shares_input: Its input is that of an earlier layer, which keeps it.
+        kept: Of a pointwise layer: tensors of its width that it keeps for backward.
     """
 
     kind: str
@@ -71,6 +74,8 @@ class Layer:
     experts: int = 1
     kv_features: int = 0
     kv_groups: int = 0
+    shares_input: bool = False
+    kept: int = 0
 
     def kv_copies(self, ranks: int) -> int:
         """How many neighbours along x hold the same keys and values."""
@@ -109,6 +114,7 @@ class Workload:
         heads: Attention heads: x must divide them (0: no such limit).
         kv_heads: Key-value groups: x must divide them, or be a multiple (neighbours share a group then).
         vocab: Vocabulary (0: none).
+        trained_as: What ``axo train --model`` calls it; empty: no model that it knows.
     """
 
     name: str
@@ -118,6 +124,7 @@ class Workload:
     heads: int = 0
     kv_heads: int = 0
     vocab: int = 0
+    trained_as: str = ""
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
@@ -177,6 +184,18 @@ class Workload:
         """True when some block runs its forward again before backward."""
         return any(block.checkpointed for block in self.blocks)
 
+    @property
+    def linears(self) -> int:
+        """Weights that products read, of the whole model: what the cache of gathered weights counts as layers."""
+        return sum(
+            block.repeat * layer.experts for block in self.blocks for layer in block.layers if layer.kind == "linear"
+        )
+
+    @cached_property
+    def otherwise(self) -> Workload:
+        """The same model run the other way: checkpointed where it is not, and the reverse."""
+        return self.with_checkpointing(not self.checkpointed)
+
     def with_checkpointing(self, on: bool) -> Workload:
         """Return the same model with its repeated blocks checkpointed, or with none."""
         return replace(
@@ -216,8 +235,8 @@ class Experts:
             each = (
                 Layer("pointwise", f"mlp.{name}.take", hidden, transposed=True, moves=SPLIT),
                 Layer("linear", f"mlp.{name}.fc_1", hidden, width, bias),
-                Layer("linear", f"mlp.{name}.fc_2", hidden, width, bias),
-                Layer("pointwise", f"mlp.{name}.act", width, moves=ACTIVATION_GATED),
+                Layer("linear", f"mlp.{name}.fc_2", hidden, width, bias, shares_input=True),
+                Layer("pointwise", f"mlp.{name}.act", width, moves=ACTIVATION_GATED, kept=3),
                 Layer("linear", f"mlp.{name}.proj", width, hidden, bias, True),
                 Layer("pointwise", f"mlp.{name}.add", hidden, transposed=True, moves=RESIDUAL),
             )
@@ -255,6 +274,7 @@ def gpt(
     post_norms: tuple[bool, bool] = (False, False),
     head_size: int = 0,
     norm_qk: str = "",
+    parallel: bool = False,
     experts: Experts | None = None,
     checkpointed: bool = True,
 ) -> Workload:
@@ -269,6 +289,7 @@ def gpt(
         post_norms: A norm behind attention's proj, and one behind the MLP's (Gemma 2).
         head_size: Width of one head; 0 means hidden // heads.
         norm_qk: Norms of queries and keys: "" for none, "heads": of each head, "all": of all of them together.
+        parallel: Attention and MLP read the same input (parallel residual).
         experts: The MLP is a mixture of experts, but in the first ``experts.dense_blocks`` blocks.
     """
     kv_heads = kv_heads or heads
@@ -280,12 +301,14 @@ def gpt(
     if gated:
         fc = [
             Layer("linear", "mlp.fc_1", hidden, intermediate, bias),
-            Layer("linear", "mlp.fc_2", hidden, intermediate, bias),
+            Layer("linear", "mlp.fc_2", hidden, intermediate, bias, shares_input=True),
         ]
     keys = 2 * kv_heads * head_size
     dense = (
         *fc,
-        Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED if gated else ACTIVATION),
+        Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION_GATED, kept=3)
+        if gated
+        else Layer("pointwise", "mlp.act", intermediate, moves=ACTIVATION, kept=1),
         Layer("linear", "mlp.proj", intermediate, hidden, bias, transposed=True),
     )
 
@@ -301,13 +324,14 @@ def gpt(
                 kv_features=keys,
                 kv_groups=kv_heads,
             ),
-            Layer("pointwise", "attn.split", qkv, moves=SPLIT),
+            # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
+            Layer("pointwise", "attn.split", qkv, moves=SPLIT, kept=int(kv_heads == heads)),
             *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
-            Layer("attention", "attn", inner, heads=heads),
+            Layer("attention", "attn", inner, heads=heads, kv_groups=kv_heads),
             Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
             *([Layer("norm", "post_attention_norm", hidden, norm=norm)] if post_norms[0] else []),
             Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
-            *([Layer("norm", "norm_2", hidden, norm=norm)] if norms == 2 else []),
+            *([Layer("norm", "norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),
             *mlp,
             *([Layer("norm", "post_mlp_norm", hidden, norm=norm)] if post_norms[1] else []),
             Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),

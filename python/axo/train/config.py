@@ -102,6 +102,10 @@ class TrainConfig:
     precision: str = _option("bf16-mixed", OPTIMIZER, "bf16-mixed, 32-true, bf16-true or 16-mixed.")
     recompute: bool = _option(False, OPTIMIZER, "Run each block again in backward.")
     zero: int = _option(0, OPTIMIZER, "1: optimizer state cut over data; 2: gradients too.")
+    overlap: str = _option("oar,ors,oag", OPTIMIZER, "What hides behind products: oar, ors, oag, or none.")
+    gather_cache: str = _option(
+        "all", OPTIMIZER, "Gathered weights kept until backward: all, none, a number of layers, or 512MiB."
+    )
     device: str = _option("cpu", RANKS, "cpu, or cuda: a GPU for each rank.")
     out: str = _option("runs/train", OUTPUT, "Where the log and the plot go.", metavar="DIR")
     log_every: int = _option(1, OUTPUT, "Steps between lines of the log.", least=1)

@@ -67,12 +67,15 @@ class Trainer:
         config: The run.
         comms: Communicators of the run's grid.
         batches: Its data.
+        model: This rank's shards; None: they are built here.
     """
 
-    def __init__(self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches) -> None:
+    def __init__(
+        self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches, model: GPT | None = None
+    ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords)
-        self.model = build_model(config, comms)
+        self.model = build_model(config, comms) if model is None else model
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -113,13 +116,7 @@ class Trainer:
         set_learning_rate(self.optimizer, lr)
         inputs, targets = (torch.from_numpy(part).to(device) for part in self.batches.read(index, self.rows))
         loss, counted = self.accumulate(inputs, wanted_targets(inputs, targets, config))
-        self.scaler.unscale_(self.optimizer)
-        clip = partial(axo.clip_grad_norm_, self.model.parameters(), config.clip or float("inf"))
-        norm = clip() if self.trace is None else self.trace.span("clip", clip)
-        update = partial(self.scaler.step, self.optimizer)  # skipped on all ranks where an fp16 gradient overflowed
-        update() if self.trace is None else self.trace.span("optimizer", update)
-        self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        norm = self.update()
         total = self._share(
             [float(loss), float(self.asked_to_stop())]
             + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
@@ -169,6 +166,17 @@ class Trainer:
             total += loss.detach().double()
         return total, tokens
 
+    def update(self) -> torch.Tensor:
+        """Clip the gradients, step, and drop them; their norm before clipping."""
+        self.scaler.unscale_(self.optimizer)
+        clip = partial(axo.clip_grad_norm_, self.model.parameters(), self.config.clip or float("inf"))
+        norm = clip() if self.trace is None else self.trace.span("clip", clip)
+        update = partial(self.scaler.step, self.optimizer)  # skipped on all ranks where an fp16 gradient overflowed
+        update() if self.trace is None else self.trace.span("optimizer", update)
+        self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
     def _blocked(self) -> list[float]:
         seconds = self.comms.blocked_seconds
         return [seconds.get(axis, 0.0) for axis in _AXES]
@@ -180,16 +188,38 @@ class Trainer:
         return vector.tolist()
 
 
+def overlap_of(config: TrainConfig) -> axo.Overlap:
+    """The run's overlaps and cache of gathered weights.
+
+    Raises:
+        ValueError: One of them is not known.
+    """
+    wanted = {part.strip() for part in config.overlap.split(",")} - {"", "none"}
+    if unknown := wanted - {"oar", "ors", "oag"}:
+        raise ValueError(f"train: overlap {', '.join(sorted(unknown))} is not known; use oar, ors, oag or none")
+    cache = int(config.gather_cache) if config.gather_cache.isdecimal() else config.gather_cache
+    return axo.Overlap("oar" in wanted, "ors" in wanted, "oag" in wanted, cache)
+
+
+def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
+    """Build this rank's shards on the meta device: shapes without values.
+
+    Raises:
+        ValueError: The plan cannot split this configuration on this grid.
+    """
+    model = models.build_empty(models.resolve(config.model, config.model_overrides))
+    model.max_seq_length = config.seq_len
+    axo.parallelize(model, comms, plan="litgpt", zero=config.zero, overlap=overlap_of(config))
+    return model
+
+
 def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
     """Build the run's model as this rank's shards; the whole model never exists on a rank.
 
     Raises:
         ValueError: The plan cannot split this configuration on this grid.
     """
-    model_config = models.resolve(config.model, config.model_overrides)
-    model = models.build_empty(model_config)
-    model.max_seq_length = config.seq_len
-    axo.parallelize(model, comms, plan="litgpt", zero=config.zero)
+    model = build_shards(config, comms)
     torch.manual_seed(config.seed)
     axo.init_weights(model, model._init_weights)  # LitGPT's own, layer by layer
     finish_model(model, config)

@@ -1,0 +1,56 @@
+"""The command line that runs one row of a plan, so that a plan can be run again from what is printed.
+
+A model that ``axo train`` builds (a LitGPT name or file) gives a training command, under torchrun; one that only the
+planner knows (the papers' models, a config.json) the simulation of the same step.
+"""
+
+from __future__ import annotations
+
+import shlex
+
+from axo.perf.planner import Candidate, Plan
+from axo.perf.workload import Workload
+
+
+def command_line(made: Plan, candidate: Candidate) -> str:
+    """Return the command of one candidate; of one that is left out an empty text."""
+    if candidate.time is None:
+        return ""
+    asked, run, grid = made.request, candidate.run, candidate.grid
+    workload = made.workload(candidate)
+    if not workload.trained_as:
+        parts = ["axo", "simulate", "--model", workload.name, "--grid", str(grid), "--machine", asked.machine.name]
+        parts += ["--batch-tokens", str(asked.batch_tokens), "--seq", str(workload.seq_length)]
+        parts += ["--gather", asked.gather, "--zero", str(run.zero)]
+        parts += [] if workload.checkpointed else ["--no-checkpoint"]
+        return shlex.join(parts + _overlap(run.overlap))
+    node = min(asked.machine.gpus_per_node, asked.gpus)
+    nodes = ["--nnodes", str(asked.gpus // node)] if asked.gpus > node else []
+    parts = ["torchrun", *nodes, "--nproc-per-node", str(node), "--no-python", "axo", "train"]
+    parts += ["--model", workload.trained_as, "--grid", str(grid), "--device", "cuda"]
+    parts += ["--batch-size", str(asked.sequences), "--seq-len", str(workload.seq_length)]
+    if run.micro_batches > 1:
+        parts += ["--accumulate", str(run.micro_batches)]
+    if workload.checkpointed:
+        parts.append("--recompute")
+    if run.zero:
+        parts += ["--zero", str(run.zero)]
+    if asked.precision != "bf16-mixed":
+        parts += ["--precision", asked.precision]
+    parts += ["--gather-cache", gather_cache(workload, run.cached_gathers)]
+    return shlex.join(parts + _overlap(run.overlap))
+
+
+def gather_cache(workload: Workload, share: float) -> str:
+    """Return the option of ``axo.Overlap`` that keeps this share of the gathered weights."""
+    if share in (0.0, 1.0):
+        return "all" if share else "none"
+    return str(int(share * workload.linears))
+
+
+def _overlap(overlap: frozenset[str]) -> list[str]:
+    from axo.perf.layer_time import OVERLAPS
+
+    if overlap == frozenset(OVERLAPS):
+        return []
+    return ["--overlap", ",".join(name for name in OVERLAPS if name in overlap) or "none"]
