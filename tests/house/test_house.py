@@ -50,6 +50,7 @@ LEVELS = [
     {"plans", "checkpoint"},
     {"parallelize"},
     {"train"},
+    {"dryrun"},
     {"integrations"},
     {"cli"},
 ]

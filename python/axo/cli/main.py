@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from axo.cli import bench, consolidate, info, litgpt, plan, train, tune
+from axo.cli import bench, consolidate, dryrun, info, litgpt, plan, train, tune
 from axo.cli.errors import Command
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command(context_settings=litgpt.CONTEXT, add_help_option=False)(litgpt.litgp
 for command in (plan.plan, plan.simulate, plan.reproduce, plan.profile):
     app.command()(command)
 app.command()(tune.tune)
+app.command()(dryrun.dryrun)
 
 
 def main() -> None:

@@ -341,7 +341,7 @@ def _agreed(comms: Communicators) -> tuple[str, dict[str, Any]]:
     mode = os.environ.get("AXO_TUNE") or default_of("AXO_TUNE")
     if mode != "off":
         Tuner(mode)  # refuses what is not a mode
-    if comms.grid.world_size == 1:
+    if comms.grid.world_size == 1 or not dist.is_initialized():  # nobody to agree with (axo.comm.recording)
         return mode, {}
     store = dist.PrefixStore("axo/tune", dist.distributed_c10d._get_default_store())
     # How many grids have had layers in this process: equal on all ranks, since they build the same.

@@ -1,0 +1,118 @@
+"""``axo dryrun``: a training step of any number of ranks on this machine, without peers and without values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from axo.cli.output import check_file, is_stdout, say, show_table, write
+from axo.grid import Grid
+
+if TYPE_CHECKING:
+    from axo.dryrun import Record
+
+
+def dryrun(
+    model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")],
+    grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 4x2x32x16.")],
+    batch_size: Annotated[int, typer.Option(help="Rows of the global batch; default: one a data rank.")] = 0,
+    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
+    accumulate: Annotated[int, typer.Option(help="Pieces that a rank's rows are cut into.")] = 1,
+    precision: Annotated[str, typer.Option(help="bf16-mixed, bf16-true or 32-true.")] = "bf16-mixed",
+    recompute: Annotated[bool, typer.Option("--recompute", help="Run each block again in backward.")] = False,
+    zero: Annotated[int, typer.Option(help="1: optimizer state cut over data; 2: gradients too.")] = 0,
+    overlap: Annotated[str, typer.Option(help="What hides behind products: oar, ors, oag, or none.")] = "oar,ors,oag",
+    gather_cache: Annotated[str, typer.Option(help="Gathered weights kept: all, none, layers, or bytes.")] = "all",
+    ranks: Annotated[str, typer.Option(help="auto: one of each role and neighbours; all; or 0,17,300.")] = "auto",
+    order: Annotated[int, typer.Option(help="Print the first N collectives of the first rank, in order.")] = 0,
+    json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
+) -> None:
+    """Run a training step as single ranks of a grid, without peers: memory, traffic, order, and who disagrees."""
+    from axo import dryrun as dry
+    from axo.train.config import TrainConfig
+
+    parsed = Grid.parse(grid)
+    if order < 0:
+        raise ValueError(f"order={order} is not at least 0")
+    if json_out is not None and not is_stdout(json_out):
+        check_file(json_out)
+    config = TrainConfig(
+        model=model,
+        grid=parsed,
+        batch_size=batch_size or parsed.z * parsed.data,
+        seq_len=seq_len,
+        accumulate=accumulate,
+        precision=precision,
+        recompute=recompute,
+        zero=zero,
+        overlap=overlap,
+        gather_cache=gather_cache,
+    )
+    roles = dry.representatives(config)
+    wanted = _ranks(ranks, parsed, list(roles))
+    records = dry.run_all(config, wanted)
+    bad = dry.compare(config, records)
+    if json_out is not None:
+        write(json_out, {"grid": str(parsed), "records": [_plain(record) for record in records],
+                         "mismatches": [str(one) for one in bad]})  # fmt: skip
+    if not is_stdout(json_out):
+        _print(config.model, parsed, records, roles, order)
+        shown = ", ".join(str(record.rank) for record in records)
+        if not bad:
+            say(f"ranks {shown} of {parsed.world_size}: every collective that two of them share matches")
+    if bad:
+        raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
+
+
+def _ranks(text: str, grid: Grid, chosen: list[int]) -> list[int]:
+    if text == "auto":
+        return chosen
+    if text == "all":
+        return list(range(grid.world_size))
+    found = []
+    for part in text.split(","):
+        if not part.strip().isdecimal() or int(part) >= grid.world_size:
+            raise ValueError(
+                f"ranks={text!r}: {part.strip()!r} is not a rank of {grid}; use auto, all, or numbers from 0 to"
+                f" {grid.world_size - 1} with commas"
+            )
+        found.append(int(part))
+    return sorted(set(found))
+
+
+def _print(model: str, grid: Grid, records: list[Record], roles: dict[int, int], order: int) -> None:
+    gib = 2.0**30
+    kinds = list(records[0].peak.by_kind)
+    rows = [
+        [str(r.rank), str(grid.coords(r.rank)._asdict()), str(roles.get(r.rank, 0)), f"{r.peak.total / gib:.2f}",
+         r.peak.phase, *(f"{r.peak.by_kind[kind] / gib:.2f}" for kind in kinds)]
+        for r in records
+    ]  # fmt: skip
+    for row, record in zip(rows, records, strict=True):
+        row[1] = " ".join(f"{axis}{place}" for axis, place in grid.coords(record.rank)._asdict().items())
+    show_table(
+        f"{model} on {grid}: the fullest moment of a step, GiB of tensors",
+        (["rank", "place", "ranks of its role", "peak", "when", *kinds], rows),
+    )
+    first = records[0]
+    traffic = [
+        [op, axis, str(calls), f"{size / 1e6:.3f}"] for (op, axis), (calls, size) in sorted(first.traffic().items())
+    ]
+    show_table(f"rank {first.rank}: what it sends in a step", (["collective", "axis", "calls", "MB put in"], traffic))
+    for number, one in enumerate(first.issued[:order], 1):
+        say(f"{number:6}  {one.axis:5}  {one}")
+
+
+def _plain(record: Record) -> dict[str, object]:
+    return {
+        "rank": record.rank,
+        "peak_bytes": record.peak.by_kind | {"total": record.peak.total},
+        "peak_phase": record.peak.phase,
+        "peaks": {phase: peak.total for phase, peak in record.peaks.items()},
+        "held_bytes": record.held,
+        "traffic": {f"{op} {axis}": list(counted) for (op, axis), counted in record.traffic().items()},
+        "issued": [one._asdict() for one in record.issued],
+        "seconds": record.seconds,
+    }

@@ -1,0 +1,259 @@
+"""Communicators without peers: each collective is checked, counted and noted, and moves nothing.
+
+    comms = recording("4x2x32x16", rank=17)      # one process stands for rank 17 of 4,096
+    model = axo.parallelize(model, comms); ...    # the layers and the engine as they are
+    comms.issued                                  # what this rank would have sent, in order
+
+Tensors without values (``torch._subclasses.FakeTensor``) keep their shapes. For tensors with values every peer holds
+what this rank holds: a sum is the size times it, a gather repeats it. So checks that ranks agree pass, and code that
+reads values goes on. A pending operation counts as under way until somebody waits for it, and keeps its tensors till
+then. Not here: what the collectives cost, and anything that depends on what peers really hold.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from axo.comm.communicator import Communicator
+from axo.comm.connect import Communicators
+from axo.comm.counting import active as counting
+from axo.comm.counting import watch
+from axo.comm.extension import _C
+from axo.comm.transports import alone
+from axo.comm.work import Work
+from axo.grid import Grid
+
+TRANSPORT = "recording"
+_INSIDE = ("axo.comm.", "axo.overlap.", "axo.matmul.", "axo.nn.", "torch.")
+
+
+class Issued(NamedTuple):
+    """One collective of one rank.
+
+    Attributes:
+        op, axis: Which. dtype, elements: What this rank puts in. detail: The reduction, the root or the peer.
+        where: File and line outside Axo that led to it.
+    """
+
+    op: str
+    axis: str
+    dtype: str
+    elements: int
+    detail: str
+    where: str
+
+    @property
+    def must_match(self) -> tuple[str, str, int, str]:
+        """What has to be equal on all ranks of the communicator."""
+        return self.op, self.dtype, self.elements, self.detail
+
+    def __str__(self) -> str:
+        detail = f", {self.detail}" if self.detail else ""
+        return f"{self.op} of {self.elements:,} {self.dtype}{detail} ({self.where})"
+
+
+class _UnderWay:
+    """What a Work waits for: an operation that is complete when it is awaited; ``kept`` are its tensors."""
+
+    def __init__(self, *kept: Any) -> None:
+        self._kept: tuple[Any, ...] | None = kept
+
+    def wait(self) -> None:
+        self._kept = None
+
+    def synchronize(self, limit: int) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._kept is None
+
+    def exception(self) -> None:
+        return None
+
+    def seconds(self) -> float:
+        return -1.0
+
+    def source(self) -> int:
+        return -1
+
+    def when_completed(self, callback: Any) -> None:
+        self.wait()
+        callback()
+
+
+class RecordingCommunicator(Communicator):
+    """The collectives of one axis among ranks that are not there."""
+
+    def __init__(self, rank: int, size: int, *, name: str, axis: str, issued: list[Issued]) -> None:
+        super().__init__(None, name=name, axis=axis)
+        self.rank, self.size, self.transport, self.issued = rank, size, TRANSPORT, issued
+
+    def all_reduce(
+        self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
+    ) -> Any:
+        source = self._checked(tensor, "all_reduce")
+        self._op("all_reduce", op, source, scale)
+        target = source if out is None else self._checked(out, "all_reduce")
+        self._elements("all_reduce", target, source.numel())
+        return self._note("all_reduce", source, target, self._reduced(source, op, scale), async_op, op)
+
+    def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
+        source = self._checked(tensor, "all_gather")
+        rows = source.shape[0] if source.dim() else 1
+        target = source.new_empty((self.size * rows, *source.shape[1:])) if out is None else out
+        self._elements("all_gather", target, self.size * source.numel())
+        whole = None if isinstance(source, FakeTensor) else source.reshape(-1).repeat(self.size)
+        return self._note("all_gather", source, target, whole, async_op)
+
+    def reduce_scatter(
+        self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
+    ) -> Any:
+        source = self._checked(tensor, "reduce_scatter")
+        self._op("reduce_scatter", op, source, scale)
+        rows = source.shape[0] if source.dim() else 1
+        if rows % self.size:
+            raise ValueError(f"reduce_scatter: dim 0 has {rows} rows, which do not divide over {self.size} ranks")
+        target = source.new_empty((rows // self.size, *source.shape[1:])) if out is None else out
+        self._elements("reduce_scatter", target, source.numel() // self.size)
+        values = self._reduced(source, op, scale)
+        mine = None if values is None else values.reshape(self.size, -1)[self.rank]
+        return self._note("reduce_scatter", source, target, mine, async_op, op)
+
+    def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
+        self._check_rank("broadcast", "root", root)
+        source = self._checked(tensor, "broadcast")
+        return self._note("broadcast", source, source, None, async_op, f"root {root}")
+
+    def barrier(self, async_op: bool = False) -> Any:
+        return self._note("barrier", torch.empty(0, dtype=torch.uint8), None, None, async_op)
+
+    def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("reduce"))
+
+    def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("gather"))
+
+    def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("scatter"))
+
+    def all_to_all(self, tensor: Any, out: Any = None, async_op: bool = False, **counts: Any) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("all_to_all"))
+
+    def send(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("send"))
+
+    def recv(self, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(_NOT_RECORDED.format("recv"))
+
+    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
+        raise NotImplementedError("split: a communicator without peers cannot know their colors")
+
+    def abort(self, reason: str) -> None:
+        """Nobody is there to be told."""
+
+    def close(self) -> None:
+        """Nothing is pending."""
+
+    def _checked(self, tensor: Any, what: str) -> torch.Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._tensor(tensor, what)
+
+    def _elements(self, what: str, target: torch.Tensor, count: int) -> None:
+        if target.numel() != count:
+            raise ValueError(f"{what}: out has {target.numel()} elements, expected {count}")
+
+    def _reduced(self, source: torch.Tensor, op: str, scale: float | None) -> torch.Tensor | None:
+        """What the ranks would get if all held ``source``; None where there are no values."""
+        if isinstance(source, FakeTensor):
+            return None
+        found = source.detach() if scale is None else source.detach() * scale
+        if op == "sum":
+            return found * self.size
+        return found**self.size if op in ("prod", "product") else found
+
+    def _note(
+        self,
+        op: str,
+        source: torch.Tensor,
+        target: torch.Tensor | None,
+        values: torch.Tensor | None,
+        async_op: bool,
+        detail: str = "",
+    ) -> Any:
+        if op == "barrier":
+            if counting.blocks:
+                counting.record(op, self.axis, 0, 0)
+        else:
+            self._count(op, source)
+        dtype = str(source.dtype).removeprefix("torch.")
+        self.issued.append(Issued(op, self.axis, dtype, source.numel(), detail, _where()))
+        if target is not None:
+            _C.modified(target)
+            if values is not None:
+                with torch.no_grad():
+                    target.copy_(values.reshape(target.shape))
+        start = time.perf_counter()
+        if not async_op:
+            watch.add(self.axis, start, None)
+            return target
+        return self._pending(Work(self, _UnderWay(source, target), target, ()), target, True)
+
+
+_NOT_RECORDED = (
+    "{}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter, broadcast"
+)
+
+
+def _where() -> str:
+    """The nearest frame that is not Axo's own or torch's."""
+    frame: Any = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_INSIDE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
+
+
+class RecordingCommunicators(Communicators):
+    """The communicators of one grid, seen by one rank whose peers are not there.
+
+    Attributes:
+        issued: What this rank has sent so far, over all axes, in order.
+    """
+
+    def __init__(self, grid: Grid, rank: int) -> None:
+        self.issued: list[Issued] = []
+        world = RecordingCommunicator(rank, grid.world_size, name="world", axis="world", issued=self.issued)
+        super().__init__(grid, rank, world, owns_process_group=False, timeout=1.0)
+
+    def _line(self, axis: str) -> Communicator:
+        size = self.grid.size(axis)
+        if size == 1:
+            return alone(axis, self.device)
+        return RecordingCommunicator(getattr(self.coords, axis), size, name=axis, axis=axis, issued=self.issued)
+
+    def neighbours(self, axis: str, count: int) -> Communicator:
+        size = self.grid.size(axis)
+        if count < 1 or size % count:
+            raise ValueError(f"neighbours: {count} ranks do not divide {axis}={size}")
+        if count == size:
+            return self.axis(axis)
+        if (axis, count) not in self._neighbours:
+            mine = getattr(self.coords, axis) % count
+            line = RecordingCommunicator(mine, count, name=f"{axis}/{count}", axis=axis, issued=self.issued)
+            self._neighbours[axis, count] = line
+        return self._neighbours[axis, count]
+
+
+def recording(grid: Grid | str, rank: int = 0) -> RecordingCommunicators:
+    """The communicators of ``grid`` as ``rank`` would have them, without peers.
+
+    Raises:
+        ValueError: The grid has no such rank.
+    """
+    parsed = Grid.parse(grid) if isinstance(grid, str) else grid
+    if not 0 <= rank < parsed.world_size:
+        raise ValueError(f"recording: rank {rank} is not one of the {parsed.world_size} ranks of grid {parsed}")
+    return RecordingCommunicators(parsed, rank)

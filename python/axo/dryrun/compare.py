@@ -1,0 +1,112 @@
+"""Several ranks' records against each other: would every collective find its peers?
+
+The ranks of one communicator must issue the same operations, with the same element types, counts and reductions, in
+the same order. Two ranks are compared on each communicator that they share: on axis x those that differ in x alone.
+
+Of thousands of ranks a few have to be run. Ranks of one role hold shards of the same shapes and take as many rows, so
+one of each role is run, and of each axis also the second and the last rank beside rank 0, so that every axis has peers
+to compare. A mistake that depends on the number of a rank alone is found when that rank is among those that are run.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from axo.comm.recording import recording
+from axo.dryrun.step import Record, check, run
+from axo.grid import AXES, Coords
+from axo.nn.layer import ParallelLayer
+from axo.placement import Placement
+from axo.train import loop
+from axo.train.config import TrainConfig
+
+MOST_COMPARED = 16  # ranks of one grid that are all run without being asked for
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """Two ranks of one communicator that would not do the same."""
+
+    axis: str
+    number: int
+    first: int
+    other: int
+    first_issues: str
+    other_issues: str
+
+    def __str__(self) -> str:
+        return (
+            f"collective {self.number} on {self.axis} does not match: rank {self.first} issues {self.first_issues},"
+            f" rank {self.other} {self.other_issues}"
+        )
+
+
+def representatives(config: TrainConfig) -> dict[int, int]:
+    """Return the ranks to run, each with how many ranks have its role (0: it is there to be compared only).
+
+    A grid of at most 16 ranks is run whole.
+    """
+    check(config)
+    grid = config.grid
+    comms = recording(grid, 0)
+    model = loop.build_shards(config, comms)
+    kinds: dict[tuple[object, ...], Placement] = {}
+    for module in model.modules():
+        if isinstance(module, ParallelLayer):
+            for one in module.placements.values():
+                kinds[one.global_shape, one.splits, one.blocks, one.copies] = one
+    roles: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in range(grid.world_size):
+        coords = grid.coords(rank)
+        key = tuple(one.local_shape(grid, coords) for one in kinds.values())
+        roles.setdefault(key, []).append(rank)
+    chosen = {ranks[0]: len(ranks) for ranks in roles.values()}
+    if grid.world_size <= MOST_COMPARED:
+        return {rank: chosen.get(rank, 0) for rank in range(grid.world_size)}
+    for axis in AXES:
+        for place in {1, grid.size(axis) - 1} if grid.size(axis) > 1 else ():
+            chosen.setdefault(grid.rank(**{axis: place}), 0)
+    chosen.setdefault(grid.world_size - 1, 0)
+    return dict(sorted(chosen.items()))
+
+
+def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = None) -> list[Record]:
+    """Run each of these ranks, several at a time: in as many processes as this one may use cores."""
+    wanted = list(ranks)
+    count = min(len(wanted), processes or len(os.sched_getaffinity(0)))
+    if count <= 1:
+        return [run(config, rank) for rank in wanted]
+    torch.set_num_threads(1)  # a process that has computed with several threads cannot be forked
+    with multiprocessing.get_context("fork").Pool(count) as pool:
+        return pool.starmap(run, [(config, rank) for rank in wanted], chunksize=1)
+
+
+def compare(config: TrainConfig, records: list[Record]) -> list[Mismatch]:
+    """Return the first mismatch of each communicator that these ranks share; empty: all match."""
+    found = []
+    for axis in (*AXES, "world"):
+        groups: dict[Coords | None, list[Record]] = {}
+        for record in records:
+            coords = config.grid.coords(record.rank)
+            key = None if axis == "world" else coords._replace(**{axis: 0})
+            groups.setdefault(key, []).append(record)
+        for group in groups.values():
+            found += [bad for other in group[1:] if (bad := _first(axis, group[0], other)) is not None]
+    return sorted(found, key=lambda bad: bad.number)
+
+
+def _first(axis: str, one: Record, other: Record) -> Mismatch | None:
+    mine, theirs = ([each for each in record.issued if each.axis == axis] for record in (one, other))
+    for number, (a, b) in enumerate(zip(mine, theirs, strict=False), 1):
+        if a.must_match != b.must_match:
+            return Mismatch(axis, number, one.rank, other.rank, str(a), str(b))
+    if len(mine) == len(theirs):
+        return None
+    number = min(len(mine), len(theirs))
+    said = [str(issued[number]) if len(issued) > number else "nothing more" for issued in (mine, theirs)]
+    return Mismatch(axis, number + 1, one.rank, other.rank, *said)

@@ -1,0 +1,153 @@
+"""The dry run: what a rank would send and hold, without peers.
+
+Oracles: eight real CPU ranks that run the same step of ``axo.train`` (calls, bytes and order must be equal on every
+rank; bytes of weights, moments and gradients too); a mistake planted in one rank, which must be named.
+"""
+
+import json
+import os
+import resource
+import time
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import axo
+from axo import dryrun
+from axo.cli import main as cli
+from axo.comm.counting import watch
+from axo.comm.recording import recording
+from axo.grid import Grid
+from axo.train.config import TrainConfig
+from tests.launcher import run_ranks
+
+SIZES = {"n_layer": 2, "n_embd": 64, "intermediate_size": 96, "padded_vocab_size": 250, "n_query_groups": 8}
+
+
+def config(grid: str, **changes: Any) -> TrainConfig:
+    base: dict[str, Any] = {"model_overrides": SIZES, "batch_size": 8, "seq_len": 16}
+    return TrainConfig(grid=Grid.parse(grid), **base | changes)
+
+
+CASES = [
+    config("2x2x2x1"),
+    config("2x2x2x1", recompute=True, gather_cache="none", precision="32-true"),
+    config("2x1x2x2", recompute=True, accumulate=2),
+    config("1x2x2x2", zero=2, overlap="oar"),
+]
+
+
+def real(cases: list[TrainConfig]) -> list[tuple[list[tuple[str, str, int]], dict[str, int]]]:
+    """On every rank: (operation, axis, bytes) of the second step in order, and the bytes that are held."""
+    from axo.train import loop
+    from axo.train.data import rank_rows
+
+    torch.distributed.init_process_group("axo")
+    found = []
+    for case in cases:
+        comms = axo.connect(case.grid)
+        trainer = loop.Trainer(case, comms, None)  # type: ignore[arg-type]
+        ids = torch.zeros(rank_rows(case.batch_size, case.grid, comms.coords).count, case.seq_len, dtype=torch.long)
+        for _ in range(2):
+            watch.open()
+            trainer.accumulate(ids, ids)
+            grads = sum(parameter.grad.nbytes for parameter in trainer.model.parameters())
+            trainer.update()
+            issued, _ = watch.close()
+        moments = [state[key].nbytes for state in trainer.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        held = {"weights": sum(p.nbytes for p in trainer.model.parameters()), "optimizer": sum(moments)}
+        found.append(([(one.op, one.axis, one.bytes) for one in issued], held | {"gradients": grads}))
+        comms.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_dry_run_is_what_eight_ranks_do() -> None:
+    per_rank = run_ranks(real, 8, CASES)
+    for number, case in enumerate(CASES):
+        for rank in (0, 1, 6, 7):
+            record = dryrun.run(case, rank)
+            issued, held = per_rank[rank][number]
+            dry = [(one.op, one.axis, one.elements * getattr(torch, one.dtype).itemsize) for one in record.issued]
+            assert dry == issued, f"rank {rank} of {case}"
+            buffers = record.held["weights"] - held["weights"]  # rotary tables lie beside the weights
+            assert 0 <= buffers <= 2 * 4 * case.seq_len * 64, case
+            assert record.held["optimizer"] == held["optimizer"], case
+            grads = record.peaks["optimizer"].by_kind["gradients"]  # those in fp32 lie in their padded buckets
+            assert held["gradients"] <= grads <= 1.1 * held["gradients"], case
+
+
+def test_a_mistake_of_one_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = config("2x2x2x1")
+    assert dryrun.compare(case, dryrun.run_all(case, range(8), processes=1)) == []
+    plain = axo.nn.RMSNorm.forward
+
+    def mistaken(self: axo.nn.RMSNorm, input: torch.Tensor) -> torch.Tensor:
+        if self.comms.rank == 5 and self.name is not None and "h.1.norm_2" in self.name:
+            self.comms.y.all_reduce(torch.ones(3))
+        return plain(self, input)
+
+    monkeypatch.setattr(axo.nn.RMSNorm, "forward", mistaken)
+    bad = dryrun.compare(case, dryrun.run_all(case, range(8), processes=1))
+    assert {one.axis for one in bad} == {"y"} and {one.other for one in bad} | {one.first for one in bad} == {5, 7}
+    assert "of 3 float32, sum (test_dryrun.py:" in str(bad[0]) and "rank 5 issues" in str(bad[0])
+
+
+def test_roles_are_shapes_and_every_axis_has_peers() -> None:
+    """250 columns over x=4 are 63, 63, 63, 61; rows of a block over z=8 are uneven too."""
+    case = config("4x2x8x4", batch_size=32)
+    roles = dryrun.representatives(case)
+    assert sum(roles.values()) == case.grid.world_size
+    assert {0, 1, 3, 4, 8, 56, 64, 192, 255} <= set(roles)
+    assert dryrun.representatives(config("2x2x2x1")).keys() == set(range(8))
+
+
+def test_peers_hold_what_this_rank_holds() -> None:
+    comms = recording("2x1x4x1", rank=5)
+    part = torch.arange(4.0)
+    assert comms.z.all_gather(part).tolist() == [0, 1, 2, 3] * 4
+    assert comms.x.all_reduce(part.clone()).tolist() == [0, 2, 4, 6]
+    work = comms.z.reduce_scatter(part.clone(), op="avg", async_op=True)
+    assert not work.is_completed() and work.wait().tolist() == [2] and work.is_completed()
+    assert [(one.op, one.axis, one.elements) for one in comms.issued] == [
+        ("all_gather", "z", 4), ("all_reduce", "x", 4), ("reduce_scatter", "z", 4)]  # fmt: skip
+    with pytest.raises(ValueError, match="rank 8 is not one of the 8 ranks of grid 2x1x4x1"):
+        recording("2x1x4x1", rank=8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model tiny --grid 2x2", "grid '2x2' is not of the form"),
+        ("--model tiny --grid 2x1x1x1 --ranks 0,2", "'2' is not a rank of 2x1x1x1"),
+        ("--model Mixtral-8x7B-v0.1 --grid 2x1x1x1", "is a mixture of experts"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 4096", "seq-len=4096 is not in [1, block_size=1024]"),
+        ("--model tiny --grid 16x1x1x1 --seq-len 32", "does not divide over x=16"),
+        ("--model tiny --grid 1x1x2x1 --batch-size 3 --seq-len 32", "do not divide over z*data=2"),
+        ("--model tiny --grid 2x1x1x1 --precision 16-mixed --seq-len 32", "use bf16-mixed or 32-true"),
+        ("--model tiny --grid 2x1x1x1 --overlap all --seq-len 32", "overlap all is not known"),
+    ],
+)
+def test_mistakes_end_in_one_line(arguments: str, message: str) -> None:
+    found = CliRunner().invoke(cli.app, ["dryrun", *arguments.split()])
+    assert found.exit_code == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
+
+
+@pytest.mark.soak
+def test_4096_ranks_in_a_minute() -> None:
+    started = time.perf_counter()
+    case = TrainConfig(
+        model="Llama-3-70B", grid=Grid(4, 2, 32, 16), batch_size=512, seq_len=2048, recompute=True, gather_cache="none"
+    )
+    roles = dryrun.representatives(case)
+    records = dryrun.run_all(case, roles)
+    assert dryrun.compare(case, records) == []
+    seconds = time.perf_counter() - started
+    mine, largest = (resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    kib = mine + len(os.sched_getaffinity(0)) * largest  # a process a core
+    line = {"proof": "dry run", "model": case.model, "grid": str(case.grid), "ranks": case.grid.world_size}
+    line |= {"roles": sum(count > 0 for count in roles.values()), "run": len(records), "seconds": round(seconds, 1)}
+    print("\n" + json.dumps(line | {"peak_gib": round(kib / 2**20, 2)}))
+    assert seconds < 60 and kib < 4 * 2**20
