@@ -4,6 +4,7 @@ Oracles: eight real CPU ranks that run the same step of ``axo.train`` (calls, by
 rank; bytes of weights, moments and gradients too); a mistake planted in one rank, which must be named.
 """
 
+import gc
 import json
 import os
 import resource
@@ -95,6 +96,19 @@ def test_a_mistake_of_one_rank_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     assert "of 3 float32, sum (test_dryrun.py:" in str(bad[0]) and "rank 5 issues" in str(bad[0])
 
 
+def test_what_a_step_has_used_is_free_before_the_next() -> None:
+    """Without the garbage collector: nothing that carried gradients is left when the next forward pass begins, and the
+    logits of one micro-batch are gone when the next makes its own."""
+    gc.disable()
+    try:
+        first = dryrun.run(config("2x1x2x2"))
+        several = dryrun.run(config("2x1x2x2", batch_size=32, accumulate=4))
+    finally:
+        gc.enable()
+    assert first.peaks["forward"].by_kind["gradients under way"] == 0
+    assert several.peak.by_kind["activations"] < 2.2 * first.peak.by_kind["activations"]
+
+
 def test_roles_are_shapes_and_every_axis_has_peers() -> None:
     """250 columns over x=4 are 63, 63, 63, 61; rows of a block over z=8 are uneven too."""
     case = config("4x2x8x4", batch_size=32)
@@ -121,7 +135,7 @@ def test_peers_hold_what_this_rank_holds() -> None:
     ("arguments", "message"),
     [
         ("--model tiny --grid 2x2", "grid '2x2' is not of the form"),
-        ("--model tiny --grid 2x1x1x1 --ranks 0,2", "'2' is not a rank of 2x1x1x1"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --ranks 0,2", "'2' is not a rank of 2x1x1x1"),
         ("--model Mixtral-8x7B-v0.1 --grid 2x1x1x1", "is a mixture of experts"),
         ("--model tiny --grid 2x1x1x1 --seq-len 4096", "seq-len=4096 is not in [1, block_size=1024]"),
         ("--model tiny --grid 16x1x1x1 --seq-len 32", "does not divide over x=16"),

@@ -102,7 +102,9 @@ def test_a_machine_file_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_unknown_names_list_the_known() -> None:
-    with pytest.raises(ValueError, match=r"machine 'summit' is not known; use one of a100-pcie, alps, dgx-a100, .*perlmutter"):
+    with pytest.raises(
+        ValueError, match=r"machine 'summit' is not known; use one of a100-pcie, alps, dgx-a100, .*perlmutter"
+    ):
         machine.load("summit")
     with pytest.raises(ValueError, match=r"machine file 'gone\.yaml' does not exist"):
         machine.load("gone.yaml")

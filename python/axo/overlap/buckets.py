@@ -240,5 +240,7 @@ class Buckets:
             yield slot.parameter, slot.gradient()
 
     def drop(self) -> None:
-        """Forget everything (an exception in backward)."""
+        """Forget everything: at the end, or after an exception in backward."""
+        for bucket in (*self._open.values(), *self._closed, *(slot.bucket for slot in self._slots)):
+            bucket.slots = []  # they refer to each other: buffers would stay until the garbage collector comes
         self._open, self._closed, self._slots = {}, [], []

@@ -10,7 +10,7 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
                two blocks (OAG gathers the next one ahead), or the largest layer
     kept       s r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
     working    of backward: the tensors that a checkpointed block saves when it runs again, and the gradients that flow
-               through its largest layer; or the gradient of the logits, c r V / Gx, before any block
+               through its largest layer; that of the logits takes their place
 
 Two moments are compared. When backward begins everything saved is there, and gradients only where earlier micro-batches
 left them (``zero_grad`` drops them). When it ends nothing saved is left, and gradients are there twice: in buckets and
@@ -82,7 +82,8 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
             kept += block.repeat * block_input(block, grid, rows, run)
         else:
             kept += block.repeat * all_saved
-        flowing = max(gradients_through(layer, grid, rows, run) for layer in block.layers)
+        head = any(layer.kind == "loss" for layer in block.layers)
+        flowing = max(gradients_through(layer, grid, rows, run, head=head) for layer in block.layers)
         working = max(working, flowing + all_saved * block.checkpointed)
     reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
@@ -118,15 +119,16 @@ def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
     return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
 
 
-def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
-    """Bytes of the gradients of one layer's input and output while its backward runs."""
-    my_rows = rows * layer.rows * layer.experts
-    if layer.kind == "loss":
-        return run.itemsize * my_rows * chunk(layer.out_features, grid.x)
+def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run, *, head: bool = False) -> float:
+    """Bytes of the gradients of one layer's input and output while its backward runs.
+
+    ``head``: that of the output lies in the logits (``inplace_backward`` of the loss).
+    """
     if layer.kind != "linear":
         return 0.0
     inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
-    return run.itemsize * my_rows * (chunk(layer.in_features, inside) + chunk(layer.out_features, outside))
+    output = 0 if head else chunk(layer.out_features, outside)
+    return run.itemsize * rows * layer.rows * layer.experts * (chunk(layer.in_features, inside) + output)
 
 
 def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:

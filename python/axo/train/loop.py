@@ -164,6 +164,7 @@ class Trainer:
             loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
             self.scaler.scale(loss * (grid.z * grid.data / tokens)).backward()
             total += loss.detach().double()
+            del logits, loss  # or they would stay while the next piece makes its own
         return total, tokens
 
     def update(self) -> torch.Tensor:
