@@ -281,6 +281,7 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
         ("plan --model gpt-5b --gpus 64 --machine alps --gpu-hour -1", "gpu-hour=-1.0 is not a price of at least 0"),
         ("plan --model gpt-5b --gpus 64 --machine alps --gpu-hour 2", "say how many --tokens that has"),
         ("plan --model gpt-5b --gpus 64 --machine alps --precision fp8", "precision='fp8' is not planned"),
+        ("plan --model gpt-5b --gpus 64 --machine alps --network -4", "network=-4.0 is not a rate; give the Gb/s of"),
         ("plan --compare gone.json", "gone.json cannot be read as a plan"),
         ("simulate --model gpt-5b --grid 2x2 --machine alps", "grid '2x2' is not of the form"),
         ("simulate --model gpt-10b --grid 1x1x1x1 --machine alps", "cannot run on grid 1x1x1x1 of alps: needs "),

@@ -195,6 +195,12 @@ def test_micro_batches_make_a_large_batch_fit() -> None:
     assert any(candidate.run.micro_batches > 1 for candidate in made.ranked)
 
 
+def test_a_number_of_micro_batches_may_be_asked_for() -> None:
+    asked = request(gather="drop", micro_batches=4)
+    made = planner.plan(asked)
+    assert all(c.run.micro_batches == min(4, 512 // (c.grid.z * c.grid.data)) for c in made.ranked)
+
+
 def test_gathered_weights_are_kept_as_far_as_they_fit() -> None:
     made = planner.plan(request(gather="auto"))
     shares = {candidate.run.cached_gathers for candidate in made.ranked if candidate.grid.z > 1}
@@ -240,6 +246,7 @@ def test_a_count_that_no_grid_fits_says_which_would() -> None:
         ({"gpus": 0}, "gpus=0 is not a count"),
         ({"batch_tokens": 100}, "a batch of 100 tokens is less than one sequence of 2048"),
         ({"zero": 3}, "zero=3 is not a stage; use 0, 1 or 2"),
+        ({"micro_batches": -2}, "micro_batches=-2 is not a count; use 0 for as few as fit"),
         ({"precision": "32-true"}, "precision='32-true' is not planned; use one of bf16-mixed, bf16-true"),
         ({"gather": "some"}, "gather='some' is not known; use one of auto, keep, drop"),
         ({"overlap": frozenset({"all"})}, "overlap all is not known; use oar, ors, oag"),

@@ -76,6 +76,9 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.Plan, monkey
     found = CliRunner().invoke(cli.app, [*lines[0].split()[2:], "--json", "-"])
     assert found.exit_code == 0, found.output
     assert json.loads(found.output)["closed_form_s"] == made.best.seconds
+    slower = planner.plan(replace(made.request, machine=made.request.machine.with_network(200)))
+    assert "--machine frontier --network 200 " in output.commands(slower, 1)[0]
+    assert slower.request.machine.inter_gbs == 25
     workload = readers.read("pythia-14m", seq_length=128)
     asked = planner.Request(workload, machine.load("rtx-4090"), 8, 16 * 128, search=True)
     searched = planner.plan(asked)

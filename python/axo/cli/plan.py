@@ -27,6 +27,10 @@ Seq = Annotated[int | None, typer.Option(help="Tokens of one sample; default 204
 Overlap = Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")]
 Gather = Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")]
 Checkpoint = Annotated[bool, typer.Option("--checkpoint/--no-checkpoint", help="Run blocks again in backward.")]
+Gigabits = Annotated[
+    float, typer.Option("--network", help="Gb/s of a node's NICs together, instead of the machine's: 400, 3200.")
+]
+Pieces = Annotated[int, typer.Option("--micro-batches", help="Pieces of a rank's rows; 0: as few as fit.")]
 Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
@@ -48,6 +52,8 @@ def plan(
     gather: Gather = "auto",
     checkpoint: Checkpoint = True,
     zero: Zero = 0,
+    micro_batches: Pieces = 0,
+    network: Gigabits = 0.0,
     precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
     search: Annotated[
         bool, typer.Option("--search", help="Search recomputation, ZeRO and micro-batches beside the grid.")
@@ -78,8 +84,9 @@ def plan(
         raise ValueError("gpu-hour gives the cost of a whole training; say how many --tokens that has")
     _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(
-        model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search
-    )
+        model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
+        network, micro_batches,
+    )  # fmt: skip
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
     if not _stdout_taken(json_out, csv_out):
@@ -103,6 +110,8 @@ def simulate(
     gather: Gather = "auto",
     checkpoint: Checkpoint = True,
     zero: Zero = 0,
+    micro_batches: Pieces = 0,
+    network: Gigabits = 0.0,
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the ranks' speeds.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
@@ -116,8 +125,9 @@ def simulate(
     _check_outputs(json_out, trace, plot=plot)
     parsed = Grid.parse(grid)
     request = _request(
-        model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero
-    )
+        model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero,
+        network=network, micro_batches=micro_batches,
+    )  # fmt: skip
     candidate = planner.consider(request, parsed)
     if candidate.reason:
         raise ValueError(
@@ -274,18 +284,23 @@ def _request(
     zero: int,
     precision: str = "bf16-mixed",
     search: bool = False,
+    network: float = 0.0,
+    micro_batches: int = 0,
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
     from axo.perf.layer_time import OVERLAPS
 
     wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
     on = machine.load(machine_name or machine.measured_here())
+    if network:
+        on = on.with_network(network)
     workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
     if unknown := wanted - set(OVERLAPS):
         raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
     batch = tokens_of(batch_tokens, batch=True)
     budget = float(tokens_of(tokens, batch=False))
-    return planner.Request(workload, on, gpus, batch, budget, wanted, gather, zero, precision, search)
+    asked = (workload, on, gpus, batch, budget, wanted, gather, zero, precision, search, micro_batches)
+    return planner.Request(*asked)
 
 
 def _plan_file(path: Path) -> dict[str, Any]:

@@ -19,10 +19,13 @@ def command_line(made: Plan, candidate: Candidate) -> str:
     asked, run, grid = made.request, candidate.run, candidate.grid
     workload = made.workload(candidate)
     if not workload.trained_as:
-        parts = ["axo", "simulate", "--model", workload.name, "--grid", str(grid), "--machine", asked.machine.name]
+        on = asked.machine
+        parts = ["axo", "simulate", "--model", workload.name, "--grid", str(grid), "--machine", on.source or on.name]
+        parts += ["--network", f"{on.network:g}"] if on.network else []
         parts += ["--batch-tokens", str(asked.batch_tokens), "--seq", str(workload.seq_length)]
         parts += ["--gather", asked.gather, "--zero", str(run.zero)]
         parts += [] if workload.checkpointed else ["--no-checkpoint"]
+        parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
         return shlex.join(parts + _overlap(run.overlap))
     node = min(asked.machine.gpus_per_node, asked.gpus)
     nodes = ["--nnodes", str(asked.gpus // node)] if asked.gpus > node else []

@@ -105,10 +105,11 @@ class LayerCost(NamedTuple):
 
 
 def data_seconds(network: Network, reduced: float, shard: float, run: Run) -> float:
-    """Return the seconds over data in a step: ``reduced`` for all gradients' all-reduces of one micro-batch, and ZeRO's.
+    """Return the seconds over data in a step: all gradients' all-reduces, ``reduced`` for one micro-batch, and ZeRO's.
 
-    Each micro-batch reduces its gradients (``axo train`` does not add them up unreduced). ZeRO-2 reduce-scatters gradients, which is half of an all-reduce (the engine starts that behind backward; here it
-    counts at the end). After the step both stages gather the updated fp32 parameters, ``shard`` values a rank.
+    Each micro-batch reduces its gradients (``axo train`` does not add them up unreduced). ZeRO-2 reduce-scatters them,
+    which is half of an all-reduce (the engine starts that behind backward; here it counts at the end). After the step
+    both stages gather the updated fp32 parameters, ``shard`` values a rank.
     """
     reduced *= run.micro_batches
     if not run.zero or "data" not in network.axes:

@@ -57,6 +57,8 @@ class Machine:
         gemms: Measured products, where there are any.
         calibrated_on: The measurements that gave the two fractions; empty: nobody calibrated them.
         assumed: Fields that the file does not give, which have the values of ``ASSUMED``.
+        source: What ``--machine`` calls it: its name, or its file.
+        network: Gb/s of a node's NICs that replace the file's; 0: none do.
     """
 
     name: str
@@ -77,6 +79,8 @@ class Machine:
     gemms: tuple[Gemm, ...] = ()
     calibrated_on: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
+    source: str = ""
+    network: float = 0.0
     description: str = ""
 
     def bandwidth(self, grid: Grid, axis: str) -> float:
@@ -141,6 +145,16 @@ class Machine:
             return sum(math.log(a / b) ** 2 for a, b in ((m, gemm.m), (k, gemm.k), (n, gemm.n)) if a and b)
 
         return min(self.gemms, key=far).tflops
+
+    def with_network(self, gigabits: float) -> Machine:
+        """Return this machine with other NICs: ``gigabits`` (Gb/s) of a node together, one direction.
+
+        Raises:
+            ValueError: Not a rate.
+        """
+        if not 0 < gigabits <= 1e6:
+            raise ValueError(f"network={gigabits} is not a rate; give the Gb/s of a node's NICs together, such as 3200")
+        return replace(self, inter_gbs=gigabits / 8, cross_gbs={}, network=gigabits)
 
     def agnostic(self) -> Machine:
         """Return this machine with one bandwidth for every axis (the placement-agnostic model)."""
@@ -327,6 +341,7 @@ class _Reader:
             gemms=self.gemms(),
             calibrated_on=tuple(map(str, rows)),
             assumed=assumed,
+            source=self.path.stem if self.path.parent == _FOLDER else str(self.path),
             description=str(self.values.get("description", "")),
             **numbers,
         )

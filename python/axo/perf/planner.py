@@ -50,6 +50,7 @@ class Request:
         gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
         precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
+        micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
         search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
             else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
     """
@@ -64,12 +65,15 @@ class Request:
     zero: int = 0
     precision: str = "bf16-mixed"
     search: bool = False
+    micro_batches: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
             raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
         if self.gpus > MOST_GPUS:
             raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
+        if isinstance(self.micro_batches, bool) or not isinstance(self.micro_batches, int) or self.micro_batches < 0:
+            raise ValueError(f"plan: micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit")
         if not isinstance(self.search, bool):
             raise ValueError(f"plan: search={self.search!r} is not a switch; use True or False")
         if self.batch_tokens < self.workload.seq_length:
@@ -275,10 +279,10 @@ def _impossible(request: Request, grid: Grid) -> str:
 
 
 def _runs(request: Request, grid: Grid) -> Iterator[Run]:
-    """Yield runs of 1, 2, 4, ... micro-batches, down to one sequence a rank."""
+    """Yield runs of 1, 2, 4, ... micro-batches, down to one sequence a rank; or of the number that is asked for."""
     share = 1.0 if request.gather == "keep" else 0.0
     sequences = -(-request.sequences // (grid.z * grid.data))
-    pieces = 1
+    pieces = max(1, min(request.micro_batches, sequences))
     while True:
         yield Run(
             request.batch_tokens,
@@ -289,7 +293,7 @@ def _runs(request: Request, grid: Grid) -> Iterator[Run]:
             rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
             **PRECISIONS[request.precision],
         )
-        if pieces >= sequences:
+        if pieces >= sequences or request.micro_batches:
             return
         pieces = min(2 * pieces, sequences)
 
