@@ -12,6 +12,7 @@ import sys
 import torch
 from torch import nn
 
+from axo.arrangement import arrangement_of
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.nn.init import init_weights
@@ -33,6 +34,7 @@ def parallelize(
     comms: Communicators,
     plan: str | dict[str, str] = "litgpt",
     *,
+    algorithm: str = "axonn",
     grad_reduce: str = "mean",
     overlap: Overlap | None = None,
     gather_cache: str | int | None = None,
@@ -51,12 +53,16 @@ def parallelize(
         comms: What ``axo.connect`` returned.
         plan: ``"litgpt"`` for an unmodified ``litgpt.GPT``; ``"auto"`` for any module, Hugging Face's too; a dict of
             patterns, such as ``{"*.q_proj": "normal", "lm_head": "replicate"}``, for "auto" with wishes.
-        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        algorithm: How products are distributed: ``"axonn"`` on any grid; ``"tesseract"`` where x = y (z is its depth);
+            ``"summa"``, Tesseract with z = 1. With these two x splits the rows of a batch too (``axo.shard_batch``,
+            ``comms.data_ranks``), and features lie over y everywhere. One algorithm for all layers of ``comms``.
+        grad_reduce: ``"mean"`` averages gradients over the data ranks (Gz * Gdata; Tesseract's: Gx * Gz * Gdata),
+            ``"sum"`` adds them.
         overlap: What hides behind what, and what is kept; default: everything on (see :class:`axo.Overlap`).
         gather_cache: Short for ``overlap=axo.Overlap(gather_cache=...)``.
         gather_logits: Of plan "litgpt" ("auto" returns whole outputs).
-            Return whole logits on every rank; else the vocabulary stays split over x, for
-            ``axo.nn.CrossEntropyLoss``. All ranks along x must then compute the same loss from them.
+            Return whole logits on every rank; else the vocabulary stays split over x (Tesseract's: y), for
+            ``axo.nn.CrossEntropyLoss``. All ranks along that axis must then compute the same loss from them.
         sequence_parallel: Of plan "litgpt".
             Split the tokens of the residual stream over x: norms keep 1/Gx of their activations, for the
             same bytes. Sequence lengths must divide over x. Each rank still takes and returns whole sequences.
@@ -67,8 +73,10 @@ def parallelize(
             that they are computed in (bf16 for weights under bf16 autocast). ``.grad`` has the parameter's in any case.
 
     Raises:
-        ValueError: An option is not known, the ranks' models differ, or the plan cannot do something; names which.
+        ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
+            cannot do something; names which.
     """
+    arrangement = arrangement_of("parallelize", algorithm)
     for option, value, known in (
         ("plan", plan if isinstance(plan, str) else "auto", PLANS),
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
@@ -89,6 +97,9 @@ def parallelize(
     layers = getattr(getattr(model, "config", None), "n_layer", 1)
     if isinstance(layers, int) and layers < 1:
         raise ValueError(f"parallelize: n_layer={layers} is a model without blocks; use at least 1")
+    if sequence_parallel:
+        arrangement.only_axonn("parallelize: sequence_parallel=True")
+    comms.arrange(arrangement)
     check_same_model(model, comms)
     before = parameters_of(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)

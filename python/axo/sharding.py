@@ -4,7 +4,7 @@
     unshard(local, where)         gather over the axes that split it         backward takes this rank's part
     unshard_grad(p)               the whole gradient of a parameter, after backward
     shard_batch(batch, comms)     this rank's rows of a whole batch, over data and z; no communication
-    shard_input(layer, t)         rows over (data, z), features over the layer's in axis; no communication
+    shard_input(layer, t)         rows alike, features over the layer's in axis; no communication
     unshard_output(layer, t)      the inverse for what the layer returns     backward takes this rank's part
     to_dtensor(p)                 a parameter seen as a DTensor; no communication
 
@@ -91,27 +91,27 @@ class _Unshard(torch.autograd.Function):
 def shard_batch(batch: Any, comms: Communicators) -> Any:
     """Cut a whole batch for a model made by ``axo.parallelize``: this rank's rows (dim 0), over data and z.
 
-    Ranks along x and y get the same rows. The same by a sampler:
-    ``DistributedSampler(data, num_replicas=grid.z * grid.data, rank=coords.z + grid.z * coords.data)``.
+    Ranks along x and y get the same rows; with algorithm "tesseract" x splits rows too. The same by a sampler:
+    ``DistributedSampler(data, num_replicas=comms.data_ranks, rank=comms.data_rank)``. With another algorithm than
+    "axonn" call it after ``axo.parallelize``.
 
     Args:
         batch: A tensor ``(rows, ...)``, or dicts, lists and tuples of such; what is no tensor stays as it is.
         comms: What ``axo.connect`` returned.
 
     Raises:
-        ValueError: The rows do not divide over data and z.
+        ValueError: The rows do not divide over the axes that split them.
     """
     if isinstance(batch, torch.Tensor):
-        grid, coords = comms.grid, comms.coords
-        parts = grid.z * grid.data
+        parts = comms.data_ranks
         if not batch.dim() or batch.shape[0] % parts:
             raise ValueError(
-                f"shard_batch: a tensor of shape {tuple(batch.shape)} has no rows that divide over data={grid.data} x"
-                f" z={grid.z}; use a multiple of {parts} rows, or cut it yourself and weight the losses by"
-                " axo.token_weight"
+                f"shard_batch: a tensor of shape {tuple(batch.shape)} has no rows that divide over"
+                f" {comms.arrangement.describe_rows(comms.grid)}; use a multiple of {parts} rows, or cut it yourself"
+                " and weight the losses by axo.token_weight"
             )
         rows = batch.shape[0] // parts
-        return batch.narrow(0, rows * (coords.z + grid.z * coords.data), rows)
+        return batch.narrow(0, rows * comms.data_rank, rows)
     if isinstance(batch, dict):
         return {key: shard_batch(value, comms) for key, value in batch.items()}
     if isinstance(batch, list | tuple):
@@ -121,7 +121,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
 
 
 def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Cut out what ``layer`` takes on this rank: rows (dim 0) over data and z, features over its in axis.
+    """Cut out what ``layer`` takes on this rank: rows (dim 0) as ``shard_batch``, features over its in axis.
 
     Raises:
         ValueError: The last dim is not the layer's whole input size.
@@ -136,12 +136,12 @@ def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     if has_features and layer.in_axis is not None:
         splits[dim] = (layer.in_axis,)
     if tensor.dim() > (-dim if has_features else 0):
-        splits[0] = ("data", "z")
+        splits[0] = layer.comms.arrangement.rows
     return shard(tensor, Placement(tuple(tensor.shape), tuple(splits), comms=layer.comms))
 
 
 def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Gather what ``layer`` returned: features over its out axis, then rows (dim 0) over z and data.
+    """Gather what ``layer`` returned: features over its out axis, then rows (dim 0) over the axes that split them.
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
@@ -238,14 +238,13 @@ class _GatherFeatures(torch.autograd.Function):
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
-        grid, coords = comms.grid, comms.coords
-        me, parts = coords.data * grid.z + coords.z, grid.z * grid.data
+        me, parts = comms.data_rank, comms.data_ranks
         ctx.rows = (0, tensor.shape[0])
         if parts == 1:
             return tensor.clone()
         counts = torch.zeros(parts, dtype=torch.int64, device=comms.device)
         counts[me] = tensor.shape[0]
-        axes = [axis for axis in ("z", "data") if grid.size(axis) > 1]
+        axes = [axis for axis in reversed(comms.arrangement.rows) if comms.grid.size(axis) > 1]
         for axis in axes:
             counts = comms.axis(axis).all_reduce(counts)
         rows = counts.tolist()

@@ -40,7 +40,7 @@ REPLACED = {
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.
 LEVELS = [
     {"errors", "grid", "settings"},
-    {"launch"},
+    {"launch", "arrangement"},
     {"comm"},
     {"placement"},
     {"sharding", "perf"},
@@ -58,7 +58,16 @@ LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # The same for the folders of csrc: a file includes its own folder and those to its left; device knows no host or hosts.
 CORE_FOLDERS = ["base", "memory", "progress", "host", "hosts", "device", "torch"]
 # What the planner may use at module level: arithmetic. Functions that measure may import what they measure.
-PURE = {"axo", "axo.grid", "axo.errors", "axo.launch", "axo.placement", "axo.perf", "axo.matmul.cost"}
+PURE = {
+    "axo",
+    "axo.arrangement",
+    "axo.grid",
+    "axo.errors",
+    "axo.launch",
+    "axo.placement",
+    "axo.perf",
+    "axo.matmul.cost",
+}
 STANDARD = {"torch", "triton", "numpy", "axo_kernels"}
 
 

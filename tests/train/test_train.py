@@ -85,6 +85,15 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
             {"model_overrides": SMALL | {"n_query_groups": 8, "latent_attention": LATENT}},
             r"latent_attention \(DeepSeek's MLA\) is not supported",
         ),
+        ({"algorithm": "cannon"}, r"algorithm='cannon' is not known; use one of axonn, tesseract, summa"),
+        (
+            {"algorithm": "tesseract", "grid": Grid(2, 1, 2, 1)},
+            r"algorithm 'tesseract' cannot use grid 2x1x2x1; it needs x = y and z as its depth, such as 2x2x1x1",
+        ),
+        (
+            {"algorithm": "tesseract", "grid": Grid(2, 2, 2, 1), "batch_size": 6},
+            r"batch-size=6 rows do not divide over x\*z\*data=4",
+        ),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -258,6 +267,7 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
         ("2x1x2x1", {"accumulate": 2, "clip": 0.3}),
         ("1x2x1x2", {"recompute": True, "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2}),
         ("2x2x2x1", {}),
+        ("2x2x2x1", {"algorithm": "tesseract", "recompute": True, "accumulate": 2}),
     ],
     ids=str,
 )

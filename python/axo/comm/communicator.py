@@ -212,14 +212,16 @@ class Communicator:
         self._check_rank("broadcast", "root", root)
         if self._core is not None and (plain := self._plain(tensor)) is not None:
             self._count("broadcast", tensor)
-            return self._issue(self._core.broadcast, (*plain[:3], root), tensor, (), tensor, tensor, async_op)
+            written = None if self.rank == root else tensor
+            return self._issue(self._core.broadcast, (*plain[:3], root), tensor, (), written, tensor, async_op)
         target = self._tensor(tensor, "broadcast")
         if self._core is None:
             return self._alone(target, target, tensor, async_op)
         self._count("broadcast", target)
         buffer, _, copies = core_buffers("broadcast", target, target)
         args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], root)
-        return self._issue(self._core.broadcast, args, buffer, copies, target, tensor, async_op)
+        written = None if self.rank == root else target
+        return self._issue(self._core.broadcast, args, buffer, copies, written, tensor, async_op)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
         """Reduce over ranks; the result is at the root, in place unless ``out`` is given. None elsewhere."""

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from axo.arrangement import AXONN, Arrangement
 from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions
 from axo.comm.extension import _C
@@ -61,6 +62,7 @@ class Communicators:
         self.data = self._line("data")
         for line in self.communicators:
             line._siblings = tuple(other for other in self.communicators if other is not line)
+        self._arrangement: Arrangement | None = None
         self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
         self._device_mesh: dist.DeviceMesh | None = None
         self._checkpoint_mesh: dist.DeviceMesh | None = None
@@ -123,6 +125,40 @@ class Communicators:
             line._siblings = self.communicators
             self._neighbours[axis, count] = line
         return self._neighbours[axis, count]
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """Where rows, features and weights lie: axonn's, unless ``axo.parallelize`` was the first to ask for another.
+
+        Whoever asks (a layer, a batch that is cut) settles it, so that data and layers cannot disagree.
+        """
+        if self._arrangement is None:
+            self._arrangement = AXONN
+        return self._arrangement
+
+    def arrange(self, arrangement: Arrangement) -> None:
+        """Settle on an arrangement for all layers and batches of these communicators.
+
+        Raises:
+            ValueError: The grid does not fit, or layers or batches have another.
+        """
+        arrangement.check(self.grid)
+        if self._arrangement not in (None, arrangement):
+            raise ValueError(
+                f"algorithm={arrangement.name!r}: layers or batches of these communicators are arranged for"
+                f" {self.arrangement.name!r} already; call axo.connect again for a model of another algorithm"
+            )
+        self._arrangement = arrangement
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that work on rows of their own: over z and data, with Tesseract over x too."""
+        return self.arrangement.row_parts(self.grid)
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of the rows this rank works on, of ``data_ranks``."""
+        return self.arrangement.row_part(self.grid, self.coords)
 
     def poll(self) -> None:
         """Raise what a kernel of a fused product has reported (``axo_kernels.SignalTimeout``). Waits for nothing."""

@@ -10,7 +10,16 @@ puts in, on each rank (Algorithm 1 of "Democratizing AI" and of "A 4D Hybrid Alg
                all_reduce      data  kn / (Gx Gy Gz)      the shard's weight gradient
                all_reduce      z, data   n / Gx           the bias gradient, where there is a bias
 
-A transposed layer swaps x and y. Sizes that do not divide are cut as ``torch.chunk`` does; weight shards are padded to
+A transposed layer swaps x and y. Tesseract's layer on q x q x d (q = Gx = Gy, d = Gz; m rows over z and x) puts in
+
+    forward    q broadcasts    y     mk / (d q q)         a block of the input, at its owner and at those who get it
+               q broadcasts    x     kn / (q q)           a block of the weight
+    backward   the same 2 q broadcasts, and behind each a product, whose sum goes to the owner of the block:
+               q reduces       y     mk / (d q q)         a block of the input gradient
+               q reduces       x     kn / (q q)           a block of the weight gradient
+               all_reduce      z, data   kn / (q q)       the block's weight gradient
+
+Sizes that do not divide are cut as ``torch.chunk`` does; weight shards are padded to
 the largest. An axis of size 1 sends nothing and does not appear. ``elements`` counts what this rank puts in, as
 ``axo.count_collectives`` does, so the two can be compared exactly. Pure arithmetic: no torch, no process group.
 
@@ -22,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from axo.arrangement import AXONN, Arrangement
 from axo.grid import Coords, Grid
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -30,6 +40,9 @@ FIRST = Coords(0, 0, 0, 0)  # the rank with the largest shards
 
 # What a collective is for; the scheduler may hide some of them behind products (OAG, ORS, OAR), not others.
 GATHER_WEIGHT = "gather weight"  # OAG hides it
+BROADCAST_BLOCK = "broadcast block"  # the product of the block before hides it
+REDUCE_BLOCK = "reduce block"  # the products of the blocks after hide it
+SUM_WEIGHT_BLOCK = "reduce weight block"  # as REDUCE_BLOCK, of a gradient
 REDUCE_OUTPUT = "reduce output"  # nothing hides it: the next layer waits
 REDUCE_INPUT_GRAD = "reduce input gradient"  # OAR hides it behind the weight-gradient product
 SCATTER_WEIGHT_GRAD = "scatter weight gradient"  # ORS hides it behind the layers before
@@ -91,6 +104,14 @@ def total(calls: Iterable[Call], phase: str | None = None) -> dict[tuple[str, st
     return sums
 
 
+def rows_of(arrangement: Arrangement, grid: Grid, rows: int, coords: Coords) -> int:
+    """Return the rows that the rank at ``coords`` has of those of one data-parallel group."""
+    for axis in arrangement.rows:
+        if axis != "data":
+            rows = part(rows, grid.size(axis), getattr(coords, axis))
+    return rows
+
+
 def linear(
     grid: Grid,
     rows: int,
@@ -107,6 +128,7 @@ def linear(
     copied_features: int = 0,
     copies: int = 1,
     sequence_parallel: bool = False,
+    arrangement: Arrangement = AXONN,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of one fully connected layer (a convolution: in_features = channels x kernel area).
@@ -127,14 +149,24 @@ def linear(
             keys and values), each part held by ``copies`` neighbours, who add up its gradient.
         sequence_parallel: Tokens are split over x between layers: a normal layer leaves dI a partial sum, for
             :func:`gather_sequence`, and a transposed one reduce-scatters its output.
+        arrangement: Of the algorithm.
         coords: The rank that counts; the first holds the largest shards.
     """
-    out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
-    my_rows = part(rows, grid.z, coords.z)
+    in_axis, out_axis = arrangement.features(transposed)
+    my_rows = rows_of(arrangement, grid, rows, coords)
     my_out = part(out_features - copied_features, grid.size(out_axis), getattr(coords, out_axis))
     my_copied = copied_features * copies // grid.size(out_axis)
     my_out += my_copied
     my_in = part(in_features, grid.size(in_axis), getattr(coords, in_axis))
+    if arrangement.square:
+        calls = _blocks(grid, my_rows, my_in, my_out, itemsize, recompute, input_grad)
+        calls += replicated_grad(my_out * my_in, itemsize, arrangement, split_by=("x",))
+        if bias:
+            calls += replicated_grad(my_out, bias_itemsize, arrangement)
+        if copies > 1:
+            calls.append(Call(BACKWARD, "all_reduce", out_axis, my_copied * my_in, itemsize, REDUCE_WEIGHT_GRAD))
+            calls += [Call(BACKWARD, "all_reduce", out_axis, my_copied, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
+        return issued(calls, grid)
     shard = chunk(my_out, grid.z) * my_in
     calls = [Call(FORWARD, "all_gather", "z", shard, itemsize, GATHER_WEIGHT)]
     if gathers == 2:
@@ -157,6 +189,23 @@ def linear(
         calls += [Call(BACKWARD, "all_reduce", out_axis, shared * my_in, itemsize, REDUCE_WEIGHT_GRAD)] * (shared > 0)
         calls += [Call(BACKWARD, "all_reduce", out_axis, my_copied, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
     return issued(calls, grid)
+
+
+def _blocks(
+    grid: Grid, rows: int, my_in: int, my_out: int, itemsize: int, recompute: bool, input_grad: bool
+) -> list[Call]:
+    """Count the q steps of SUMMA in a layer of Tesseract."""
+    q, input_block, weight_block = grid.x, rows * my_in, my_out * my_in
+    calls = []
+    for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
+        calls.append(Call(phase, "broadcast", "y", input_block, itemsize, BROADCAST_BLOCK, calls=q))
+        calls.append(Call(phase, "broadcast", "x", weight_block, itemsize, BROADCAST_BLOCK, calls=q))
+    if input_grad:
+        calls.append(Call(BACKWARD, "broadcast", "x", weight_block, itemsize, BROADCAST_BLOCK, calls=q))
+        calls.append(Call(BACKWARD, "reduce", "y", input_block, itemsize, REDUCE_BLOCK, calls=q))
+    calls.append(Call(BACKWARD, "broadcast", "y", input_block, itemsize, BROADCAST_BLOCK, calls=q))
+    calls.append(Call(BACKWARD, "reduce", "x", weight_block, itemsize, SUM_WEIGHT_BLOCK, calls=q))
+    return calls
 
 
 def conv2d(
@@ -217,7 +266,13 @@ def conv2d(
 
 
 def relayout(
-    grid: Grid, in_elements: int, out_elements: int, *, transposed: bool = False, itemsize: int = 4
+    grid: Grid,
+    in_elements: int,
+    out_elements: int,
+    *,
+    transposed: bool = False,
+    itemsize: int = 4,
+    arrangement: Arrangement = AXONN,
 ) -> list[Call]:
     """Count what a layer sends because activations are whole outside it, features cut on entry and gathered on exit.
 
@@ -226,7 +281,7 @@ def relayout(
             is gathered over the in axis; 0: it comes cut.
         out_elements: The same of an output that is gathered over the out axis; 0: it stays cut.
     """
-    out_axis, in_axis = ("y", "x") if transposed else ("x", "y")
+    in_axis, out_axis = arrangement.features(transposed)
     calls = []
     if in_elements:
         calls.append(Call(BACKWARD, "all_gather", in_axis, in_elements // grid.size(in_axis), itemsize, RELAYOUT))
@@ -253,14 +308,23 @@ def embedding(
     *,
     itemsize: int = 4,
     sequence_parallel: bool = False,
+    arrangement: Arrangement = AXONN,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of an embedding ``[V, h]``: V over x, h over y, the block sharded by rows over z.
 
     The block is gathered over z once, every x rank looks up the tokens that it owns, one all-reduce over x adds them:
-    all in the dtype of the weight, whatever autocast says.
+    all in the dtype of the weight, whatever autocast says. With Tesseract the whole vocabulary is gathered over x.
     """
     my_dim = part(embedding_dim, grid.y, coords.y)
+    if arrangement.square:
+        shard = chunk(num_embeddings, grid.x) * my_dim
+        calls = [
+            Call(FORWARD, "all_gather", "x", shard, itemsize, GATHER_WEIGHT),
+            Call(BACKWARD, "reduce_scatter", "x", shard * grid.x, itemsize, SCATTER_WEIGHT_GRAD),
+            *replicated_grad(shard, itemsize, arrangement, split_by=("x",)),
+        ]
+        return issued(calls, grid)
     shard = chunk(part(num_embeddings, grid.x, coords.x), grid.z) * my_dim
     output, op = part(rows, grid.z, coords.z) * my_dim, "reduce_scatter" if sequence_parallel else "all_reduce"
     calls = [
@@ -284,6 +348,7 @@ def norm(
     axis: str | None = "y",
     vectors: int | None = None,
     sum_grad_over: tuple[str, ...] = (),
+    arrangement: Arrangement = AXONN,
     coords: Coords = FIRST,
 ) -> list[Call]:
     """Count the collectives of LayerNorm or RMSNorm over a hidden dimension that is split over ``axis`` (None: whole).
@@ -299,7 +364,7 @@ def norm(
     if kind not in ("layernorm", "rmsnorm"):
         raise ValueError(f"norm: kind={kind!r} is not known; use 'layernorm' or 'rmsnorm'")
     sums = 2 if kind == "layernorm" else 1
-    my_rows = part(rows, grid.z, coords.z) // (grid.x if sequence_parallel else 1)
+    my_rows = rows_of(arrangement, grid, rows, coords) // (grid.x if sequence_parallel else 1)
     calls = []
     if axis is not None:
         for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
@@ -309,21 +374,23 @@ def norm(
     for _ in range(sums if vectors is None else vectors):
         for summed in ("x",) if sequence_parallel else sum_grad_over:
             calls.append(Call(BACKWARD, "all_reduce", summed, mine, 4, REDUCE_WEIGHT_GRAD))
-        calls += replicated_grad(mine, 4)
+        calls += replicated_grad(mine, 4, arrangement)
     return issued(calls, grid)
 
 
-def cross_entropy(grid: Grid, rows: int, *, smoothing: bool = False, coords: Coords = FIRST) -> list[Call]:
+def cross_entropy(
+    grid: Grid, rows: int, *, smoothing: bool = False, arrangement: Arrangement = AXONN, coords: Coords = FIRST
+) -> list[Call]:
     """Count the collectives of the vocabulary-parallel loss: per token, in fp32, a maximum and two sums over x.
 
     The sums are the denominators and the logits of the targets (with label smoothing all logits too); with the maximum
     travel three numbers by which the ranks check each other's columns. Nothing is sent backward.
     """
-    my_rows = part(rows, grid.z, coords.z)
+    my_rows, axis = rows_of(arrangement, grid, rows, coords), arrangement.inner
     return issued(
         [
-            Call(FORWARD, "all_reduce", "x", my_rows + 3, 4, STATISTICS),
-            Call(FORWARD, "all_reduce", "x", (2 + smoothing) * my_rows, 4, STATISTICS),
+            Call(FORWARD, "all_reduce", axis, my_rows + 3, 4, STATISTICS),
+            Call(FORWARD, "all_reduce", axis, (2 + smoothing) * my_rows, 4, STATISTICS),
         ],
         grid,
     )
@@ -337,11 +404,17 @@ def weight_grad(shard: int, grid: Grid, itemsize: int) -> list[Call]:
     ]
 
 
-def replicated_grad(elements: int, itemsize: int) -> list[Call]:
-    """Return the two reductions of the gradient of a vector that z and data ranks replicate (bias, norm weight)."""
+def replicated_grad(
+    elements: int, itemsize: int, arrangement: Arrangement = AXONN, split_by: tuple[str, ...] = ()
+) -> list[Call]:
+    """Return the reductions of the gradient of what ranks with other rows replicate (bias, norm weight): z, then data.
+
+    ``split_by``: axes of rows that split it, and over which it is reduced otherwise (a block of Tesseract's weight).
+    """
     return [
-        Call(BACKWARD, "all_reduce", "z", elements, itemsize, REDUCE_WEIGHT_GRAD),
-        Call(BACKWARD, "all_reduce", "data", elements, itemsize, REDUCE_WEIGHT_GRAD),
+        Call(BACKWARD, "all_reduce", axis, elements, itemsize, REDUCE_WEIGHT_GRAD)
+        for axis in reversed(arrangement.rows)
+        if axis not in split_by
     ]
 
 

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from axo.grid import Grid
-from axo.matmul.cost import REDUCE_WEIGHT_GRAD, SCATTER_WEIGHT_GRAD, Call, chunk, issued
+from axo.matmul.cost import REDUCE_WEIGHT_GRAD, SCATTER_WEIGHT_GRAD, SUM_WEIGHT_BLOCK, Call, chunk, issued
 
 STEP = "step"
 GATHER_PARAMETERS = "gather parameters"
@@ -44,7 +44,7 @@ def gather_parameters(
 
 def reduced_in(calls: Iterable[Call], itemsize: int) -> list[Call]:
     """Let the reductions of gradients have elements of ``itemsize`` bytes (``reduce_dtype``)."""
-    gradients = (SCATTER_WEIGHT_GRAD, REDUCE_WEIGHT_GRAD)
+    gradients = (SCATTER_WEIGHT_GRAD, REDUCE_WEIGHT_GRAD, SUM_WEIGHT_BLOCK)
     return [call._replace(itemsize=itemsize) if call.purpose in gradients else call for call in calls]
 
 

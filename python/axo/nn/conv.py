@@ -86,6 +86,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
+        comms.arrangement.only_axonn(f"Conv2d {name or ''!r}")
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
         # torch checks its own arguments, and works out the padding; on the meta device that costs nothing
         like = nn.Conv2d(

@@ -32,7 +32,8 @@ class Dropout(nn.Module):
         inplace: As in torch.
         comms: What ``axo.connect`` returned.
         split: The axes over which the activation is split; over the others it is replicated. The default is that of
-            the residual stream; between a normal and a transposed layer it is ``("x", "z", "data")``.
+            the residual stream, ``("y", "z", "data")``; between a normal and a transposed layer it is
+            ``("x", "z", "data")``; Tesseract's is ``("x", "y", "z", "data")`` in both places.
 
     Raises:
         ValueError: p is not a probability, or an axis is not known.
@@ -44,9 +45,10 @@ class Dropout(nn.Module):
         inplace: bool = False,
         *,
         comms: Communicators,
-        split: tuple[str, ...] = ("y", "z", "data"),
+        split: tuple[str, ...] | None = None,
     ) -> None:
         super().__init__()
+        split = (comms.arrangement.stream, *comms.arrangement.rows) if split is None else split
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"Dropout: p={p} is not a probability; use 0 to 1")
         for axis in split:

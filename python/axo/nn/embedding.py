@@ -6,6 +6,10 @@
 Backward adds the rows of dO into the block's gradient, reduce-scatters it over z and all-reduces it over data. The
 vocabulary may be uneven over x (bounds of ``torch.chunk``); the hidden size must divide over y.
 
+With Tesseract, whose rows x splits too, the whole vocabulary is gathered over x and looked up without a sum:
+
+    block  = all-gather_x(weight)                       [V/Gx, h/Gy] -> [V, h/Gy]
+
 Not here: ``max_norm``, ``scale_grad_by_freq`` and ``sparse``; their meaning depends on all ranks' ids: refused.
 """
 
@@ -69,7 +73,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
-        placement = Placement((num_embeddings, embedding_dim), (("x", "z"), ("y",)), comms=comms)
+        placement = Placement((num_embeddings, embedding_dim), comms.arrangement.table, comms=comms)
         self._start(comms, name, {"weight": placement})
         for option, asked in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
             if asked:
@@ -77,6 +81,8 @@ class Embedding(ParallelLayer, nn.Embedding):
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"{self.label()}: padding_idx={padding_idx} is not of num_embeddings={num_embeddings}")
         check_divides(self.label(), "embedding_dim", embedding_dim, "y", comms.grid.y)
+        if sequence_parallel:
+            comms.arrangement.only_axonn(f"{self.label()}: sequence_parallel=True")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.out_features_whole = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings  # type: ignore[assignment]
@@ -86,7 +92,10 @@ class Embedding(ParallelLayer, nn.Embedding):
         self.exchanges = (self.exchange,)
         self.gather_output = gather_output
         self.scatters_tokens = sequence_parallel and comms.grid.x > 1
-        self.vocabulary = (placement.without("z").ranges(0) or [(num_embeddings, num_embeddings)])[0]
+        shard_axis = self.exchange.shard_axis
+        block = placement.without(shard_axis) if shard_axis else placement
+        self.vocabulary_axis = next(iter(block.splits[0]), None)
+        self.vocabulary = (block.ranges(0) or [(num_embeddings, num_embeddings)])[0]
         self._add_parameters(default_device(device, comms), dtype)
         self.reset_parameters()
 
@@ -104,10 +113,8 @@ class Embedding(ParallelLayer, nn.Embedding):
         self._check_range(input)
         if self.comms.grid.world_size == 1:
             return F.embedding(input, self.weight, self.padding_idx)
-        sum_over = None if self.scatters_tokens else "x"
-        output = _Lookup.apply(
-            input, self.weight, self.vocabulary, self.padding_idx, self.exchange, sum_over, torch.is_grad_enabled()
-        )
+        sum_over = None if self.scatters_tokens else self.vocabulary_axis
+        output = _Lookup.apply(input, self.weight, self, sum_over, torch.is_grad_enabled())
         if self.first_pass:
             chain.leave(output, self)
         if self.scatters_tokens:
@@ -124,9 +131,11 @@ class Embedding(ParallelLayer, nn.Embedding):
             self.embedding_dim,
             itemsize=itemsize,
             sequence_parallel=self.scatters_tokens,
+            arrangement=self.comms.arrangement,
             coords=coords,
         )
-        whole = cost.part(rows, grid.z, coords.z) * self.embedding_dim if self.gather_output else 0
+        mine = cost.rows_of(self.comms.arrangement, grid, rows, coords)
+        whole = mine * self.embedding_dim if self.gather_output else 0
         return self._reduced(calls) + cost.relayout(grid, 0, whole, transposed=True, itemsize=itemsize)
 
     def _check_range(self, ids: torch.Tensor) -> None:
@@ -153,16 +162,15 @@ class _Lookup(torch.autograd.Function):
         ctx: Any,
         ids: torch.Tensor,
         weight: torch.Tensor,
-        vocabulary: tuple[int, int],
-        padding_idx: int | None,
-        exchange: Exchange,
+        layer: Embedding,
         sum_over: str | None,
         recording: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(ids)
-        ctx.weight, ctx.vocabulary, ctx.padding_idx, ctx.exchange = weight, vocabulary, padding_idx, exchange
+        exchange, vocabulary = layer.exchange, layer.vocabulary
+        ctx.weight, ctx.vocabulary, ctx.padding_idx, ctx.exchange = weight, vocabulary, layer.padding_idx, exchange
         block, _ = exchange.forward_block(weight, weight.dtype, recording=recording, wanted=False)
-        if exchange.size("x") == 1:
+        if exchange.size(layer.vocabulary_axis) == 1:
             return F.embedding(ids, block)
         low, high = vocabulary
         if low == high:
@@ -180,7 +188,7 @@ class _Lookup(torch.autograd.Function):
         weight, exchange = ctx.weight, ctx.exchange
         how = exchange.how(ctx, 1)
         if how == SKIP:
-            return None, None, None, None, None, None, None
+            return None, None, None, None, None
         low, high = ctx.vocabulary
         skipped = (ids < low) | (ids >= high)
         if ctx.padding_idx is not None:
@@ -189,4 +197,4 @@ class _Lookup(torch.autograd.Function):
         # Row `rows` collects what is skipped; what lies before it is the padded buffer of the reduce-scatter.
         local = (ids - low).masked_fill_(skipped, rows)
         buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
-        return None, exchange.weight_gradient(how, weight, buffer), None, None, None, None, None
+        return None, exchange.weight_gradient(how, weight, buffer), None, None, None

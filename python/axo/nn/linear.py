@@ -10,7 +10,8 @@
 | ``bias`` on a rank        | ``[n/Gx]``          | ``[n/Gy]`` |
 
 A normal layer followed by a transposed one (and so on) needs no re-layout between them. What goes over which axis
-stands in ``axo.matmul.product``; the table is Algorithm 1 of the AxoNN papers.
+stands in ``axo.matmul.product``; the table is Algorithm 1 of the AxoNN papers. Other algorithms split otherwise
+(``axo.arrangement``): with Tesseract both kinds have features over y, and ``weight`` is ``[n/Gy, k/Gx]``.
 
 Not here: re-layout of activations; convolutions.
 """
@@ -24,7 +25,7 @@ from torch import nn
 
 from axo.comm.connect import Communicators
 from axo.matmul import cost
-from axo.matmul.product import DistributedMatmul
+from axo.matmul.blocks import layer_matmul
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
@@ -100,18 +101,21 @@ class Linear(ParallelLayer, nn.Linear):
         features: Features = _PLAIN,
         name: str | None = None,
     ) -> None:
-        in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
+        arrangement = comms.arrangement
+        in_axis, out_axis = arrangement.features(transposed)
         out_blocks, out_copies = features.out_blocks, features.out_copies
         whole_input, whole_output = features.whole_input, features.whole_output
         sequence_parallel = features.sequence_parallel
         in_axes, out_axes = () if whole_input else (in_axis,), () if whole_output else (out_axis,)
-        splits = ((*out_axes, "z"), in_axes)
+        splits = arrangement.weight(in_axes, out_axes)
         placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
         if bias:
             placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
         if (whole_output and (out_blocks or sequence_parallel)) or (whole_input and sequence_parallel):
             raise ValueError(f"{self.label()}: whole features with out_blocks or sequence_parallel are not supported")
+        if whole_input or whole_output or sequence_parallel:
+            arrangement.only_axonn(f"{self.label()}: whole features or sequence_parallel")
         if not whole_input:
             check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
         check_copies(self.label(), out_copies, out_axis, comms.grid.size(out_axis))
@@ -125,7 +129,7 @@ class Linear(ParallelLayer, nn.Linear):
         self.scatter_input, self.gather_output = features.scatter_input, features.gather_output
         self.in_axis, self.out_axis = next(iter(in_axes), None), next(iter(out_axes), None)
         self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
-        self.matmul = DistributedMatmul(
+        self.matmul = layer_matmul(
             comms,
             placements["weight"],
             in_axis=None if sequence_parallel and transposed else self.in_axis,
@@ -196,7 +200,11 @@ class Linear(ParallelLayer, nn.Linear):
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]
         grid, coords, transposed = self.comms.grid, self.comms.coords, self.transposed
-        for axis in {"x", "y"} - {self.in_axis, self.out_axis}:  # features that are whole: as if it had one rank
+        arrangement = self.comms.arrangement
+        for axis in {*arrangement.features(transposed)} - {
+            self.in_axis,
+            self.out_axis,
+        }:  # features that are whole: as if it had one rank
             grid, coords = replace(grid, **{axis: 1}), coords._replace(**{axis: 0})
         calls = cost.linear(
             grid,
@@ -213,16 +221,17 @@ class Linear(ParallelLayer, nn.Linear):
             copied_features=sum(copied),
             copies=max(self.out_copies or (1,)) if copied else 1,
             sequence_parallel=self.scatters_tokens or self.matmul.out_axis != self.out_axis,
+            arrangement=arrangement,
             coords=coords,
         )
-        mine = cost.part(rows, grid.z, coords.z)
+        mine = cost.rows_of(arrangement, grid, rows, coords)
         before = mine * self.in_features if self.scatter_input and input_grad else 0
         after = mine * self.out_features if self.gather_output else 0
         given = itemsize if input_itemsize is None else input_itemsize
         return [
             *self._reduced(calls),
-            *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given),
-            *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize),
+            *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),
+            *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary is split over x, without gathering them and without a copy of them.
+"""Cross-entropy of logits whose vocabulary is split over x (with Tesseract, y); they are neither gathered nor copied.
 
     m = max_v l_v                          all-reduce (max) over x, fp32, one number a row
     s = sum_v exp(l_v - m)                 all-reduce (sum) over x, together with d (and t when smoothing)
@@ -70,7 +70,13 @@ class CrossEntropyLoss(nn.Module):
     def cost(self, rows: int) -> list[cost.Call]:
         """Count its collectives on this rank, for ``rows`` targets of one data-parallel group."""
         smoothing = self.label_smoothing > 0
-        return cost.cross_entropy(self.comms.grid, rows, smoothing=smoothing, coords=self.comms.coords)
+        return cost.cross_entropy(
+            self.comms.grid,
+            rows,
+            smoothing=smoothing,
+            arrangement=self.comms.arrangement,
+            coords=self.comms.coords,
+        )
 
 
 def cross_entropy(
@@ -86,7 +92,7 @@ def cross_entropy(
     columns: int | None = None,
     inplace_backward: bool = False,
 ) -> torch.Tensor:
-    """Cross-entropy of this rank's rows; equal on all ranks along x and y.
+    """Cross-entropy of this rank's rows; equal on all ranks that hold the same rows.
 
     Args:
         input: Logits (..., V/Gx), any float dtype; this rank's columns of a vocabulary cut as ``torch.chunk`` does.
@@ -95,7 +101,7 @@ def cross_entropy(
         ignore_index, reduction, label_smoothing: As in torch. "mean" is over this rank's rows that are not ignored.
         comms: What ``axo.connect`` returned.
         vocab_size: Real vocabulary; columns from there on are padding. None: all columns are real.
-        columns: Columns over all ranks; needed where they do not divide over x. None: Gx times this rank's.
+        columns: Columns over all ranks; needed where they do not divide. None: this rank's times the axis' size.
         inplace_backward: Write the gradient into the logits' storage. Nothing may read the logits after backward.
 
     Returns:
@@ -114,7 +120,7 @@ def cross_entropy(
         )
     if not input.is_floating_point():
         raise RuntimeError(f"cross_entropy: the logits are {input.dtype}; they must be floating point")
-    columns = input.shape[-1] * comms.grid.x if columns is None else columns
+    columns = input.shape[-1] * comms.grid.size(comms.arrangement.inner) if columns is None else columns
     classes = columns if vocab_size is None else vocab_size
     if not 0 < classes <= columns:
         raise ValueError(
@@ -143,7 +149,9 @@ class _Options:
     ) -> None:
         self.comms, self.columns, self.classes = comms, columns, classes
         self.ignore_index, self.smoothing, self.inplace = ignore_index, smoothing, inplace
-        self.low, high = chunk_bounds(columns, comms.grid.x, comms.coords.x)
+        self.axis = comms.arrangement.inner
+        self.ranks = comms.grid.size(self.axis)
+        self.low, high = chunk_bounds(columns, self.ranks, getattr(comms.coords, self.axis))
         self.width = high - self.low  # columns that this rank must have
         self.real = max(0, min(high, classes) - self.low)  # of them, those that are no padding
 
@@ -163,8 +171,8 @@ class _CrossEntropy(torch.autograd.Function):
                 _chunk_statistics(chunk[:, : options.real], start, ids, peak, sums, options)
         own_peak, peak = _reduce_peak(peak, logits.shape[-1], options)
         _move_to_peak(sums, own_peak, peak, ids, options)
-        if options.comms.grid.x > 1:
-            sums = options.comms.x.all_reduce(sums)
+        if options.ranks > 1:
+            sums = options.comms.axis(options.axis).all_reduce(sums)
         losses = sums[0].log() - (1 - options.smoothing) * sums[1]
         if options.smoothing:
             losses -= options.smoothing / options.classes * sums[2]
@@ -244,15 +252,15 @@ def _reduce_peak(peak: torch.Tensor, width: int, options: _Options) -> tuple[tor
     own = peak[:-3].clone()
     peak[-3] = float(width != options.width or options.classes > options.columns)
     peak[-2], peak[-1] = options.columns, -options.columns
-    if options.comms.grid.x > 1:
-        peak = options.comms.x.all_reduce(peak, "max")
+    if options.ranks > 1:
+        peak = options.comms.axis(options.axis).all_reduce(peak, "max")
     agreed = (peak[-3] == 0) & (peak[-2] == -peak[-1])
     if agreed.device.type != "cpu":
         torch._assert_async(agreed)
     elif not bool(agreed):
         raise ValueError(
             f"cross_entropy: this rank's {width} columns of logits are not its part of {options.columns} columns over"
-            f" x={options.comms.grid.x} with vocab_size={options.classes}; pass columns= with all ranks' columns"
+            f" {options.axis}={options.ranks} with vocab_size={options.classes}; pass columns= with all ranks' columns"
         )
     return own, peak[:-3]
 

@@ -4,7 +4,7 @@
     rstd = (sum_h((x - mean)^2) / h + eps)^(-1/2)
     x^   = (x - mean) * rstd;   y = x^ * w + b
     dx   = rstd * (g - x^ * sum_h(g x^)/h - sum_h(g)/h),   g = dy * w      (last term: LayerNorm only)
-    dw   = sum over rows of dy * x^,   db = sum over rows of dy            both reduced over z and data
+    dw   = sum over rows of dy * x^,   db = sum over rows of dy            both reduced over the axes that split rows
 
 The sums over h, one or two numbers a token, are all-reduced over the axis in fp32 (fp64 for fp64 inputs). LayerNorm
 takes the mean first and then the squares around it, two small all-reduces: the sum of squares alone would lose digits
@@ -108,6 +108,7 @@ class _Norm(ParallelLayer):
                 kind="layernorm" if self.centered else "rmsnorm",
                 recompute=recompute,
                 axis=self.out_axis,
+                arrangement=self.comms.arrangement,
                 vectors=len(self.placements),
                 sum_grad_over=self.sum_grad_over,
                 coords=self.comms.coords,

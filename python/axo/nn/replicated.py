@@ -1,7 +1,7 @@
 """Modules that stay serial inside a parallel model: whole weights on every rank, complete gradients.
 
-Every rank along x and y computes the same with them; ranks along z and data see other rows, so gradients are reduced
-over z and data as those of parallel layers are, before they are added to ``.grad``. Values are rank 0's.
+Ranks that work on the same rows compute the same with them; gradients are reduced over the axes that split rows, as
+those of parallel layers are, before they are added to ``.grad``. Values are rank 0's.
 
 A module keeps its class's code: it becomes an instance of a subclass made for it, which re-attaches the reduction to
 parameters that torch makes anew (``to_empty``, ``deepcopy``).
@@ -51,7 +51,7 @@ class Replicated:
         for name in self.placements:
             parameter = getattr(self, name)
             if parameter.requires_grad:
-                found += cost.replicated_grad(parameter.numel(), parameter.dtype.itemsize)
+                found += cost.replicated_grad(parameter.numel(), parameter.dtype.itemsize, self.comms.arrangement)
         dtype = self.exchange.engine.reduce_dtype
         found = found if dtype is None else engine_cost.reduced_in(found, dtype.itemsize)
         return cost.issued(found, self.comms.grid)
@@ -75,13 +75,13 @@ class Replicated:
 
 
 class _Reduce:
-    """A gradient hook: the mean (or sum) over z and data."""
+    """A gradient hook: the mean (or sum) over the data ranks."""
 
     def __init__(self, exchange: Exchange) -> None:
         self.exchange = exchange
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        if self.exchange.size("z") * self.exchange.size("data") == 1:
+        if not self.exchange.vector_stages:
             return grad
         return self.exchange.reduce_now(grad.clone())
 

@@ -137,7 +137,7 @@ class Engine:
             self.zero.begin_backward()
         if self._rooted:
             self.gathers.begin(BACKWARD)
-        elif not self._hinted and self.comms.grid.z * self.comms.grid.data > 1:
+        elif not self._hinted and self.comms.data_ranks > 1:
             self._hinted = True
             warnings.warn(
                 "axo: a layer that is in no attached model hides little of its communication; call"

@@ -79,7 +79,7 @@ class Exchange(Route):
             wanted: Its backward will want the block.
             gather: Gives the block in another way, where the layer would have to gather it now and wait.
         """
-        if self.size("z") > 1:
+        if self.shards > 1:
             return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted, gather=gather)
         block = self._cast(weight, dtype)
         keeps = wanted and self.engine.overlap.gather_cache != "none"
@@ -87,7 +87,7 @@ class Exchange(Route):
 
     def backward_block(self, held: Gathered | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block for a product of backward; ``held`` is what ``forward_block`` gave."""
-        if self.size("z") > 1:
+        if self.shards > 1:
             return self.engine.gathers.backward(self, held, weight, dtype)
         return self._cast(weight, dtype) if held is None else held.wait()
 
@@ -101,12 +101,12 @@ class Exchange(Route):
 
     def release_block(self) -> None:
         """The product of backward is done with the block."""
-        if self.size("z") > 1:
+        if self.shards > 1:
             self.engine.gathers.release(self)
 
     def waits_for_gather(self) -> bool:
         """Whether the layer would wait for the gather of its weight: the engine issues none ahead."""
-        return self.size("z") > 1 and not self.engine.gathers.looks_ahead
+        return self.shards > 1 and not self.engine.gathers.looks_ahead
 
     def shard(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """This rank's rows as they travel, where shares are equal: (rows/Gz, ...) -> (rows/Gz, c), contiguous."""
@@ -125,10 +125,10 @@ class Exchange(Route):
     def start_reduce(self, tensor: torch.Tensor, axis: str | None) -> Sum:
         """Begin to add up partial sums over ``axis``; ``wait()`` gives them."""
         if axis is None or self.size(axis) == 1:
-            return _Done(tensor)
+            return Done(tensor)
         tensor = tensor.contiguous()
         if not self.engine.overlap.all_reduce:
-            return _Done(self.reduce(tensor, axis))
+            return Done(self.reduce(tensor, axis))
         work = self.comms.axis(axis).all_reduce(tensor, "sum", async_op=True)
         return Pending(self.engine, work, tensor, "all_reduce", axis, self.name)
 
@@ -163,14 +163,14 @@ class Exchange(Route):
             return None
         assert isinstance(room, torch.Tensor)
         grad = self.engine.gradients.cast(room)
-        if self.size("z") > 1:
-            grad = self.comms.z.reduce_scatter(grad, op=self.op)
+        if self.shard_axis is not None and self.shards > 1:
+            grad = self.comms.axis(self.shard_axis).reduce_scatter(grad, op=self.op)
         grad = self._now(grad, self.weight_stages, self.weight_copies)
         return grad[: self.shard_rows].to(weight.dtype).view(weight.shape)
 
     def waits_for_scatter(self, how: str, weight: torch.Tensor) -> bool:
         """Whether the layer would wait for the reduce-scatter of this gradient where it issues it."""
-        if self.size("z") == 1 or self.engine.reduce_dtype is not None:  # the product reduces in its own dtype
+        if self.shards == 1 or self.engine.reduce_dtype is not None:  # the product reduces in its own dtype
             return False
         return how == wants.NOW or (
             not self.engine.overlap.reduce_scatter and self.engine.gradients.takes_shard_of(weight)
@@ -223,7 +223,9 @@ class Exchange(Route):
         return tensor
 
 
-class _Done:
+class Done:
+    """A sum, or a block, that is there already."""
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 

@@ -273,10 +273,10 @@ class Gathers:
                 self._ahead[route] = self._start(route, weight, dtype)
 
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
-        """Gather this rank's rows over z, in ``dtype``."""
+        """Gather this rank's rows over the shard axis, in ``dtype``."""
         engine = self._engine
         with hidden():
-            shard, rows = weight.detach().flatten(1), route.padded_rows // route.size("z")
+            shard, rows = weight.detach().flatten(1), route.padded_rows // route.shards
             if shard.dtype != dtype or shard.shape[0] != rows or not shard.is_contiguous():
                 source = engine.pool.take((rows, shard.shape[1]), dtype, shard.device)
                 source[: shard.shape[0]].copy_(shard)
@@ -284,10 +284,11 @@ class Gathers:
                 shard = source
             whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, shard.device)
             block = whole[: route.block_rows]
-        names = "all_gather", "z", route.name
+        assert route.shard_axis is not None
+        names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
         if blocking:
             with span(engine.events, "wait", *names):
-                engine.comms.z.all_gather(shard, whole)
+                line.all_gather(shard, whole)
             return Gathered(weight, dtype, block, None)
-        work = engine.comms.z.all_gather(shard, whole, async_op=True)
+        work = line.all_gather(shard, whole, async_op=True)
         return Gathered(weight, dtype, block, Pending(engine, work, block, *names))

@@ -78,7 +78,7 @@ class Gradients:
     def room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Room:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
         shape = (route.padded_rows, columns)
-        last = route.size("z") == 1 and self._reduced_in(like) == like.dtype
+        last = route.shards == 1 and self._reduced_in(like) == like.dtype
         if last and self._engine.synchronizing:
             return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
         return self._engine.pool.take(shape, like.dtype, like.device)
@@ -143,7 +143,7 @@ class Gradients:
                     table.clear()
 
     def _send_weight(self, route: Route, parameter: torch.Tensor, room: Room) -> None:
-        if isinstance(room, Slot) or route.size("z") == 1:
+        if isinstance(room, Slot) or route.shards == 1:
             if isinstance(room, Slot):
                 slot = room
             else:
@@ -152,7 +152,7 @@ class Gradients:
             slot.copies = route.weight_copies
             self.buckets.ready(slot)
             return
-        rows = route.padded_rows // route.size("z")
+        rows = route.padded_rows // route.shards
         slot = self.buckets.slot(parameter, (rows, room.shape[1]), route.shard_rows, room, route.weight_stages)
         slot.copies = route.weight_copies
         pending = self._start_scatter(route, room, slot.tensor)
@@ -164,14 +164,16 @@ class Gradients:
         self._arriving.append(pending)
 
     def _start_scatter(self, route: Route, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
-        """Reduce-scatter the padded gradient of the block over z, into ``out``; None when that is done already."""
+        """Reduce-scatter the padded gradient of the block into ``out``; None when that is done already."""
         engine = self._engine
-        names = "reduce_scatter", "z", route.name
+        assert route.shard_axis is not None
+        names = "reduce_scatter", route.shard_axis, route.name
+        line = engine.comms.axis(route.shard_axis)
         if not engine.overlap.reduce_scatter:
             with span(engine.events, "wait", *names):
-                engine.comms.z.reduce_scatter(buffer, out, op=route.op)
+                line.reduce_scatter(buffer, out, op=route.op)
             return None
-        work = engine.comms.z.reduce_scatter(buffer, out, op=route.op, async_op=True)
+        work = line.reduce_scatter(buffer, out, op=route.op, async_op=True)
         return Pending(engine, work, out, *names)
 
     def _send_vector(

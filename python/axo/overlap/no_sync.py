@@ -25,11 +25,12 @@ from axo.overlap.model import engines
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Let ``backward`` inside the block add up gradients on this rank without reducing them over z and data.
+    """Let ``backward`` inside the block add up gradients on this rank without reducing them over the data ranks.
 
     ``.grad`` does not change until the next backward outside of it, which reduces the sum. What is kept meanwhile is
     the gradient of whole gathered weights; the gather cache keeps its weights for the next micro-batch too. All ranks
-    must enter and leave it together; what counts is where backward is called.
+    must enter and leave it together; what counts is where backward is called. Sums that are part of a product, as
+    Tesseract's over x, are made all the same.
     """
     found = [engine for engine in engines(model) if engine.synchronizing]
     for engine in found:
@@ -45,16 +46,16 @@ def token_weight(tokens: int | torch.Tensor, comms: Communicators) -> torch.Tens
     """The factor for this rank's mean loss that makes averaged gradients those of the mean over all data ranks' tokens.
 
     Args:
-        tokens: Tokens (or samples) in this rank's batch; those along x and y hold the same.
-        comms: What ``axo.connect`` returned. Collective over z and data.
+        tokens: Tokens (or samples) in this rank's batch; ranks that work on the same rows hold the same.
+        comms: What ``axo.connect`` returned. Collective over the axes that split rows.
 
     Returns:
-        ``tokens * Gz * Gdata / all tokens``: 1 where all ranks have as many; 0 where no rank has any. fp32, a scalar.
+        ``tokens * data ranks / all tokens``: 1 where all ranks have as many; 0 where no rank has any. fp32, a scalar.
     """
     mine = torch.as_tensor(tokens, dtype=torch.float64, device=comms.device).reshape(1)
     total = mine.clone()
-    for axis in ("z", "data"):
+    for axis in comms.arrangement.rows:
         if comms.grid.size(axis) > 1:
             total = comms.axis(axis).all_reduce(total)
-    weight = mine * (comms.grid.z * comms.grid.data) / total.clamp(min=1)
+    weight = mine * comms.data_ranks / total.clamp(min=1)
     return weight.float().squeeze(0)

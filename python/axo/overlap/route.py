@@ -4,14 +4,18 @@
     weight gradient  of the block -> of this rank's rows      reduce-scatter over z, then all-reduce over data
     vector gradient  of a tensor that z replicates            all-reduce over z, then over data
 
-An axis of size 1 does not appear. Rows that do not divide over z travel in a buffer padded to ``Gz * ceil(rows / Gz)``;
-since bounds follow ``torch.chunk`` the padding is the tail of that buffer, and the block is a view of its head.
+That is axonn's arrangement. In general: the axis that splits the rows of a weight and the rows of activations too is
+the one to gather over (``shard_axis``; none, where a product brings the parts); gradients are reduced over the axes
+that split rows of activations and do not split the tensor. An axis of size 1 does not appear. Rows that do not divide
+over the shard axis travel in a buffer padded to ``G * ceil(rows / G)``; since bounds follow ``torch.chunk`` the padding
+is the tail of that buffer, and the block is a view of its head.
 
 Rows that neighbours along x hold too (``Placement.copies``) get their gradients summed over those ranks last.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -42,14 +46,15 @@ class Route:
 
     Args:
         comms: The communicators of the grid.
-        placement: Where the weight lies; its rows are sharded over z innermost.
-        grad_reduce: ``"mean"`` averages gradients over the Gz * Gdata data ranks, ``"sum"`` adds them.
+        placement: Where the weight lies; its rows are sharded over the shard axis innermost.
+        grad_reduce: ``"mean"`` averages gradients over the data ranks (Gz * Gdata), ``"sum"`` adds them.
 
     Attributes:
         name: What records and messages call the layer.
         together: Layers that are equal in this are gathered as one group.
+        shard_axis, shards: The axis that the weight is gathered over (None: it is not), and its ranks.
         block_rows, shard_rows, padded_rows: Of the weight: after the gather, on this rank, and as they travel.
-        weight_stages, vector_stages: What the gradient of this rank's rows, or of what z replicates, is reduced over.
+        weight_stages, vector_stages: What the gradient of this rank's rows, or of a vector, is reduced over.
         weight_copies, vector_copies: The rows that neighbours hold too: of this rank's weight, or of its block.
 
     Raises:
@@ -63,12 +68,15 @@ class Route:
         self.op = GRAD_REDUCE[grad_reduce]
         self.name = ""
         self.together = ""
-        whole, grid, coords = placement.without("z"), comms.grid, comms.coords
+        grid, coords, row_axes = comms.grid, comms.coords, comms.arrangement.rows
+        self.shard_axis = next((axis for axis in placement.splits[0] if axis in row_axes), None)
+        self.shards = self.size(self.shard_axis)
+        whole = placement.without(self.shard_axis) if self.shard_axis else placement
         self.block_rows = whole.local_shape(grid, coords)[0]
         self.shard_rows = placement.local_shape(grid, coords)[0]
-        self.padded_rows = grid.z * chunk_size(self.block_rows, grid.z)
-        self.weight_stages = self._stages("data")
-        self.vector_stages = self._stages("z", "data")
+        self.padded_rows = self.shards * chunk_size(self.block_rows, self.shards)
+        self.weight_stages = self._stages(axis for axis in reversed(row_axes) if axis not in placement.axes)
+        self.vector_stages = self._stages(reversed(row_axes))
         self.weight_copies: Copies | None = None
         self.vector_copies: Copies | None = None
         shared = whole.copied_rows(grid, coords)
@@ -78,7 +86,7 @@ class Route:
             self.weight_copies = Copies(mine, holders) if mine else None
             self.vector_copies = Copies(shared, holders)
 
-    def _stages(self, *axes: str) -> tuple[Stage, ...]:
+    def _stages(self, axes: Iterable[str]) -> tuple[Stage, ...]:
         return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
 
     def size(self, axis: str | None) -> int:

@@ -8,8 +8,8 @@ model goes. After a step nothing gathered before is used again, though versions 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
 
-A model made by a plan takes the same input on all ranks along x and y. Rows that differ there would be mixed in
-silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
+A model made by a plan takes the same input on all ranks along x and y (with Tesseract, y). Rows that differ there would
+be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
 
 
 def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> None:
-    """Compare a model's inputs over x and y.
+    """Compare a model's inputs over the axes that do not split rows.
 
     Raises:
         ValueError: They differ; on every rank of the axis.
@@ -104,7 +104,8 @@ def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> 
             digest.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
             digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().data)
     mine = torch.tensor([int.from_bytes(digest.digest(), "little")], dtype=torch.int64, device=comms.device)
-    for axis in ("x", "y"):
+    axes = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows]
+    for axis in axes:
         if comms.grid.size(axis) == 1:
             continue
         with counting.paused():
@@ -113,6 +114,7 @@ def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> 
         if differ:
             raise ValueError(
                 f"forward: the input on {axis}={', '.join(map(str, differ))} differs from that on {axis}=0; ranks along"
-                " x and y work on the same rows (only z and data split the batch): give the sampler comms.data and"
-                " comms.z alone, or cut a batch by axo.shard_batch(batch, comms)"
+                f" {' and '.join(axes)} work on the same rows (only {' and '.join(reversed(comms.arrangement.rows))}"
+                " split the batch): give the sampler comms.data_rank of comms.data_ranks, or cut a batch by"
+                " axo.shard_batch(batch, comms)"
             )

@@ -13,8 +13,15 @@ from axo.errors import Refused
 from axo.placement import check_divides
 
 
-def kv_copies(owner: str, what: str, groups: int, ranks: int, fits: Callable[[int], bool] = lambda ranks: True) -> int:
-    """How many neighbours along x hold the same group of keys and values; 1: each rank has its own.
+def kv_copies(
+    owner: str,
+    what: str,
+    groups: int,
+    ranks: int,
+    fits: Callable[[int], bool] = lambda ranks: True,
+    axis: str = "x",
+) -> int:
+    """How many neighbours along ``axis`` hold the same group of keys and values; 1: each rank has its own.
 
     ``fits``: whether else a number of ranks would do.
 
@@ -26,7 +33,8 @@ def kv_copies(owner: str, what: str, groups: int, ranks: int, fits: Callable[[in
     if groups < ranks:
         listed = ", ".join(str(x) for x in range(1, ranks + 1) if (groups % x == 0 or x % groups == 0) and fits(x))
         raise Refused(
-            f"{owner}: {what}={groups} neither divides over x={ranks} nor divides it; use a grid with x in {{{listed}}}"
+            f"{owner}: {what}={groups} neither divides over {axis}={ranks} nor divides it; use a grid with {axis} in"
+            f" {{{listed}}}"
         )
-    check_divides(owner, what, groups, "x", ranks, fits)
+    check_divides(owner, what, groups, axis, ranks, fits)
     return 1

@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 from axo import checkpoint
+from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
@@ -34,15 +34,17 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
     if config.precision not in PRECISIONS:
         raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
+    arrangement = arrangement_of("train", config.algorithm)
+    arrangement.check(config.grid)
     _check_device(config)
     _check_files(config)
     model = models.resolve(config.model, config.model_overrides)
     models.check_sequence(model, config.seq_len)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0))
+    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
     if rows.count % config.accumulate:
         raise ValueError(
             f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
-            f"(batch-size={config.batch_size} over z*data={config.grid.z * config.grid.data}); "
+            f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
             f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
         )
     vocabulary = data.BYTE_VOCABULARY
@@ -55,7 +57,7 @@ def check(config: TrainConfig) -> None:
             f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
-    litgpt_plan.check(models.build_empty(model), SimpleNamespace(grid=config.grid))
+    litgpt_plan.check(models.build_empty(model), config.grid, arrangement)
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))

@@ -80,6 +80,7 @@ class TrainConfig:
         metavar="FIELD=VALUE", name="model-override", text=list[str], read=_fields,
     )  # fmt: skip
     grid: Grid = _option(Grid, RANKS, "Ranks on each axis.", metavar="XxYxZxDATA", text=str, read=Grid.parse)
+    algorithm: str = _option("axonn", RANKS, "axonn; tesseract where x = y (z is its depth); summa: tesseract, z = 1.")
     threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
     data: tuple[str, ...] = _option(
         (), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...", text=list[str], read=tuple

@@ -29,6 +29,7 @@ from pathlib import Path
 
 import numpy as np
 
+from axo.arrangement import AXONN, Arrangement
 from axo.grid import Coords, Grid
 
 BYTE_VOCABULARY = 256
@@ -240,21 +241,22 @@ class Rows:
         return self.stop - self.start
 
 
-def rank_rows(batch_size: int, grid: Grid, coords: Coords) -> Rows:
+def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangement = AXONN) -> Rows:
     """The rows of the global batch that a rank reads: contiguous, data outermost, then z; equal for peers on x and y.
 
     Raises:
-        ValueError: ``batch_size`` does not divide over z*data.
+        ValueError: ``batch_size`` does not divide over the axes that split rows.
     """
-    ranks = grid.z * grid.data
+    ranks = arrangement.row_parts(grid)
     if batch_size < 1 or batch_size % ranks:
         near = sorted({max(1, batch_size // ranks) * ranks, -(-max(1, batch_size) // ranks) * ranks})
         raise ValueError(
-            f"batch: batch-size={batch_size} rows do not divide over z*data={ranks} of grid {grid}; "
+            f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={ranks} of"
+            f" grid {grid}; "
             f"use {' or '.join(map(str, near))}"
         )
     each = batch_size // ranks
-    first = (coords.data * grid.z + coords.z) * each
+    first = arrangement.row_part(grid, coords) * each
     return Rows(first, first + each)
 
 

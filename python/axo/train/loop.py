@@ -1,6 +1,6 @@
 """The step loop of a parallel run.
 
-One step, on a rank with D = z*data data ranks and n tokens in all ranks' rows together:
+One step, on a rank with D data ranks (z*data; Tesseract: x*z*data) and n tokens in all ranks' rows together:
 
     for each piece:  logits = model(inputs)                      (rows, seq_len, V/Gx)
                      loss   = sum of -log p(target) * D / n      so that the mean over data ranks is the serial mean
@@ -74,8 +74,8 @@ class Trainer:
         self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches, model: GPT | None = None
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
-        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords)
         self.model = build_model(config, comms) if model is None else model
+        self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
@@ -122,10 +122,10 @@ class Trainer:
             + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
         )
         self.comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
-        world, split = self.comms.grid.world_size, self.comms.grid.x * self.comms.grid.y
+        world = self.comms.grid.world_size
         step = Step(
             index=index,
-            loss=total[0] / split / counted,
+            loss=total[0] / (world // self.comms.data_ranks) / counted,  # as many ranks hold the same rows
             lr=lr,
             grad_norm=float(norm),
             seconds=time.perf_counter() - started,
@@ -150,9 +150,9 @@ class Trainer:
         Returns:
             The sum of this rank's token losses, and the tokens of all data ranks that count.
         """
-        grid = self.comms.grid
+        grid, ranks = self.comms.grid, self.comms.data_ranks
         count = (targets != -100).sum().reshape(1)
-        for axis in ("z", "data"):
+        for axis in self.comms.arrangement.rows:
             if grid.size(axis) > 1:
                 self.comms.axis(axis).all_reduce(count)
         tokens = int(count)
@@ -162,7 +162,7 @@ class Trainer:
             with autocast(self.config):
                 logits = self.model(piece_in)
             loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
-            self.scaler.scale(loss * (grid.z * grid.data / tokens)).backward()
+            self.scaler.scale(loss * (ranks / tokens)).backward()
             total += loss.detach().double()
             del logits, loss  # or they would stay while the next piece makes its own
         return total, tokens
@@ -210,7 +210,9 @@ def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
     """
     model = models.build_empty(models.resolve(config.model, config.model_overrides))
     model.max_seq_length = config.seq_len
-    axo.parallelize(model, comms, plan="litgpt", zero=config.zero, overlap=overlap_of(config))
+    axo.parallelize(
+        model, comms, plan="litgpt", algorithm=config.algorithm, zero=config.zero, overlap=overlap_of(config)
+    )
     return model
 
 

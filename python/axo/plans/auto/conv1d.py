@@ -53,6 +53,7 @@ class Conv1D(ParallelLayer):
         like: type[nn.Module],
         name: str | None = None,
     ) -> None:
+        comms.arrangement.only_axonn(f"Conv1D {name or ''!r}")
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
         weight = Placement((nx, nf), ((in_axis,), (out_axis, "z")), out_blocks, comms, block_dim=1 if out_blocks else 0)
         bias = Placement((nf,), ((out_axis,),), out_blocks, comms)

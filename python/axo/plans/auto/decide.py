@@ -1,7 +1,8 @@
 """Which layer is normal, which transposed, which stays whole; and where activations stay split between them. Pure.
 
 Each region (``axo.plans.auto.regions``) gets an axis, x or y, over which its features are split; a layer between two
-regions needs two different ones, which makes it normal (in over y, out over x) or transposed. Axes are given along
+regions needs two different ones, which makes it normal (in over y, out over x) or transposed. (With Tesseract features
+lie over y in all regions, and every layer is normal.) Axes are given along
 chains of layers, x first. A region that cannot have one (an odd cycle, as a residual sum around one layer makes; a
 width that does not divide; a layer whose other side does not) is given up: its activations are whole. A layer whose own
 sizes do not divide either way stays serial.
@@ -15,11 +16,10 @@ from typing import Any
 
 from torch import nn
 
+from axo.arrangement import AXONN, Arrangement
 from axo.grid import Grid
 from axo.plans.auto.patterns import Wish
 from axo.plans.auto.regions import Region
-
-OTHER = {"x": "y", "y": "x"}
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,17 @@ class Choice:
     why: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
-    def axes(self) -> tuple[str, str]:
+    def axes(self, arrangement: Arrangement = AXONN) -> tuple[str, str]:
         """The axes that split what comes in and what goes out."""
-        return ("x", "y") if self.kind == "transposed" else ("y", "x")
+        return arrangement.features(self.kind == "transposed")
 
 
 def decide(
-    candidates: list[Candidate], regions: Iterable[Region], wishes: dict[str, Wish], grid: Grid
+    candidates: list[Candidate],
+    regions: Iterable[Region],
+    wishes: dict[str, Wish],
+    grid: Grid,
+    arrangement: Arrangement = AXONN,
 ) -> tuple[dict[str, Choice], dict[nn.Module, str]]:
     """Choose for every candidate.
 
@@ -67,14 +71,16 @@ def decide(
     by_module = {candidate.module: candidate for candidate in candidates}
     live = [region for region in regions if not _spoken_for(region, by_module, wishes)]
     while True:
-        axes, dead = _axes(live, by_module, wishes)
+        axes, dead = _axes(live, by_module, wishes, arrangement)
         dead = dead or [region for region, axis in axes if region.width % grid.size(axis)]
         into = {layer: axis for region, axis in axes for layer in region.takers}
         out = {layer: axis for region, axis in axes for layer in region.makers}
         choices = {}
         if not dead:
             for candidate in candidates:
-                choice = _choose(candidate, into.get(candidate.module), out.get(candidate.module), wishes, grid)
+                choice = _choose(
+                    candidate, into.get(candidate.module), out.get(candidate.module), wishes, grid, arrangement
+                )
                 if choice is None:  # split on one side, and the whole other side does not divide
                     dead = [r for r in live if candidate.module in r.takers or candidate.module in r.makers]
                     break
@@ -96,17 +102,21 @@ def _spoken_for(region: Region, by_module: dict[nn.Module, Candidate], wishes: d
 
 
 def _axes(
-    live: list[Region], by_module: dict[nn.Module, Candidate], wishes: dict[str, Wish]
+    live: list[Region], by_module: dict[nn.Module, Candidate], wishes: dict[str, Wish], arrangement: Arrangement
 ) -> tuple[list[tuple[Region, str]], list[Region]]:
     """An axis for each region, so that no layer has the same on both sides; else a region that cannot have one."""
+    stream, inner = arrangement.stream, arrangement.inner
+    if stream == inner:
+        return [(region, stream) for region in live], []
+    other = {stream: inner, inner: stream}
     forced: dict[int, str] = {}
     for index, region in enumerate(live):
-        for layers, transposed, normal in ((region.takers, "x", "y"), (region.makers, "y", "x")):
+        for layers, transposed, normal in ((region.takers, inner, stream), (region.makers, stream, inner)):
             for layer in layers:
                 candidate = by_module[layer]
                 wish = wishes.get(candidate.name)
                 if candidate.type == "embedding":
-                    axis = "y"
+                    axis = stream
                 elif wish is None:
                     continue
                 else:
@@ -117,22 +127,27 @@ def _axes(
     for start in sorted(range(len(live)), key=lambda index: index not in forced):
         if start in chosen:
             continue
-        queue = [(start, forced.get(start, "x"))]
+        queue = [(start, forced.get(start, inner))]
         while queue:
             index, axis = queue.pop()
             if chosen.setdefault(index, axis) != axis or forced.get(index, axis) != axis:
                 return [], [live[index]]
-            for other, region in enumerate(live):
+            for index_of, region in enumerate(live):
                 meets = live[index].makers & region.takers or live[index].takers & region.makers
-                if meets and other == index:
+                if meets and index_of == index:
                     return [], [region]
-                if meets and chosen.get(other) != OTHER[axis]:
-                    queue.append((other, OTHER[axis]))
+                if meets and chosen.get(index_of) != other[axis]:
+                    queue.append((index_of, other[axis]))
     return [(region, chosen[index]) for index, region in enumerate(live)], []
 
 
 def _choose(
-    candidate: Candidate, into: str | None, out: str | None, wishes: dict[str, Wish], grid: Grid
+    candidate: Candidate,
+    into: str | None,
+    out: str | None,
+    wishes: dict[str, Wish],
+    grid: Grid,
+    arrangement: Arrangement,
 ) -> Choice | None:
     """The choice for one layer whose regions are split over ``into`` and ``out`` (None: whole)."""
     wish = wishes.get(candidate.name)
@@ -146,12 +161,13 @@ def _choose(
     if candidate.type == "embedding":
         kinds = ["normal"]  # vocabulary over x, features over y
     elif split:
-        kinds = ["normal" if into == "y" or out == "x" else "transposed"]
+        stays = into in (None, arrangement.stream) and out in (None, arrangement.inner)
+        kinds = ["normal" if stays else "transposed"]
     else:
         kinds = ["normal", "transposed"]
     for kind in kinds:
         choice = Choice(kind, into is not None, out is not None, "proved by tracing" if split else "")
-        if fits(candidate, choice, grid):
+        if fits(candidate, choice, grid, arrangement):
             return choice
     if split:
         return None
@@ -159,9 +175,9 @@ def _choose(
     return Choice("replicate", why=f"features {sizes} do not divide over x={grid.x} and y={grid.y}")
 
 
-def fits(candidate: Candidate, choice: Choice, grid: Grid) -> bool:
+def fits(candidate: Candidate, choice: Choice, grid: Grid, arrangement: Arrangement = AXONN) -> bool:
     """Whether the layer's features divide over the axes that split them."""
-    in_axis, out_axis = choice.axes()
+    in_axis, out_axis = choice.axes(arrangement)
     if candidate.type == "embedding":
         return candidate.out % grid.y == 0
     divides: Callable[[int | None, str], bool] = lambda size, axis: not (size or 0) % grid.size(axis)  # noqa: E731

@@ -9,7 +9,7 @@ Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What 
 
 All other modules run unchanged on whole activations, their parameters replicated (``axo.nn.replicated``). So any model
 gives the serial result; ``axo.plan_report(model)`` says what each layer has become and what the re-layout costs. Ranks
-along x and y take the same rows, and compute the same loss from whole outputs.
+along x and y (with Tesseract, y) take the same rows, and compute the same loss from whole outputs.
 
 Random numbers that modules draw from torch's default generator agree along x and y (``axo.nn.randomness``). A layer
 whose sizes do not divide either way stays serial, with a warning. Refused: batch normalisation over several data ranks,
@@ -24,7 +24,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from axo.arrangement import Arrangement
 from axo.errors import Refused
+from axo.grid import Grid
 from axo.nn import Dropout
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
@@ -50,11 +52,11 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     Raises:
         Refused: A pattern matches nothing or asks for what cannot be, or the model cannot be split exactly.
     """
-    comms, grid = replacer.comms, replacer.comms.grid
-    _check(model, grid)
-    candidates, serial = _candidates(model, grid)
+    comms, grid, arrangement = replacer.comms, replacer.comms.grid, replacer.comms.arrangement
+    _check(model, grid, arrangement)
+    candidates, serial = _candidates(model, grid, arrangement)
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
-    heads, closed = _attention(model, candidates, wanted, grid.x, serial)
+    heads, closed = _attention(model, wanted, arrangement.inner, grid.size(arrangement.inner))
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
     found = find_regions(model, _sizes(free), set(closed))
     if found.read:
@@ -62,14 +64,14 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         serial |= {c.name: why for c in free if c.module in found.read}
         free = [c for c in free if c.module not in found.read]
         found = find_regions(model, _sizes(free), set(closed))
-    choices, dropouts = decide(free, found.regions, wanted, grid)
+    choices, dropouts = decide(free, found.regions, wanted, grid, arrangement)
     for candidate in free:
         choice = choices[candidate.name]
         choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
     ties = _ties(model, candidates, choices)
-    report = PlanReport([_line(c, choices[c.name], grid) for c in candidates])
+    report = PlanReport([_line(c, choices[c.name], grid, arrangement) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
 
     became: dict[nn.Module, nn.Module] = {}
@@ -83,16 +85,16 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for dropout, axis in dropouts.items():
         parent, _, child = names[dropout].rpartition(".")
         old: Any = dropout
-        new = Dropout(old.p, old.inplace, comms=comms, split=(axis, "z", "data")).train(old.training)
+        new = Dropout(old.p, old.inplace, comms=comms, split=(axis, *arrangement.rows)).train(old.training)
         setattr(model.get_submodule(parent), child, new)
     for module, split in closed.items():
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
-        SharedRandomness(comms, ("x", "z", "data")).attach(module)
+        SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
     for module in list(model.modules()):
         if not isinstance(module, ParallelLayer):
             replicate(module, comms, replacer.grad_reduce)
-    SharedRandomness(comms, ("z", "data")).attach(model)
+    SharedRandomness(comms, arrangement.rows).attach(model)
     kept: Any = model
     kept._axo_plan_report = report
     _warn(report)
@@ -103,7 +105,7 @@ def _sizes(layers: list[Candidate]) -> dict[nn.Module, Size]:
     return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
 
 
-def _check(model: nn.Module, grid: Any) -> None:
+def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
     for name, buffer in model.named_buffers():
         if buffer.is_meta:
             raise Refused(
@@ -111,14 +113,15 @@ def _check(model: nn.Module, grid: Any) -> None:
                 " build the model with its buffers on a real device"
             )
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and grid.z * grid.data > 1:
+        if isinstance(module, _BatchNorm) and arrangement.row_parts(grid) > 1:
             raise Refused(
                 f"parallelize: {name!r} is a {type(module).__name__}, whose statistics would be of each rank's own rows"
-                f" on z={grid.z}, data={grid.data}; use GroupNorm or LayerNorm, or a grid with z=1 and data=1"
+                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in reversed(arrangement.rows))}; use GroupNorm or"
+                f" LayerNorm, or a grid with {' and '.join(f'{axis}=1' for axis in reversed(arrangement.rows))}"
             )
 
 
-def _candidates(model: nn.Module, grid: Any) -> tuple[list[Candidate], dict[str, str]]:
+def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[Candidate], dict[str, str]]:
     """The layers of ``model``, and those that must stay serial, with the reason."""
     found: list[Candidate] = []
     serial: dict[str, str] = {}
@@ -139,10 +142,12 @@ def _candidates(model: nn.Module, grid: Any) -> tuple[list[Candidate], dict[str,
             serial[name] = f"inside a torch.nn.{inside}, which reads its layers' weights itself"
         elif candidate.type == "conv2d" and module_.groups > 1 and grid.x * grid.y > 1:
             serial[name] = f"groups={module_.groups}: a group's channels must meet on one rank"
+        elif candidate.type in ("conv1d", "conv2d") and arrangement.square:
+            serial[name] = f"algorithm {arrangement.name!r} has no {candidate.type}"
         elif candidate.type == "embedding" and (module_.max_norm or module_.sparse or module_.scale_grad_by_freq):
             serial[name] = "max_norm, sparse or scale_grad_by_freq"
     for group in _tied(model, found):
-        if not _is_table_with_heads(group):
+        if not _is_table_with_heads(group) or arrangement.square:
             serial.update({c.name: "shares its weight" for c in group if c is not None})
     return found, serial
 
@@ -178,9 +183,9 @@ def _candidate(name: str, module: Any) -> Candidate | None:
 
 
 def _attention(
-    model: nn.Module, candidates: list[Candidate], wanted: dict[str, Wish], ranks: int, serial: dict[str, str]
+    model: nn.Module, wanted: dict[str, Wish], inner: str, ranks: int
 ) -> tuple[dict[str, Choice], dict[nn.Module, Attention]]:
-    """Choices for the projections of attention modules that are split by heads, and these modules."""
+    """Choices for the projections of attention modules whose heads ``ranks`` along ``inner`` share; these modules."""
     heads: dict[str, Choice] = {}
     modules: dict[nn.Module, Attention] = {}
     for name, module in model.named_modules():
@@ -197,7 +202,7 @@ def _attention(
         modules[module] = found
         for child, (kind, options) in found.layers.items():
             first = kind == "normal"
-            heads[f"{name}.{child}"] = Choice(kind, not first, first, "heads over x", options)
+            heads[f"{name}.{child}"] = Choice(kind, not first, first, f"heads over {inner}", options)
     return heads, modules
 
 
@@ -266,10 +271,10 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
         replacer.put(parent, child, new)
 
 
-def _line(candidate: Candidate, choice: Choice, grid: Any) -> LayerPlan:
+def _line(candidate: Candidate, choice: Choice, grid: Grid, arrangement: Arrangement) -> LayerPlan:
     """What one row costs in all-gathers: this rank's part, where the axis has more than one."""
     module: Any = candidate.module
-    in_axis, out_axis = choice.axes()
+    in_axis, out_axis = choice.axes(arrangement)
     if candidate.type == "embedding":
         out_axis = "y"
     forward = backward = 0

@@ -17,13 +17,15 @@ x, so its gradient is summed there; OLMo 2's norm over all heads is split over x
 A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
 serves both, and its gradient is the sum of both uses.
 
+With algorithm "tesseract" what stands over x above is over y instead, and x splits rows (``axo.arrangement``).
+
 With sequence parallelism the tokens of the residual stream are split over x (``axo.nn.sequence``): they are gathered
 before attention, before the MLP and after ln_f. The length of a batch must divide over x: no generation token by token.
 
 ``litgpt.lora.GPT``: each layer with its adapter beside it (``axo.plans.litgpt.lora``).
 
 Not here, refused by name: query groups that neither divide over x nor divide it, latent attention, other adapters,
-quantised layers; sequence parallelism with mixtures of experts or LoRA.
+quantised layers; sequence parallelism with mixtures of experts or LoRA; Tesseract with these two or tied embeddings.
 """
 
 from __future__ import annotations
@@ -39,7 +41,9 @@ from litgpt.model import RMSNorm as SerialRMSNorm
 from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 from torch import nn
 
+from axo.arrangement import AXONN, Arrangement
 from axo.errors import Refused
+from axo.grid import Grid
 from axo.nn import RMSNorm
 from axo.nn.sequence import GatherTokens
 from axo.placement import check_divides
@@ -74,13 +78,15 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
         Refused: The model has a feature that the plan does not know, or a size that does not divide.
     """
     comms = replacer.comms
-    check(model, comms, replacer.sequence_parallel)
+    inner = comms.arrangement.inner
+    ranks = comms.grid.size(inner)
+    check(model, comms.grid, comms.arrangement, replacer.sequence_parallel)
     gpt: Any = model
     tied = _layer(gpt.lm_head).weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
-    for parent, child, name, options in list(_linears(gpt, comms.grid.x, gather_logits)):
+    for parent, child, name, options in list(_linears(gpt, ranks, gather_logits)):
         _replace_linear(parent, child, name, replacer, **options)
-    for parent, child, name, options in list(_norms(gpt, replacer.sequence_parallel)):
+    for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
     for index, block in enumerate(gpt.transformer.h):
         _replace_attention(block, comms)
@@ -102,11 +108,11 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
 Place = tuple[Any, str, str, dict[str, Any]]
 
 
-def _linears(gpt: Any, x: int, gather_logits: bool = False) -> Iterator[Place]:
-    """The linear layers of a model that x ranks share the heads of."""
+def _linears(gpt: Any, ranks: int, gather_logits: bool = False) -> Iterator[Place]:
+    """The linear layers of a model that ``ranks`` share the heads of."""
     config = gpt.config
     sizes = tuple(n * config.head_size for n in (config.n_head, config.n_query_groups, config.n_query_groups))
-    copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, x)
+    copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, ranks)
     for index, block in enumerate(gpt.transformer.h):
         name = f"transformer.h.{index}"
         yield block.attn, "qkv", f"{name}.attn.qkv", {"out_blocks": sizes, "out_copies": (1, copies, copies)}
@@ -121,7 +127,7 @@ def _linears(gpt: Any, x: int, gather_logits: bool = False) -> Iterator[Place]:
     yield gpt, "lm_head", "lm_head", {"uneven_out": True, "gather_output": gather_logits}
 
 
-def _norms(gpt: Any, sequence_parallel: bool) -> Iterator[Place]:
+def _norms(gpt: Any, inner: str, sequence_parallel: bool) -> Iterator[Place]:
     """The norms of a model; those of the residual stream sum gradients over x where x splits its tokens."""
     stream: dict[str, Any] = {"sum_grad_over": ("x",)} if sequence_parallel else {}
     for index, block in enumerate(gpt.transformer.h):
@@ -129,14 +135,14 @@ def _norms(gpt: Any, sequence_parallel: bool) -> Iterator[Place]:
             if not isinstance(getattr(block, child), nn.Identity | None):
                 yield block, child, f"transformer.h.{index}.{child}", stream
         spans_heads = gpt.config.norm_qk_type == "olmo2"
-        over = {"axis": "x"} if spans_heads else {"axis": None, "sum_grad_over": ("x",)}
+        over = {"axis": inner} if spans_heads else {"axis": None, "sum_grad_over": (inner,)}
         for child in ("norm_q", "norm_k"):
             if getattr(block.attn, child) is not None:
                 yield block.attn, child, f"transformer.h.{index}.attn.{child}", over
     yield gpt.transformer, "ln_f", "transformer.ln_f", stream
 
 
-def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None:
+def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequence_parallel: bool = False) -> None:
     """Refuse what the plan cannot do, before anything has changed.
 
     Raises:
@@ -144,11 +150,16 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
     """
     if not isinstance(model, GPT):
         raise Refused(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
-    config, grid = model.config, comms.grid
+    config, inner = model.config, arrangement.inner
+    ranks = grid.size(inner)
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention:
         raise Refused(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
     adapted = [name for name, module in model.named_modules() if isinstance(module, lora.LoRALinear)]
+    if adapted:
+        arrangement.only_axonn(f"{owner}: LoRA ({adapted[0]!r})")
+    if _layer(model.lm_head).weight is model.transformer.wte.weight:
+        arrangement.only_axonn(f"{owner}: a head tied to the embedding, whose weight it cuts otherwise,")
     widths: dict[str, int] = {}
     for index, block in enumerate(model.transformer.h):
         for part, kinds in ((block.attn, _ATTENTIONS), (block.mlp, _DENSE + _MIXTURES)):
@@ -158,6 +169,8 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
                     f" 'litgpt' does not know; it knows {', '.join(dict.fromkeys(k.__qualname__ for k in kinds))}"
                 )
         mixture = type(block.mlp) in _MIXTURES
+        if mixture:
+            arrangement.only_axonn(f"{owner}: a mixture of experts (block {index})")
         if sequence_parallel and (mixture or adapted):
             what = f"a mixture of experts (block {index})" if mixture else f"LoRA ({adapted[0]!r})"
             raise Refused(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
@@ -170,16 +183,16 @@ def check(model: nn.Module, comms: Any, sequence_parallel: bool = False) -> None
         return not any(size % x for size in (config.n_head, *widths.values())) and not (groups % x and x % groups)
 
     for what, size in {**widths, "n_head": config.n_head}.items():
-        check_divides(owner, what, size, "x", grid.x, fits)
+        check_divides(owner, what, size, inner, ranks, fits)
     check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
-    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, grid.x, fits)
+    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, ranks, fits, inner)
     if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
         raise Refused(
             f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
-            f" shared by x={grid.x} ranks is not supported; use at most x={config.n_query_groups}"
+            f" shared by {inner}={ranks} ranks is not supported; use at most {inner}={config.n_query_groups}"
         )
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
-    for parent, child, name, _ in _linears(model, grid.x):
+    for parent, child, name, _ in _linears(model, ranks):
         module = getattr(parent, child)
         adapter = type(module) in (lora.LoRALinear, lora.LoRAQKVLinear)
         check_exact(_layer(module) if adapter else module, nn.Linear, f"{name}.linear" if adapter else name)
@@ -216,7 +229,8 @@ def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **op
 
 def _replace_attention(block: Any, comms: Any) -> None:
     """Let attention compute with this rank's heads."""
-    attn, config, parts = block.attn, block.config, comms.grid.x
+    inner = comms.arrangement.inner
+    attn, config, parts = block.attn, block.config, comms.grid.size(inner)
     if config.attention_logit_softcapping is not None:
         attn.__class__ = softcapped(type(attn))
     copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, parts)
@@ -226,7 +240,7 @@ def _replace_attention(block: Any, comms: Any) -> None:
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
             groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)
-            setattr(attn.kv_cache, buffer, groups[comms.coords.x // copies].contiguous())
+            setattr(attn.kv_cache, buffer, groups[getattr(comms.coords, inner) // copies].contiguous())
 
 
 def _replace_norm(parent: Any, child: str, name: str, replacer: Replacer, **over: Any) -> None:

@@ -1,0 +1,219 @@
+"""Tesseract's product ``O[m, n] = I[m, k] @ W[n, k]^T + b[n]`` on one rank of a q x q x d grid, as layers run it.
+
+With x = y = q and z = d (SUMMA: d = 1) a rank holds
+
+    I   [m/(q d Gdata), k/q]     rows over x, z and data, features over y
+    W   [n/q, k/q]               n over y, k over x, the same along z and data
+    b   [n/q]                    over y
+
+and computes, for t = 0 .. q-1 (``axo.matmul.tesseract`` with W stored as torch does)
+
+    forward    I_t along y from y = t;  W_t along x from x = t;  O += I_t @ W_t^T
+    backward   W_t along x;  dI_t = dO @ W_t, reduced along y to y = t
+               I_t along y;  dW_t = dO^T @ I_t, reduced along x to x = t
+               then dW summed over z and data; db = sum of dO over rows, reduced over x, z and data
+
+2 q broadcasts forward; 2 q broadcasts and 2 q reduces backward; one sum over depth. Options of ``axo.Overlap``:
+``all_gather`` lets the blocks of a step travel while the step before multiplies, ``all_reduce`` the sums of dI behind
+the products of dW, ``reduce_scatter`` the sums of dW behind each other and the sum over depth behind the layers before.
+No block is kept from forward to backward: a rank holds its own blocks and those of two steps.
+
+Not here: second derivatives (refused); the tuner's choices, fused products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+from axo.comm.connect import Communicators
+from axo.matmul.algorithm import accumulator, add_product, ahead
+from axo.matmul.product import DistributedMatmul, check_unchanged, no_autocast, refuse_create_graph
+from axo.matmul.products import LayerProducts, compute_dtype
+from axo.overlap.events import Pending, span
+from axo.overlap.exchange import Done, Exchange, Sum
+from axo.overlap.gathers import version_of
+from axo.overlap.gradients import SKIP
+from axo.overlap.modes import hidden
+from axo.placement import Placement
+
+
+class LayerMatmul(Protocol):
+    """The product of one layer: what ``axo.nn.Linear`` computes with."""
+
+    exchange: Exchange
+    products: LayerProducts
+    in_axis: str | None
+    out_axis: str | None
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """(..., k/Gin) -> (..., n/Gout)."""
+
+
+def layer_matmul(
+    comms: Communicators,
+    placement: Placement,
+    *,
+    in_axis: str | None,
+    out_axis: str | None,
+    grad_reduce: str = "mean",
+    gather_cache: str | int = "all",
+) -> LayerMatmul:
+    """The product of the algorithm that ``comms`` is arranged for; arguments as for :class:`DistributedMatmul`."""
+    kind = BlockMatmul if comms.arrangement.square else DistributedMatmul
+    return kind(
+        comms, placement, in_axis=in_axis, out_axis=out_axis, grad_reduce=grad_reduce, gather_cache=gather_cache
+    )
+
+
+class BlockMatmul(DistributedMatmul):
+    """What one layer's product needs to know; holds communicators, never a tensor."""
+
+    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.exchange.comms.grid.world_size == 1:
+            return self.products.alone(input, weight, bias)
+        return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
+
+    def broadcast(self, axis: str, mine: torch.Tensor, root: int) -> Sum:
+        """Start to send the block of rank ``root`` along ``axis``; all blocks are of one shape."""
+        engine, name = self.exchange.engine, self.exchange.name
+        line = engine.comms.axis(axis)
+        block = mine.contiguous()
+        if line.rank != root:
+            block = engine.pool.take(tuple(mine.shape), mine.dtype, mine.device)
+        if engine.overlap.all_gather:
+            return Pending(engine, line.broadcast(block, root, async_op=True), block, "broadcast", axis, name)
+        with span(engine.events, "wait", "broadcast", axis, name):
+            return Done(line.broadcast(block, root))
+
+    def reduce(self, axis: str, partial: torch.Tensor, root: int, op: str, overlapped: bool) -> Sum:
+        """Start to add ``partial`` up over ``axis``; the sum is in it at rank ``root``."""
+        engine, name = self.exchange.engine, self.exchange.name
+        line = engine.comms.axis(axis)
+        if overlapped:
+            return Pending(engine, line.reduce(partial, root, op, async_op=True), partial, "reduce", axis, name)
+        with span(engine.events, "wait", "reduce", axis, name):
+            line.reduce(partial, root, op)
+        return Done(partial)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        matmul: BlockMatmul,
+        recording: bool,
+    ) -> torch.Tensor:
+        dtype = compute_dtype(input)
+        exchange = matmul.exchange
+        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        rows = input.to(dtype).reshape(-1, input.shape[-1])
+        block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
+        with hidden(), span(exchange.engine.events, "compute", "forward", "", exchange.name):
+            total = accumulator(rows, rows.shape[0], block.shape[0])
+            steps = range(exchange.size("x"))
+            fetch = lambda t: (matmul.broadcast("y", rows, t), matmul.broadcast("x", block, t))  # noqa: E731
+            for _, (rows_t, block_t) in ahead(steps, fetch):
+                add_product(total, rows_t, block_t.t())
+            output = total.to(dtype)
+            if bias is not None:
+                output += bias.to(dtype)
+        ctx.save_for_backward(rows if needs_weight else None, weight)
+        ctx.weight, ctx.version, ctx.held = weight, version_of(weight), held
+        ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, dtype, input.dtype, input.shape
+        ctx.bias = bias
+        return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], output.shape[-1]])  # no view, as there
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        refuse_create_graph("Linear")
+        matmul, exchange = ctx.matmul, ctx.matmul.exchange
+        weight, bias = ctx.weight, ctx.bias
+        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", weight, ctx.version)
+        rows, _ = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
+        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
+        grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
+        grad_input = grad_weight = grad_bias = None
+        with no_autocast(grad.device):
+            block = exchange.backward_block(ctx.held, weight, ctx.dtype) if needs_input else None
+            ctx.held = None
+            sums = _Backward(matmul, grad, block, rows if how_weight != SKIP else None)
+            if how_weight != SKIP:
+                room, sums.grad_block = exchange.room(how_weight, weight, rows.shape[1], sums.reduced(grad[:0]))
+            sums.run()
+            if how_weight != SKIP:
+                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+            if how_bias != SKIP:
+                grad_bias = exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
+            if needs_input:
+                grad_input = sums.grad_input().view(ctx.input_shape).to(ctx.input_dtype)
+        return grad_input, grad_weight, grad_bias, None, None
+
+
+class _Backward:
+    """The 2 q steps of one backward pass: those of dI first, whose sums travel behind those of dW.
+
+    Args:
+        matmul: Its communicators and options.
+        grad: dO, (m, n/q).
+        block: This rank's W, (n/q, k/q); None: no dI is wanted.
+        rows: This rank's I, (m, k/q); None: no dW is wanted.
+
+    Attributes:
+        grad_block: Where dW goes, (n/q, k/q).
+    """
+
+    grad_block: torch.Tensor
+
+    def __init__(
+        self, matmul: BlockMatmul, grad: torch.Tensor, block: torch.Tensor | None, rows: torch.Tensor | None
+    ) -> None:
+        self.matmul, self.grad, self.block, self.rows = matmul, grad, block, rows
+        self.exchange, self.overlap = matmul.exchange, matmul.exchange.engine.overlap
+        self.reduced = self.exchange.engine.gradients.cast  # to the dtype that gradients are reduced in
+        self.sums: list[Sum] = []
+
+    def run(self) -> None:
+        """Multiply. Afterwards dW is summed over x; dI may be on its way."""
+        q, events, name = self.exchange.size("x"), self.exchange.engine.events, self.exchange.name
+        steps = [*range(q if self.block is not None else 0), *range(q, 2 * q if self.rows is not None else q)]
+        weight_sums = []
+        for step, (received,) in ahead(steps, self._fetch):
+            if step < q:
+                with span(events, "compute", "dI", "", name):
+                    partial = self.grad @ received
+                self.sums.append(self.matmul.reduce("y", partial, step, "sum", self.overlap.all_reduce))
+            else:
+                with span(events, "compute", "dW", "", name):
+                    partial = self._grad_weight(received, step - q)
+                op = self.exchange.op
+                weight_sums.append(self.matmul.reduce("x", partial, step - q, op, self.overlap.reduce_scatter))
+        for each in weight_sums:
+            each.wait()
+
+    def _fetch(self, step: int) -> tuple[Sum]:
+        q = self.exchange.size("x")
+        if step < q:
+            assert self.block is not None
+            return (self.matmul.broadcast("x", self.block, step),)
+        assert self.rows is not None
+        return (self.matmul.broadcast("y", self.rows, step - q),)
+
+    def _grad_weight(self, rows_t: torch.Tensor, t: int) -> torch.Tensor:
+        """This rank's part of dW_t; where the sum is to be, it lies in its last place."""
+        mine = t == self.exchange.comms.coords.x
+        if mine and self.grad_block.dtype == self.grad.dtype:
+            return torch.mm(self.grad.t(), rows_t, out=self.grad_block)
+        partial = self.reduced(self.grad.t() @ rows_t)
+        return self.grad_block.copy_(partial) if mine else partial
+
+    def grad_input(self) -> torch.Tensor:
+        """This rank's block of dI, complete."""
+        found = [each.wait() for each in self.sums]
+        return found[self.exchange.comms.coords.y]
