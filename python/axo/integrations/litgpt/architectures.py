@@ -10,7 +10,6 @@ have the same one.
 from __future__ import annotations
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ def refusal(config: Any, grid: Grid) -> str | None:
     with torch.device("meta"):
         model = GPT(config)
     try:
-        check(model, SimpleNamespace(grid=grid))
+        check(model, grid)
     except ValueError as error:
         return str(error).removeprefix("parallelize: ")
     return None
