@@ -127,7 +127,7 @@ def _watched(forward: Callable[..., Any], tracker: Tracker, phase: str = "") -> 
 
 def _step(trainer: loop.Trainer, comms: RecordingCommunicators, tracker: Tracker) -> None:
     config = trainer.config
-    rows = rank_rows(config.batch_size, comms.grid, comms.coords).count
+    rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement).count
     ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
     with tracker.during("backward", BACKWARD):
         trainer.accumulate(ids, ids)
