@@ -17,6 +17,7 @@ from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
+from axo.offload import Offload
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
 from axo.overlap.route import GRAD_REDUCE
@@ -42,6 +43,7 @@ def parallelize(
     sequence_parallel: bool = False,
     zero: int = 0,
     reduce_dtype: torch.dtype | None = None,
+    offload: Offload | None = None,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -71,6 +73,7 @@ def parallelize(
             element. With 2, ``.grad`` holds this rank's rows; clip by ``axo.clip_grad_norm_``.
         reduce_dtype: Reduce gradients over z and data in ``torch.float32`` or ``torch.bfloat16``; None: in the dtype
             that they are computed in (bf16 for weights under bf16 autocast). ``.grad`` has the parameter's in any case.
+        offload: What lies on the lower tier; default: nothing (see :class:`axo.Offload`).
 
     Raises:
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
@@ -120,6 +123,8 @@ def parallelize(
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
+    if offload is not None:
+        offload.attach(model, comms.device)
     watch_replaced(model, before)
     return model
 

@@ -43,7 +43,7 @@ LEVELS = [
     {"launch", "arrangement"},
     {"comm"},
     {"placement"},
-    {"sharding", "perf"},
+    {"sharding", "perf", "offload"},
     {"overlap"},
     {"matmul"},
     {"nn"},

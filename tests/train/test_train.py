@@ -95,6 +95,12 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
             r"batch-size=6 rows do not divide over x\*z\*data=4",
         ),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
+        ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
+        ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
+        ({"offload": "gradients"}, r"train: offload='gradients': 'gradients' is not known; use none, or a list of"),
+        ({"offload": "activations=3"}, r"offload='activations=3' asks for 3 blocks, and the model has 2; use activ"),
+        ({"offload_dir": "x"}, r"offload-dir=x without offload; say what goes there"),
+        ({"offload": "optimizer", "offload_dir": "/dev/null/x"}, r"offload-dir=/dev/null/x cannot be written: "),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -249,6 +255,31 @@ def test_accumulation_and_recomputation_do_not_change_the_loss(text: str) -> Non
     assert changed == pytest.approx(usual, abs=1e-5) and usual[-1] < usual[0] - 0.1
 
 
+def test_recomputation_that_keeps_products_repeats_none(text: str) -> None:
+    """Products of one step: three for each weight (forward, dI, dW), and a fourth where blocks run again whole, but
+    for the last of a block, after which nothing more is wanted."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += str(func) in ("aten.mm.default", "aten.addmm.default")
+            return func(*args, **(kwargs or {}))
+
+    counts, losses = [], []
+    for options in ({}, {"recompute": True}, {"recompute": True, "recompute_keeps": "products"}):
+        config = small(text, steps=1, **options)
+        with Products() as seen:
+            losses += list(train_serial(config, open_batches(config, open_corpus(config))))
+        counts.append(seen.count)
+    weights = SMALL["n_layer"] * 5  # qkv, proj, fc_1, fc_2, proj
+    assert counts == [3 * weights + 3, 4 * weights + 3 - SMALL["n_layer"], 3 * weights + 3]
+    assert losses == [losses[0]] * 3
+
+
 # --- ranks -------------------------------------------------------------------------------------------------------
 
 
@@ -264,8 +295,11 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
     ("grid", "options"),
     [
         ("2x2x1x1", {"model": "file"}),
-        ("2x1x2x1", {"accumulate": 2, "clip": 0.3}),
-        ("1x2x1x2", {"recompute": True, "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2}),
+        ("2x1x2x1", {"accumulate": 2, "clip": 0.3, "offload": "optimizer,activations"}),
+        (
+            "1x2x1x2",
+            {"recompute": True, "recompute_keeps": "products", "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2},
+        ),
         ("2x2x2x1", {}),
         ("2x2x2x1", {"algorithm": "tesseract", "recompute": True, "accumulate": 2}),
     ],

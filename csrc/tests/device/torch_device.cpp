@@ -19,6 +19,9 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <map>
+#include <mutex>
+
 #include "standin.h"
 
 namespace {
@@ -75,6 +78,38 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator)
+
+// Pinned memory of the host: copies from and to it run in the order of a stream, while the host goes on.
+class PinnedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    char* data = new char[bytes ? bytes : 1];
+    std::lock_guard<std::mutex> hold(lock_);
+    blocks_[data] = bytes;
+    return {data, data, &PinnedAllocator::free, c10::kCPU};
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { std::memcpy(to, from, bytes); }
+  bool holds(const void* address) {
+    const auto* at = static_cast<const char*>(address);
+    std::lock_guard<std::mutex> hold(lock_);
+    const auto after = blocks_.upper_bound(at);
+    return after != blocks_.begin() && at < std::prev(after)->first + std::prev(after)->second;
+  }
+
+ private:
+  static void free(void* data);
+  std::mutex lock_;
+  std::map<const char*, std::size_t> blocks_;
+};
+PinnedAllocator pinned;
+
+void PinnedAllocator::free(void* data) {
+  std::lock_guard<std::mutex> hold(pinned.lock_);
+  const auto block = pinned.blocks_.find(static_cast<char*>(data));
+  std::memset(data, 0xA5, block->second);
+  pinned.blocks_.erase(block);
+  delete[] static_cast<char*>(data);
+}
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
@@ -168,6 +203,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
   Device getDeviceFromPtr(void*) const override { return {kType, getCurrentDevice()}; }
+  bool isPinnedPtr(const void* data) const override { return pinned.holds(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned; }
   // Operations compute on the CPU, so they draw from its generators.
   at::Generator getNewGenerator(DeviceIndex) const override { return at::detail::createCPUGenerator(); }
   const at::Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
@@ -217,10 +254,13 @@ at::Tensor on_host(const at::Tensor& t) {
   return at::from_blob(t.mutable_data_ptr(), t.sizes(), t.strides(), t.options().device(at::kCPU));
 }
 
-at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
+// Whether the host need not wait for a copy of this tensor.
+bool stays(const at::Tensor& t) { return !t.device().is_cpu() || pinned.holds(t.const_data_ptr()); }
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   const bool plain = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype() &&
                      from.sizes() == to.sizes() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
-  if (plain && from.device() == to.device()) {
+  if (plain && (from.device() == to.device() || (non_blocking && stays(from) && stays(to)))) {
     // Holds memory, not tensors: the last reference to one that Python has made would want the GIL, under the lock.
     const auto run = [to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = to.nbytes(),
                       held = std::make_pair(from.storage(), to.storage())] { std::memmove(to, from, bytes); };

@@ -159,6 +159,10 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata
                 if placement is not None:
                     placement = placement.state if tuple(saved.size) == placement.global_shape else None
                 shape = saved.size if placement is None else placement.local_shape()
+                if getattr(optimizer, "loads_in_place", False) and isinstance(have, torch.Tensor):
+                    if have.shape == shape:  # state that lies where host memory may have no room for it twice
+                        entries[entry] = Parts(have, placement)
+                        continue
                 # Single numbers stay in host memory, where torch's optimizers keep their step.
                 device = parameter.device if saved.size else torch.device("cpu")
                 entries[entry] = Parts(torch.zeros(shape, dtype=saved.properties.dtype, device=device), placement)

@@ -14,9 +14,16 @@ from torch import nn
 
 from axo.nn.generator import source_generator
 from axo.nn.layer import ParallelLayer, check_same_layers
+from axo.offload import Offload
 
 
-def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with_names: bool = False) -> nn.Module:
+def init_weights(
+    model: nn.Module,
+    fn: Callable[..., Any] | None = None,
+    *,
+    with_names: bool = False,
+    offload: Offload | None = None,
+) -> nn.Module:
     """Give a parallel model, on the meta device or not, the values that the serial model would get.
 
     Equal to ``serial.to_empty(device=...); serial.apply(fn)`` under rank 0's generator, modules in the order of
@@ -30,6 +37,7 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
         model: What ``axo.parallelize`` returned, or any module that holds parallel layers.
         fn: Fills one module; None calls ``reset_parameters`` of each module that has it.
         with_names: Call ``fn(module, name)`` with the module's name in ``model``, for rules that depend on it.
+        offload: Moves each module's parameters to the lower tier once they are filled, where it says so.
 
     Raises:
         ValueError: The model holds no parallel layer, or the ranks' models differ.
@@ -41,7 +49,7 @@ def init_weights(model: nn.Module, fn: Callable[..., Any] | None = None, *, with
     check_same_layers([layer for layer in parallel if layer.placements], comms, "init_weights")
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     with source_generator(comms, comms.device), torch.no_grad():
-        _init_module(model, "", fill, comms.device, tied_parameters(model))
+        _init_module(model, "", fill, comms.device, tied_parameters(model), offload)
     return model
 
 
@@ -77,20 +85,27 @@ def _nameless(fn: Callable[[nn.Module], Any]) -> Callable[[nn.Module, str], Any]
 
 
 def _init_module(
-    module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device, ties: Ties
+    module: nn.Module,
+    name: str,
+    fill: Callable[[nn.Module, str], Any],
+    device: torch.device,
+    ties: Ties,
+    offload: Offload | None,
 ) -> None:
     for child_name, child in module.named_children():
-        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties)
+        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties, offload)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
         make_room(module, device, ties)
     if isinstance(module, ParallelLayer):
         _init_layer(module, name, fill, was_meta)
-        return
-    fill(module, name)
-    if was_meta and not any(True for _ in module.parameters(recurse=False)):
-        _reset(module)
+    else:
+        fill(module, name)
+        if was_meta and not any(True for _ in module.parameters(recurse=False)):
+            _reset(module)
+    if offload is not None:
+        offload.move_in(module.parameters(recurse=False))
 
 
 def _init_layer(layer: ParallelLayer, name: str, fill: Callable[[nn.Module, str], Any], was_meta: bool) -> None:

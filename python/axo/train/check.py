@@ -12,14 +12,17 @@ import dataclasses
 import os
 from pathlib import Path
 
+import torch
+
 from axo import checkpoint
 from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
-from axo.train.config import PRECISIONS, TrainConfig
+from axo.train.config import KEPT, PRECISIONS, TrainConfig
 from axo.train.log import LOG_NAME
 from axo.train.plot import PLOT_NAME
+from axo.train.recipe import offload_of
 from axo.train.resume import CHECKPOINTS
 
 
@@ -36,6 +39,10 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
     arrangement = arrangement_of("train", config.algorithm)
     arrangement.check(config.grid)
+    if config.recompute_keeps not in KEPT:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps!r} is not one of {', '.join(KEPT)}")
+    if config.recompute_keeps != "nothing" and not config.recompute:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
     _check_device(config)
     _check_files(config)
     model = models.resolve(config.model, config.model_overrides)
@@ -57,6 +64,7 @@ def check(config: TrainConfig) -> None:
             f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
+    _check_offload(config, model.n_layer)
     litgpt_plan.check(models.build_empty(model), config.grid, arrangement)
     files = source_files(config)
     if config.tokenizer is None:
@@ -70,6 +78,28 @@ def _check_device(config: TrainConfig) -> None:
             f"train: device={config.device!r} is one device, and grid {config.grid} has {config.grid.world_size} ranks;"
             f" use device={place.type!r}, which gives each rank its own"
         )
+
+
+def _check_offload(config: TrainConfig, blocks: int) -> None:
+    try:
+        offload = offload_of(config)
+    except ValueError as error:
+        raise ValueError(f"train: {error}") from None
+    if isinstance(offload.activations, int) and offload.activations > blocks:
+        raise ValueError(
+            f"train: offload={config.offload!r} asks for {offload.activations} blocks, and the model has {blocks}; use"
+            " activations for all"
+        )
+    if config.offload_dir is None:
+        return
+    if config.offload == "none":
+        raise ValueError(f"train: offload-dir={config.offload_dir} without offload; say what goes there: --offload ...")
+    if torch.device(config.device).type != "cpu":
+        raise ValueError(
+            f"train: offload-dir={config.offload_dir} is of CPU ranks; on device={config.device!r} the lower tier is"
+            " pinned memory of the host: leave it out"
+        )
+    check_writable("offload-dir", Path(config.offload_dir) / "file")
 
 
 def _check_numbers(config: TrainConfig) -> None:
@@ -127,7 +157,7 @@ def check_writable(option: str, path: Path) -> None:
     Raises:
         ValueError: It cannot; names the option and what is in the way.
     """
-    wrong = f"train: {option}={str(path.parent if option == 'out' else path)[:120]} cannot be written"
+    wrong = f"train: {option}={str(path.parent if option in ('out', 'offload-dir') else path)[:120]} cannot be written"
     folder = path.parent.absolute()
     try:
         path.exists()  # raises for a name that is too long

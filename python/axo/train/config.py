@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from axo.grid import Grid
 
+KEPT = ("nothing", "products")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
 
@@ -102,6 +103,16 @@ class TrainConfig:
     seed: int = _option(0, OPTIMIZER, "Of initial weights and data order.", least=0, most=2**63 - 1)
     precision: str = _option("bf16-mixed", OPTIMIZER, "bf16-mixed, 32-true, bf16-true or 16-mixed.")
     recompute: bool = _option(False, OPTIMIZER, "Run each block again in backward.")
+    recompute_keeps: str = _option(
+        "nothing", OPTIMIZER, "What --recompute keeps: nothing, or products (and attention): selective recomputation."
+    )
+    offload: str = _option(
+        "none", OPTIMIZER, "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS).",
+        metavar="WHAT,...",
+    )  # fmt: skip
+    offload_dir: str | None = _option(
+        None, OPTIMIZER, "Its folder, for CPU ranks. Default: that of --out.", metavar="DIR"
+    )
     zero: int = _option(0, OPTIMIZER, "1: optimizer state cut over data; 2: gradients too.")
     overlap: str = _option("oar,ors,oag", OPTIMIZER, "What hides behind products: oar, ors, oag, or none.")
     gather_cache: str = _option(

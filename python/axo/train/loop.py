@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from litgpt.model import GPT
@@ -35,6 +36,7 @@ from axo.train.recipe import (
     build_optimizer,
     finish_model,
     learning_rate,
+    offload_of,
     scales,
     set_learning_rate,
     wanted_targets,
@@ -74,12 +76,14 @@ class Trainer:
         self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches, model: GPT | None = None
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
+        offload = offload_of(config)
         self.model = build_model(config, comms) if model is None else model
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
-        self.optimizer = build_optimizer(self.model, config)
+        adamw = offload.adamw if offload.optimizer or offload.parameters else torch.optim.AdamW
+        self.optimizer = build_optimizer(self.model, config, adamw)
         self.scaler = axo.GradScaler(enabled=scales(config), comms=comms)
         self.asked_to_stop: Callable[[], bool] = lambda: False
         self.trace: StepTrace | None = None  # of the step under way
@@ -210,9 +214,8 @@ def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
     """
     model = models.build_empty(models.resolve(config.model, config.model_overrides))
     model.max_seq_length = config.seq_len
-    axo.parallelize(
-        model, comms, plan="litgpt", algorithm=config.algorithm, zero=config.zero, overlap=overlap_of(config)
-    )
+    options: dict[str, Any] = {"zero": config.zero, "overlap": overlap_of(config), "offload": offload_of(config)}
+    axo.parallelize(model, comms, plan="litgpt", algorithm=config.algorithm, **options)
     return model
 
 
@@ -224,6 +227,6 @@ def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
     """
     model = build_shards(config, comms)
     torch.manual_seed(config.seed)
-    axo.init_weights(model, model._init_weights)  # LitGPT's own, layer by layer
+    axo.init_weights(model, model._init_weights, offload=offload_of(config))  # LitGPT's own, layer by layer
     finish_model(model, config)
     return model

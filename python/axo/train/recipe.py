@@ -9,15 +9,24 @@ Plain torch: nothing here knows of ranks. Source: the usual recipe (GPT-3, LitGP
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from axo.nn.goldfish import goldfish_targets
+from axo.offload import Offload
 from axo.train.config import TrainConfig
+
+_PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -28,15 +37,29 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.last_lr + (config.lr - config.last_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Build AdamW; weights (two dims and more) decay, biases and norms do not."""
+def build_optimizer(
+    model: torch.nn.Module, config: TrainConfig, adamw: Callable[..., torch.optim.AdamW] = torch.optim.AdamW
+) -> torch.optim.AdamW:
+    """Build AdamW by ``adamw``; weights (two dims and more) decay, biases and norms do not."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=betas)
+    return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
+
+
+def offload_of(config: TrainConfig) -> Offload:
+    """What of the run lies on the lower tier; on CPU ranks it is files in the run's folder, unless another is named.
+
+    Raises:
+        ValueError: The options are wrong.
+    """
+    folder = config.offload_dir
+    if folder is None and torch.device(config.device).type == "cpu":
+        folder = config.out
+    return Offload.parse(config.offload, folder)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -64,9 +87,26 @@ def wanted_targets(inputs: torch.Tensor, targets: torch.Tensor, config: TrainCon
 
 
 def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
-    """Apply the options that change a built GPT: bf16 weights, and recomputation of each block in backward."""
+    """Apply the options that change a built GPT: bf16 weights, and recomputation of each block in backward.
+
+    Recomputation that keeps products is torch's selective activation checkpointing: the results of products and of
+    attention stay in memory, and what lies between them (norms, activations, rotations) is computed again.
+    """
     if config.precision == "bf16-true":
         model.to(torch.bfloat16)
     if config.recompute:
         for block in model.get_submodule("transformer.h").children():
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
+            block.forward = partial(  # type: ignore[method-assign]
+                checkpoint, block.forward, use_reentrant=False, context_fn=partial(_keeping, config.recompute_keeps)
+            )
+
+
+def _keeping(what: str) -> Any:
+    """The contexts of a block's forward and of its recomputation."""
+    return noop_context_fn() if what == "nothing" else create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(ctx: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    name = str(operation)
+    kept = name in _PRODUCTS or name.startswith("aten._scaled_dot_product_")
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -13,6 +13,7 @@ from typing import Any
 
 from axo import checkpoint
 from axo.launch import Termination
+from axo.offload import OffloadedAdamW
 from axo.train.config import TrainConfig
 from axo.train.loop import Step, Trainer
 
@@ -114,7 +115,8 @@ class Checkpoints:
             extra=self._position() | {"losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
             keep=self._config.keep,
             run=self._run.id,
-            async_=True,
+            # Not beside the next steps where that would copy what memory has no room for.
+            async_=not isinstance(self._trainer.optimizer, OffloadedAdamW),
         )
         self.last = handle.path
         if ends:

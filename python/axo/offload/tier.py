@@ -1,0 +1,232 @@
+"""The lower tier: memory for what a rank does not need now.
+
+    CPU ranks    files without a name in a folder of the user's, mapped into memory (``MappedFiles``)
+    GPU ranks    pinned memory of the host (``PinnedMemory``)
+
+A mapped file costs no memory of its own: the kernel keeps its pages in memory while there is room, and writes them out
+and drops them when there is not. The file has no name, so nothing is left however a process ends. Its whole length is
+reserved on the disk before it is used, so a full disk is an error of that call and never one of a later write.
+
+In a control group with a memory limit the kernel cannot drop pages that are not yet written out, and may end the
+process before it has written them. So what was changed is written out, and waited for, each eighth of the limit.
+
+Not here: what lies there, and when it is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+_libc = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+_KEPT_PASSES = 2
+_MS_SYNC = 4
+
+
+class Tier(Protocol):
+    """Where blocks of bytes lie."""
+
+    def block(self, size: int) -> torch.Tensor:
+        """``size`` bytes of zeros, (size,) uint8 on the CPU. They are given back with the tensor.
+
+        Raises:
+            OSError: There is no room.
+        """
+        ...
+
+    def soon(self, tensor: torch.Tensor) -> None:
+        """The tensor, dense and of a block, will be read soon."""
+        ...
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        """The tensor, dense and of a block, is not needed for a while."""
+        ...
+
+
+class MappedFiles:
+    """A tier in a folder; see the module.
+
+    Args:
+        folder: On a disk; it is made where it is not there.
+
+    Raises:
+        ValueError: It is no folder, or cannot be written to.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder).absolute()
+        self._held = 0
+        limit = memory_limit()
+        self._most_unwritten = None if limit is None else limit // 8
+        self._changed: list[tuple[int, int]] = []  # addresses and bytes
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            os.close(_nameless_file(self.folder))
+        except OSError as error:
+            raise ValueError(
+                f"offload: dir={str(self.folder)!r} cannot be used: {error.strerror}; give a folder on a disk that this"
+                " rank can write to"
+            ) from None
+
+    def block(self, size: int) -> torch.Tensor:
+        if size == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        file = _nameless_file(self.folder)
+        try:
+            os.posix_fallocate(file, 0, size)
+            mapped = torch.from_file(f"/proc/self/fd/{file}", shared=True, size=size, dtype=torch.uint8)
+        except OSError as error:
+            reasons = {errno.ENOSPC: "the disk is full", errno.EFBIG: "it passes the limit of a file's size"}
+            raise OSError(
+                error.errno,
+                f"offload found no room for {size / 2**20:.1f} MiB more"
+                f" ({reasons.get(error.errno or 0, str(error.strerror))};"
+                f" this rank has {self._held / 2**20:.1f} MiB there); use a folder on a larger disk, or offload less",
+                str(self.folder),
+            ) from None
+        finally:
+            os.close(file)
+        self._held += size
+        return mapped
+
+    def soon(self, tensor: torch.Tensor) -> None:
+        _advise(tensor, mmap.MADV_WILLNEED)
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        _advise(tensor, mmap.MADV_DONTNEED)  # of a mapped file: the pages stay in the file, the process lets them go
+        if self._most_unwritten is None:
+            return
+        self._changed.append((tensor.data_ptr(), tensor.nbytes))
+        if sum(size for _, size in self._changed) > self._most_unwritten:
+            for address, size in self._changed:  # one that is no longer mapped is an error without consequence
+                start = address // PAGE * PAGE
+                _libc.msync(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MS_SYNC)
+            self._changed.clear()
+
+
+def memory_limit() -> int | None:
+    """Bytes that the control groups of this process allow it, the tightest; None: they set no limit."""
+    limits: list[str] = []
+    try:
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                lines = Path(f"/sys/fs/cgroup/memory{path}/memory.stat").read_text().splitlines()
+                limits += [each.split()[1] for each in lines if each.startswith("hierarchical_memory_limit")]
+            elif not controllers:
+                group = Path(f"/sys/fs/cgroup{path}")
+                files = [folder / "memory.max" for folder in (group, *group.parents)]
+                limits += [file.read_text().strip() for file in files if file.exists()]
+    except (OSError, ValueError):  # seen from inside a container that shows other paths
+        return None
+    numbers = [int(limit) for limit in limits if limit.isdecimal() and int(limit) < 1 << 60]
+    return min(numbers, default=None)
+
+
+class PinnedMemory:
+    """A tier in pinned memory of the host, which a GPU copies from and to by itself."""
+
+    def block(self, size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
+
+    def soon(self, tensor: torch.Tensor) -> None:
+        pass
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        pass
+
+
+def tier_for(device: torch.device, folder: str | os.PathLike[str] | None) -> Tier:
+    """The lower tier of a rank that computes on ``device``.
+
+    Raises:
+        ValueError: A CPU rank without a folder, or a GPU rank with one.
+    """
+    if device.type != "cpu":
+        if folder is not None:
+            raise ValueError(
+                f"offload: dir={os.fspath(folder)!r} is of CPU ranks; a rank on {device} offloads to pinned memory of"
+                " the host: leave dir out"
+            )
+        return PinnedMemory()
+    if folder is None:
+        raise ValueError("offload: a CPU rank offloads to files; name a folder on a disk: axo.Offload(dir=...)")
+    return MappedFiles(folder)
+
+
+class _Entry:
+    __slots__ = ("last_used", "memory")
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory, self.last_used = memory, 0
+
+
+class Blocks:
+    """Blocks of a tier, used again and again. One is free when nobody but this refers to its memory."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._of_size: dict[int, list[_Entry]] = {}
+        self._passes = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """A block of ``size`` bytes with anything in it, (size,) uint8; free again when the last tensor on it is gone.
+
+        Raises:
+            OSError: There is no room.
+        """
+        room = -(-size // PAGE) * PAGE
+        of_size = self._of_size.setdefault(room, [])
+        entry = next((each for each in of_size if _references(each.memory) == _FREE), None)
+        if entry is None:
+            entry = _Entry(self._tier.block(room))
+            of_size.append(entry)
+        entry.last_used = self._passes
+        return entry.memory[:size]
+
+    def end_of_pass(self) -> None:
+        """Give back the free blocks that the last passes have not used."""
+        self._passes += 1
+        for size, entries in self._of_size.items():
+            self._of_size[size] = [
+                each
+                for each in entries
+                if each.last_used + _KEPT_PASSES >= self._passes or _references(each.memory) != _FREE
+            ]
+
+
+def _references(block: torch.Tensor) -> int:
+    return torch._C._storage_Use_Count(block.untyped_storage()._cdata)  # type: ignore[attr-defined]
+
+
+_FREE = _references(torch.empty(1, dtype=torch.uint8))
+
+
+def _nameless_file(folder: Path) -> int:
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # a file system that does not know such files
+            raise
+    file, name = tempfile.mkstemp(prefix=".axo-offload-", dir=folder)
+    os.unlink(name)
+    return file
+
+
+def _advise(tensor: torch.Tensor, advice: int) -> None:
+    """Tell the kernel of the whole pages under ``tensor``; those at its ends that others share are left alone."""
+    start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    if advice == mmap.MADV_WILLNEED:
+        start, stop = start // PAGE * PAGE, -(-stop // PAGE) * PAGE
+    else:
+        start, stop = -(-start // PAGE) * PAGE, stop // PAGE * PAGE
+    if start < stop:
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), advice)
