@@ -1,0 +1,143 @@
+"""What does offload cost a step, beside the time that its bytes take to the lower tier and back?
+
+    axo bench offload --dir /scratch --width 1024 --blocks 8 --rows 2048
+    axo bench offload --device cuda
+
+One rank trains a stack of MLP blocks (fp32, fused AdamW), with each kind of offload in turns with none. Bytes are those
+that a step moves: on a CPU rank the moments, read and written, 16 a parameter; on a GPU gradients down and parameters
+up, 8 a parameter; of saved tensors twice what goes out. The bound is these bytes over the rate of plain copies to the
+tier, measured here; what is added may be less, where copies hide behind computation. Columns: median milliseconds of a
+step, without (plain) and with offload; what is added; the bound; and ``#wrong``: parameters that differ from the run
+without offload. What memory it saves: docs/memory.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import axo
+from axo.offload.activations import SMALLEST
+from axo.offload.tier import tier_for
+
+from .lib import arguments
+from .lib.table import Table, environment
+
+CASES = ("none", "optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
+COLUMNS = {"case": "s", "MiB moved": ".0f", "plain(ms)": ".1f", "step(ms)": ".1f", "added(ms)": ".1f"}
+COLUMNS |= {"bound(ms)": ".1f", "#wrong": "d"}
+
+
+class Run:
+    """A model, its optimizer and its batches."""
+
+    def __init__(self, case: str, folder: str | None, device: torch.device, options: argparse.Namespace) -> None:
+        offload = axo.Offload.parse(case, folder)
+        torch.manual_seed(0)
+        width = options.width
+        blocks = [
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+            for _ in range(options.blocks)
+        ]
+        self.model = nn.Sequential(*blocks).to(device)
+        offload.attach(self.model)
+        self.optimizer = offload.adamw(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(options.rows, width, device=device)
+        self.seconds: list[float] = []
+
+    def step(self) -> None:
+        _finish(self.batch.device)
+        start = time.perf_counter()
+        loss = self.model(self.batch).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        _finish(self.batch.device)
+        self.seconds.append(time.perf_counter() - start)
+        self.optimizer.zero_grad()
+
+    def moved(self, case: str) -> int:
+        """Bytes to the lower tier and back in a step."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        state = (16 if self.batch.device.type == "cpu" else 8) * parameters if "optimizer" in case else 0
+        return state + (2 * self._saved() if "activations" in case else 0)
+
+    def _saved(self) -> int:
+        seen: dict[tuple[int, torch.Size], int] = {}
+        stays = {parameter.untyped_storage().data_ptr() for parameter in self.model.parameters()}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.nbytes >= SMALLEST and tensor.untyped_storage().data_ptr() not in stays:
+                seen[tensor.data_ptr(), tensor.shape] = tensor.nbytes
+            return tensor
+
+        output = self.batch
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            for block in self.model:  # its own hooks are of the whole model
+                output = block(output)
+        return sum(seen.values())
+
+
+def main(given: list[str] | None = None) -> int:
+    """Run; returns 1 when a parameter differs."""
+    parser = argparse.ArgumentParser(prog="axo bench offload", description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dir", default=None, help="folder of the lower tier of a CPU rank; default: a temporary one")
+    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
+    options = parser.parse_args(given)
+    device = arguments.device("--device", options.device)
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = None if device.type != "cpu" else options.dir or temporary
+        rate = _rate(device, folder)
+        table = Table(COLUMNS, options.json, {"bench": "offload", **environment(device), "copies(GB/s)": rate / 1e9})
+        wrong = 0
+        for case in CASES[: None if device.type == "cpu" else -1]:
+            plain, run = Run("none", folder, device, options), Run(case, folder, device, options)
+            for _ in range(options.steps + 1):  # in turns
+                plain.step()
+                run.step()
+            pairs = zip(plain.model.parameters(), run.model.parameters(), strict=True)
+            differ = sum(int((a != b).sum()) for a, b in pairs)
+            if device.type != "cpu" and "optimizer" in case:  # the host's AdamW rounds otherwise than the device's
+                pairs = zip(plain.model.parameters(), run.model.parameters(), strict=True)
+                differ = sum(int((~torch.isclose(a, b, atol=1e-6)).sum()) for a, b in pairs)
+            moved, wrong = run.moved(case), wrong + differ
+            before, after = (statistics.median(each.seconds[1:]) * 1e3 for each in (plain, run))
+            table.add(
+                **{"case": case, "MiB moved": moved / 2**20, "plain(ms)": before, "step(ms)": after},
+                **{"added(ms)": after - before, "bound(ms)": moved / rate * 1e3, "#wrong": differ},
+            )
+    return int(wrong > 0)
+
+
+def _rate(device: torch.device, folder: str | None) -> float:
+    """Bytes a second of plain copies between this rank and its lower tier, out and back."""
+    tier = tier_for(device, folder)
+    there, here = tier.block(64 << 20), torch.ones(64 << 20, dtype=torch.uint8, device=device)
+    best = float("inf")
+    for _ in range(4):
+        start = time.perf_counter()
+        there.copy_(here)
+        here.copy_(there)
+        _finish(device)
+        best = min(best, time.perf_counter() - start)
+        tier.rest(there)
+    return 2 * there.nbytes / best
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
