@@ -1,8 +1,8 @@
 """Triton kernels that let a product and a communication stream meet at flags, inside one kernel's run time.
 
 A flag is a 32-bit word that holds an epoch; it only grows, and is compared cyclically (``int32(flag - epoch) >= 0``, as
-the stream-wait operation of the GPU driver does). Release and acquire are at system scope, because the other side may
-be a copy engine, a NIC or another GPU. Every wait is bounded: after ``bound`` reads it gives up, writes
+the stream-wait operation of the GPU driver does). Its release and acquire are at system scope, because the other side
+may be a copy engine, a NIC or another GPU. Every wait is bounded: after ``bound`` reads it gives up, writes
 ``(1, flag number, epoch, value seen)`` into ``status`` and the tile is filled with NaN, so nothing wrong passes unseen.
 
 ``atomic_add(flag, 0)`` is the read: a plain load in a loop is deleted by the compiler, a volatile one hangs on AMD, and
@@ -73,13 +73,14 @@ def segment_matmul_kernel(
     NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
     SIGNAL: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
-    FENCE: tl.constexpr,
+    FENCE: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """A product computed segment by segment (chunks.py), waiting for, or setting, the flag of each chunk.
 
     table, int32 ``[6, SEGMENTS]``: first tile (padded with the largest integer), source row, target row, rows, flag
     (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits
-    once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch.
+    once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch. ALIGNMENT
+    divides the first column and the number of columns of every segment along N.
 
     The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
     the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
@@ -95,6 +96,10 @@ def segment_matmul_kernel(
         source = tl.load(entry + SEGMENTS)
         target = tl.load(entry + 2 * SEGMENTS)
         rows = tl.load(entry + 3 * SEGMENTS)
+        if ALONG_N:
+            # loaded numbers have no known divisor, and without one the columns of the result are stored one by one
+            target = tl.multiple_of(target, ALIGNMENT)
+            rows = tl.multiple_of(rows, ALIGNMENT)
         number = tl.load(entry + 4 * SEGMENTS)
         within = tile - tl.load(entry)
         tiles_m = tl.cdiv(M if ALONG_N else rows, BLOCK_M)
@@ -133,10 +138,13 @@ def segment_matmul_kernel(
             m_limit, n_limit, stride_cm, stride_cn, 0, BLOCK_M, BLOCK_N, HAS_BIAS, "", False,
         )  # fmt: skip
         if SIGNAL:
-            # every warp's stores come before the counter, and through it before the flag of the last tile
+            # Every warp's stores come before the counter, and through it before the flag of the last tile. Only this
+            # GPU's programs use the counter, so its order is needed on this GPU alone. What the last tile has acquired
+            # there, its release of the flag passes on to the system, as release and acquire are cumulative: one fence
+            # for the system a chunk, not one a tile.
             tl.debug_barrier()
-            done = tl.atomic_add(counters + number, 1, sem="acq_rel", scope="sys")
+            done = tl.atomic_add(counters + number, 1, sem="acq_rel", scope="gpu")
             if done + 1 == tl.load(entry + 5 * SEGMENTS):
-                tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="sys")
+                tl.atomic_xchg(counters + number, 0, sem="relaxed", scope="gpu")
                 tl.debug_barrier()
                 tl.atomic_xchg(flags + number, epoch, sem="release", scope="sys")

@@ -6,6 +6,7 @@ Who communicates, and what, is in strategies.py; which rows make a segment, in c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -110,8 +111,14 @@ class SegmentedProduct:
             DESCRIPTORS=descriptors, A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1,
             EVEN_K=product.k % config.block_k == 0, HAS_BIAS=self.bias is not None, PRECISION=precision(a),
             INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not signals,
+            ALIGNMENT=alignment(workspace.order) if along_n else 1,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
+
+
+def alignment(order: ChunkOrder) -> int:
+    """The largest of 1, 2, 4, 8, 16 that divides where each segment is written, and how much."""
+    return math.gcd(16, *(number for segment in order.segments for number in (segment.target, segment.rows)))
 
 
 def programs_left(comm: CommunicatorProtocol, device: torch.device) -> int:

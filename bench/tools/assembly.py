@@ -55,12 +55,30 @@ def complaints(
             wrong.append("no release at system scope")
         if not target.nvidia and not re.search(r"buffer_wbl2[^\n]*\n(?:[^\n]*\n){0,12}?[^\n]*global_atomic_swap", text):
             wrong.append("no write-back before the atomic exchange")
-    if kernel == "signal" and target.nvidia and not re.search(r"atom\.global\.(sys\.acq_rel|acq_rel\.sys)\.add", text):
-        wrong.append("no acquire-release count of finished tiles at system scope")
+    if kernel == "signal" and target.nvidia:
+        if not re.search(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add", text):
+            wrong.append("no acquire-release count of finished tiles on this GPU")
+        if (fences := len(re.findall(r"\.sys\.|\.sys\b|fence\.sc", text))) > 1:
+            wrong.append(f"{fences} orders at system scope, expected one, the flag's")
+    if multiplies and (stores := narrow_stores(text, target)):
+        wrong.append(f"{stores} stores of the result that are narrower than they need be")
     return counts, wrong
 
 
 _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "buffer_load")}
+
+
+# What a kernel stores beside its result: the three words that it reports when a wait gives up, each by one thread.
+_REPORT = 3
+_WIDE = {True: r"\bst\.global\.(?:v4\.b32|v2\.b64)", False: r"\b(?:global|buffer)_store_dwordx[24]"}
+_STORE = {True: r"\bst\.global", False: r"\b(?:global|buffer)_store_"}
+
+
+def narrow_stores(text: str, target: Target) -> int:
+    """How many stores of the result move less than they could: 16 bytes a thread; on AMD 8, as its matrix units leave
+    four neighbours in a thread."""
+    every, wide = (len(re.findall(found[target.nvidia], text)) for found in (_STORE, _WIDE))
+    return max(0, every - wide - _REPORT)
 
 
 def spin_loop(text: str, read: str) -> bool:

@@ -211,7 +211,7 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         "A_TRANSPOSED": case.layout == "TN", "B_TRANSPOSED": case.layout == "NT", "PARTS": config.parts,
         "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait, "SIGNAL": signal,
         "DESCRIPTORS": config.descriptors,
-        "FENCE": wait and config.descriptors,
+        "FENCE": wait and config.descriptors, "ALIGNMENT": 16,
     }  # fmt: skip
     return constants, {name: kind.replace(", ", ",") for name, kind in types.items()}
 
