@@ -1,26 +1,43 @@
 """Everything that waits for a GPU, in one command of under eight minutes.
 
     axo bench gpu --out results                    on a GPU (make gpu)
+    python3 setup.py build_ext --inplace && PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
+                                                   the same on a machine without network or pip: torch and triton only
     python3 -m bench.gpu --walk --out results      the same code on stand-ins and the CPU; its times mean nothing
 
-The transport (``bench.device``), then the kernels (``bench.kernels``) in what is left of the time. Each is a process of
-its own with a limit of its own, so that one that hangs or dies leaves the other its time and is reported. Both end with
-their verdicts, and with lines in ``device.jsonl`` and ``kernels.jsonl``.
+The parts, most certain first: the kernels (``bench.kernels``; they need no extension), the transport
+(``bench.device``), the layers and a training step (``bench.gpu_step``). Each is a process of its own with a limit of
+its own, so that one that hangs or dies leaves the others their time and is reported. Each leaves JSON lines and ends
+with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part that has come to its end is
+not run again (``--fresh``: it is).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 SECONDS = 450.0  # of all parts together
-TRANSPORT = 0.25  # of them: the most that the transport may take
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
+
+
+@dataclass(frozen=True)
+class Part:
+    """One bench: its module, its option on stand-ins, and the most of the time that is left when it begins."""
+
+    name: str
+    walk: str
+    share: float
+
+
+PARTS = (Part("kernels", "--dry", 0.6), Part("device", "--standin", 0.6), Part("gpu_step", "--walk", 1.0))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,34 +46,58 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of everything together")
     parser.add_argument("--walk", action="store_true", help="walk through on stand-ins and a CPU")
+    parser.add_argument("--fresh", action="store_true", help="run parts that have ended before once more")
     options = parser.parse_args(arguments)
     if options.seconds < 4 * ENDING:
         parser.error(f"--seconds {options.seconds:g} is too short for any result; use at least {4 * ENDING:g}")
     if not (options.walk or torch.cuda.is_available()):
         parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
-    started = time.perf_counter()
-    out = ["--out", str(options.out)]
-    failed = part("device", [*out, *(["--standin"] if options.walk else [])], TRANSPORT * options.seconds)
-    left = options.seconds - (time.perf_counter() - started)
-    kernels = [*out, "--seconds", f"{left - ENDING:.0f}", *(["--dry"] if options.walk else [])]
-    failed += part("kernels", kernels, left)
-    print(
-        f"gpu: {time.perf_counter() - started:.0f} of {options.seconds:.0f} s, {failed} of 2 parts failed", flush=True
-    )
+    options.out.mkdir(parents=True, exist_ok=True)
+    ended = options.out / "ended.json"
+    done: dict[str, int] = json.loads(ended.read_text()) if ended.exists() and not options.fresh else {}
+    started, failed = time.perf_counter(), 0
+    for part in PARTS:
+        if part.name in done:
+            print(f"--- {part.name}: has ended before", flush=True)
+            failed += int(done[part.name] != 0)
+            continue
+        left = options.seconds - (time.perf_counter() - started)
+        code = run(part, options.out, part.share * left, options.walk)
+        failed += int(code != 0)
+        if code is not None:  # one that was stopped, or died, runs again next time
+            done[part.name] = code
+            ended.write_text(json.dumps(done))
+    (options.out / "verdicts.txt").write_text("".join(f"{line}\n" for line in verdicts(options.out)))
+    spent = time.perf_counter() - started
+    print(f"gpu: {spent:.0f} of {options.seconds:.0f} s, {failed} of {len(PARTS)} parts failed", flush=True)
     return failed
 
 
-def part(name: str, arguments: list[str], seconds: float) -> int:
-    """Run one bench within ``seconds``; 1 when it failed."""
-    print(f"--- {name}: at most {seconds:.0f} s", flush=True)
+def run(part: Part, out: Path, seconds: float, walk: bool) -> int | None:
+    """Run one bench within ``seconds``; how many of its verdicts failed, None where it did not come to its end."""
+    print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
+    command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *([part.walk] if walk else [])]
+    if part.name == "kernels":
+        command += ["--seconds", f"{seconds - ENDING:.0f}"]
     try:
-        done = subprocess.run([sys.executable, "-m", f"{__package__}.{name}", *arguments], timeout=seconds)
+        code = subprocess.run(command, timeout=seconds).returncode
     except subprocess.TimeoutExpired:
-        print(f"{name}: stopped after {seconds:.0f} s; what it had measured is in its file", flush=True)
-        return 1
-    if done.returncode:
-        print(f"{name}: {done.returncode} verdicts failed, or it ended early (the lines above)", flush=True)
-    return int(done.returncode != 0)
+        print(f"{part.name}: stopped after {seconds:.0f} s; what it had measured is in its file", flush=True)
+        return None
+    if code:
+        print(f"{part.name}: {code} verdicts failed, or it ended early (the lines above)", flush=True)
+    found = [line for line in verdicts(out) if line.startswith(f"{part.name}: ")]
+    return code if found else None
+
+
+def verdicts(out: Path) -> list[str]:
+    """The last verdicts of every part that has written some, as ``part: verdict``."""
+    found = []
+    for part in PARTS:
+        path = out / f"{part.name}.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        found += [f"{part.name}: {line['note']}" for line in lines if "verdict" in line]
+    return found
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ def test_walks_through_without_a_gpu(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "0 of 2 parts failed" in done.stdout
+    assert "0 of 3 parts failed" in done.stdout
     header, *rows = [json.loads(line) for line in (tmp_path / "device.jsonl").read_text().splitlines()]
     assert {"bench", "device", "torch", "commit", "date"} <= header.keys() and header["kind"] == "standin"
     for ranks in (1, 2, 4):
@@ -33,6 +33,9 @@ def test_walks_through_without_a_gpu(tmp_path):
         assert any(name.startswith("graph of 3 communicators") for name in checks)
         assert not any(checks.values()), checks
     assert "overhead over torch's NCCL backend under 3 us a call: not measured" in done.stdout
+    assert "losses apart (at most 0.02)" in done.stdout and "MFU (goal: at least 0.55): not measured" in done.stdout
+    assert (tmp_path / "step_trace.json.gz").stat().st_size > 1000
+    assert len((tmp_path / "verdicts.txt").read_text().splitlines()) > 30
     lines = [json.loads(line) for line in (tmp_path / "kernels.jsonl").read_text().splitlines()]
     verdicts = [line["note"] for line in lines if "verdict" in line]
     assert "all results right: True" in verdicts and "tuned, of torch (goal: at least 1): not measured" in verdicts
@@ -45,26 +48,37 @@ def test_walks_through_without_a_gpu(tmp_path):
     )
 
 
-def test_fits_into_eight_minutes_and_survives_a_part_that_fails(monkeypatch, capsys):
-    """A part that runs past its share, and one that dies: reported, and the other still runs in its own time."""
+def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, tmp_path):
+    """A part that runs past its share, and one that dies: reported, the others still run; only those two run again."""
     given = {}
 
     def run(command, timeout):
-        given[command[2]] = (command[3:], timeout)
-        if command[2] == "bench.device":
+        name = command[2].removeprefix("bench.")
+        given[name] = (command[3:], timeout)
+        if name == "device":
             raise subprocess.TimeoutExpired(command, timeout)
-        return subprocess.CompletedProcess(command, 3)
+        if name == "kernels":  # comes to its end
+            line = json.dumps({"note": "as fast as it should be: False", "verdict": False})
+            (tmp_path / "kernels.jsonl").write_text(line + "\n")
+        return subprocess.CompletedProcess(command, 3 if name == "kernels" else -11)
 
+    arguments = ["--out", str(tmp_path)]
     with pytest.raises(SystemExit):
-        gpu.main(["--out", "o"])
+        gpu.main(arguments)
     assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
-    assert gpu.main(["--out", "o"]) == 2
+    assert gpu.main(arguments) == 3
     said = capsys.readouterr().out
-    assert "device: stopped after 112 s" in said and "kernels: 3 verdicts failed" in said
-    (_, first), (arguments, second) = given["bench.device"], given["bench.kernels"]
-    assert first + second < 8 * 60 + first and second <= gpu.SECONDS < 8 * 60
-    assert float(arguments[arguments.index("--seconds") + 1]) < second
+    assert "device: stopped after 270 s" in said and "kernels: 3 verdicts failed" in said and "gpu_step: -11" in said
+    assert list(given) == ["kernels", "device", "gpu_step"]
+    kernels, seconds = given["kernels"]
+    assert float(kernels[kernels.index("--seconds") + 1]) < seconds < gpu.SECONDS < 8 * 60
+    assert (tmp_path / "verdicts.txt").read_text() == "kernels: as fast as it should be: False\n"
+    given.clear()
+    assert gpu.main(arguments) == 3 and list(given) == ["device", "gpu_step"]
+    assert "kernels: has ended before" in capsys.readouterr().out
+    given.clear()
+    assert gpu.main([*arguments, "--fresh"]) == 3 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])

@@ -35,14 +35,14 @@ def passed(matrix):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sample_of_the_matrix():
-    """bf16, default configurations: the forward layout of every kernel on every target (all of it: `.ci/run`)."""
+    """bf16, default configurations: the forward layout of every kernel, one target of each vendor (all: `.ci/run`)."""
     matrix = [
         case
-        for case in cases(dtypes=["bf16"])
+        for case in cases(dtypes=["bf16"], targets=["sm_90", "gfx942"])
         if case.layout not in ("NN", "TN") or (case.layout == "TN" and case.kernel == "accumulate")
     ]
     outcomes = passed(matrix)
-    assert {case.target for case in matrix} == set(TARGETS)
+    assert {case.target for case in matrix} == {"sm_90", "gfx942"}
     assert {case.kernel for case in matrix} == {"matmul", "accumulate", "epilogue", "wait", "signal", "flags"}
     plain = [outcome for outcome in outcomes if " matmul " in outcome.name]
     assert all(outcome.spilled == 0 for outcome in plain), [(o.name, o.spilled) for o in plain if o.spilled]

@@ -1,0 +1,201 @@
+"""A training step at GPT shapes on one GPU: Axo's layers on grid 1x1x1x1 beside torch's own, and the share of peak.
+
+    axo bench gpu_step --out results
+    python3 -m bench.gpu_step --out results           the same, from the root of a checkout
+    python3 -m bench.gpu_step --out results --walk    the same code at toy sizes on the CPU; its times mean nothing
+
+1. Layers: forward and backward of one `axo.nn.Linear` beside `torch.nn.Linear`, bf16.
+2. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
+   start from the same weights and rows; losses of the two are compared in that run.
+3. A profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
+
+Contestants take turns; the time is the median of rounds, by events of the GPU's own clock. MFU counts model flops
+(6 a weight and token, and causal attention at half of the square), against the advertised dense bf16 rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import axo
+from axo.perf import machine
+
+from .lib.step_models import Contestant, Sizes, axo_contestant, serial
+from .lib.table import Table, environment
+
+COLUMNS = {"case": "s", "contestant": "s", "ms": ".3f", "tflops": ".1f", "ratio": ".3f", "loss": ".4f"}
+# (rows, in, out): the four products of GPT blocks at h = 4096 and 8192.
+LAYERS = ((8192, 4096, 12288), (8192, 4096, 4096), (8192, 4096, 16384), (8192, 16384, 4096), (8192, 8192, 32768))
+STEPS = {
+    "gpt h=2048": Sizes(2048, 12, 16, 50304, 2048, 4, "bf16-mixed"),
+    "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed"),
+    "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed", recompute=True),
+}
+TOY_LAYERS = ((64, 32, 48),)
+TOY_STEPS = {
+    "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
+    "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
+}
+PEAK = {"H100": "dgx-h100", "H200": "dgx-h200", "A100": "dgx-a100"}  # whose machine file has the advertised rate
+MFU, SLOWER, LOSSES_APART = 0.55, 1.01, 2e-2
+
+
+def peak_tflops(device: torch.device) -> float | None:
+    """The advertised dense bf16 rate of this GPU, TFLOP/s; None where no machine file has it."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    found = [file for chip, file in PEAK.items() if chip in name]
+    return machine.load(found[0]).peak_tflops if found else None
+
+
+def step_flops(sizes: Sizes) -> float:
+    """Model flops of one step: 6 a weight of a product and token, and attention's two products over half the square."""
+    weights = 12 * sizes.layers * sizes.hidden**2 + sizes.vocab * sizes.hidden
+    attention = (
+        6 * sizes.layers * sizes.hidden * sizes.seq_len
+    )  # forward 4 * h * s / 2 a token, three times that in all
+    return float(sizes.tokens) * (6 * weights + attention)
+
+
+def in_turns(contestants: dict[str, Callable[[], Any]], rounds: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of each, in turns, after two rounds that do not count."""
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for turn in range(rounds + 2):
+        for name, run in contestants.items():
+            seconds = _timed(run, device)
+            if turn >= 2:
+                times[name].append(seconds)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end)
+
+
+def layers(
+    comms: axo.Communicators, shapes: tuple[tuple[int, int, int], ...], rounds: int, table: Table
+) -> list[float]:
+    """Each layer's time over torch's, forward and both gradients."""
+    device, ratios = comms.device, []
+    for rows, k, n in shapes:
+        plain = torch.nn.Linear(k, n, False, device=device)
+        mine = axo.nn.Linear(k, n, False, comms=comms)
+        mine.load_serial(plain)
+        x = torch.randn(rows, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+        def run(layer: torch.nn.Module, x: torch.Tensor = x) -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                y = layer(x)
+            y.backward(y.detach())
+
+        found = in_turns({"torch": partial(run, plain), "axo": partial(run, mine)}, rounds, device)
+        case = f"Linear {rows}x{k}x{n}"
+        for name, seconds in found.items():
+            ratio = seconds / found["torch"]
+            table.add(case=case, contestant=name, ms=1e3 * seconds, tflops=6e-12 * rows * k * n / seconds, ratio=ratio)
+        ratios.append(found["axo"] / found["torch"])
+    return ratios
+
+
+def steps(
+    comms: axo.Communicators, cases: dict[str, Sizes], rounds: int, table: Table, out: Path
+) -> dict[str, tuple[float, float, float]]:
+    """By case: Axo's time over torch's, its TFLOP/s, and how far the losses are apart."""
+    device, found = comms.device, {}
+    for case, sizes in cases.items():
+        generator = torch.Generator().manual_seed(1)
+        ids = torch.randint(sizes.vocab, (sizes.rows, sizes.seq_len + 1), generator=generator).to(device)
+        contestants = {
+            "torch": Contestant("torch", serial(sizes, device), sizes),
+            "axo": axo_contestant("axo", sizes, comms),
+        }
+        losses = {name: float(one.step(ids[:, :-1], ids[:, 1:])) for name, one in contestants.items()}
+        runs = {name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()}
+        times = in_turns(runs, rounds, device)
+        for name, seconds in times.items():
+            speed = 1e-12 * step_flops(sizes) / seconds
+            table.add(
+                case=case,
+                contestant=name,
+                ms=1e3 * seconds,
+                tflops=speed,
+                ratio=seconds / times["torch"],
+                loss=losses[name],
+            )
+        apart = abs(losses["axo"] - losses["torch"])
+        found[case] = (times["axo"] / times["torch"], 1e-12 * step_flops(sizes) / times["axo"], apart)
+        if len(found) == 1:
+            profile(runs["axo"], out / "step_trace.json.gz")
+        del contestants, runs
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return found
+
+
+def profile(run: Callable[[], Any], path: Path) -> None:
+    """A trace of one step, as torch.profiler writes it."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as trace:
+        run()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    trace.export_chrome_trace(str(path))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run everything; returns the number of failed verdicts."""
+    parser = argparse.ArgumentParser(prog="bench.gpu_step", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--walk", action="store_true", help="toy sizes on the CPU; times mean nothing")
+    options = parser.parse_args(arguments)
+    if not options.walk and not torch.cuda.is_available():
+        parser.error("no GPU is visible; --walk runs the same code at toy sizes on the CPU")
+    options.out.mkdir(parents=True, exist_ok=True)
+    comms = axo.connect("1x1x1x1", device="cpu" if options.walk else "cuda")
+    header = environment(comms.device) | {"bench": "gpu_step"} | ({"kind": "walk"} if options.walk else {})
+    path = options.out / "gpu_step.jsonl"
+    path.unlink(missing_ok=True)
+    table = Table(COLUMNS, path, header)
+    ratios = layers(comms, TOY_LAYERS if options.walk else LAYERS, options.rounds, table)
+    found = steps(comms, TOY_STEPS if options.walk else STEPS, options.rounds, table, options.out)
+    peak = peak_tflops(comms.device)
+    verdicts: dict[str, bool | str] = {}
+    name = f"Axo's layers over torch's at worst (goal: at most {SLOWER:g})"
+    verdicts[name if options.walk else f"{name}: {max(ratios):.3f}"] = (
+        "not measured" if options.walk else max(ratios) <= SLOWER
+    )
+    for case, (ratio, speed, apart) in found.items():
+        verdicts[f"{case}, losses apart (at most {LOSSES_APART:g}): {apart:.1e}"] = apart <= LOSSES_APART
+        name = f"{case}, Axo's step over torch's (goal: at most {SLOWER:g})"
+        verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= SLOWER
+        name = f"{case}, MFU (goal: at least {MFU:g})"
+        verdicts[name if peak is None else f"{name}: {speed / peak:.3f}"] = (
+            "not measured" if peak is None else speed >= MFU * peak
+        )
+    for name, verdict in verdicts.items():
+        table.note(f"{name}: {verdict}", verdict=verdict)
+    return sum(verdict is False for verdict in verdicts.values())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
