@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,6 +59,9 @@ def plan(
         bool, typer.Option("--search", help="Search recomputation, ZeRO and micro-batches beside the grid.")
     ] = False,
     gpu_hour: Annotated[float, typer.Option(help="Price of a GPU hour, for the cost of --tokens.")] = 0.0,
+    algorithm: Annotated[
+        str, typer.Option(help="axonn, tesseract (where x = y), or all: both in one ranking.")
+    ] = "axonn",
     explain: Annotated[str | None, typer.Option(help="Show one grid in detail: 2x2x2x1.")] = None,
     compare: Annotated[
         list[Path] | None, typer.Option(help="Compare plans that --json wrote; repeat for each file.")
@@ -87,6 +90,11 @@ def plan(
         model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
         network, micro_batches,
     )  # fmt: skip
+    if algorithm != "all" and algorithm not in planner.ALGORITHMS:
+        raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
+    request = replace(request, algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,))
+    if (plot or html) and algorithm != "axonn":
+        raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
     if not _stdout_taken(json_out, csv_out):
@@ -350,6 +358,9 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
     for line in output.commands(made, top):
         say(f"  {line}")
     say(made.why(made.best))
+    rival = next((c for c in made.ranked if c.algorithm != made.best.algorithm), None)
+    if rival is not None:
+        say(made.why(rival))
     if explain is not None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
         say("")

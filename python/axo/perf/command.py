@@ -18,6 +18,8 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         return ""
     asked, run, grid = made.request, candidate.run, candidate.grid
     workload = made.workload(candidate)
+    if candidate.algorithm != "axonn" and not workload.trained_as:
+        return ""  # axo simulate knows axonn alone
     if not workload.trained_as:
         on = asked.machine
         parts = ["axo", "simulate", "--model", workload.name, "--grid", str(grid), "--machine", on.source or on.name]
@@ -32,6 +34,8 @@ def command_line(made: Plan, candidate: Candidate) -> str:
     parts = ["torchrun", *nodes, "--nproc-per-node", str(node), "--no-python", "axo", "train"]
     parts += ["--model", workload.trained_as, "--grid", str(grid), "--device", "cuda"]
     parts += ["--batch-size", str(asked.sequences), "--seq-len", str(workload.seq_length)]
+    if candidate.algorithm != "axonn":
+        parts += ["--algorithm", candidate.algorithm]
     if run.micro_batches > 1:
         parts += ["--accumulate", str(run.micro_batches)]
     if workload.checkpointed:

@@ -87,6 +87,8 @@ class Network:
             return (ranks - 1) * size * per_byte + ring
         if op == "reduce_scatter":
             return (ranks - 1) / ranks * size * per_byte + ring
+        if op in ("broadcast", "reduce"):  # in chunks, one behind the other
+            return size * per_byte + min(ring, tree)
         return 2 * (ranks - 1) / ranks * size * per_byte + 2 * min(ring, tree)
 
 

@@ -42,7 +42,7 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
 
 def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
-    found: dict[str, Any] = {"grid": str(candidate.grid), "reason": candidate.reason}
+    found: dict[str, Any] = {"grid": str(candidate.grid), "algorithm": candidate.algorithm, "reason": candidate.reason}
     if candidate.memory is not None:
         found["memory_bytes"] = asdict(candidate.memory) | {"total": candidate.memory.total}
     if candidate.time is not None:
@@ -98,7 +98,16 @@ def plan_csv(made: Plan) -> str:
         row |= {f"exposed_{axis}_s": seconds for axis, seconds in row.get("exposed_s", {}).items()}
         row["memory_bytes"] = f"{candidate.memory.total:.0f}" if candidate.memory else ""
         rows.append(row)
-    columns = ["rank", "grid", *AXES, "step_s", "compute_s", "contention_s", *(f"exposed_{axis}_s" for axis in AXES)]
+    columns = [
+        "rank",
+        "grid",
+        "algorithm",
+        *AXES,
+        "step_s",
+        "compute_s",
+        "contention_s",
+        *(f"exposed_{axis}_s" for axis in AXES),
+    ]
     columns += ["hfu_percent", "mfu_percent", "days", "gpu_hours", "recompute", "zero", "micro_batches"]
     columns += ["cached_gathers", "memory_bytes", "command", "reason"]
     return as_csv(rows, columns)
@@ -122,7 +131,7 @@ def plan_table(made: Plan, top: int) -> Table:
         assert time is not None and held is not None
         hidden = sum(time.communication.values()) - time.exposed_total
         shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), hidden]
-        row = [str(number), str(candidate.grid), f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
+        row = [str(number), candidate.name, f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
         row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
         row.append(f"{100 * candidate.run.cached_gathers:.0f}%")
         if made.request.tokens:

@@ -18,12 +18,13 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from axo.grid import AXES, Grid
-from axo.perf import flops, memory, model
+from axo.perf import flops, memory, model, tesseract
 from axo.perf.layer_time import OVERLAPS, PRECISIONS, Run
 from axo.perf.machine import Machine
 from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
+ALGORITHMS = ("axonn", "tesseract")
 PLANNED = ("bf16-mixed", "bf16-true")
 DAY = 86400.0
 MOST_GPUS = 2**20
@@ -32,6 +33,12 @@ _TRAFFIC = {
     "y": "outputs, norms and input gradients of transposed layers",
     "z": "gathered weights and scattered gradients",
     "data": "gradients of the data-parallel groups",
+}
+_TESSERACT_TRAFFIC = {
+    "x": "blocks of weights and of their gradients",
+    "y": "blocks of activations, norms",
+    "z": "weight gradients summed over depth",
+    "data": _TRAFFIC["data"],
 }
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
 
@@ -53,6 +60,8 @@ class Request:
         micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
         search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
             else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
+        algorithms: How products may be distributed: "axonn", "tesseract" (SUMMA is its grids of z = 1), which is not
+            searched.
     """
 
     workload: Workload
@@ -66,6 +75,7 @@ class Request:
     precision: str = "bf16-mixed"
     search: bool = False
     micro_batches: int = 0
+    algorithms: tuple[str, ...] = ("axonn",)
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -86,6 +96,8 @@ class Request:
             raise ValueError(f"plan: precision={self.precision!r} is not planned; use one of {', '.join(PLANNED)}")
         if self.zero not in (0, 1, 2):
             raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
+        if not self.algorithms or set(self.algorithms) - set(ALGORITHMS):
+            raise ValueError(f"plan: algorithms={self.algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}")
         unknown = self.overlap - set(OVERLAPS)
         if unknown:
             raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
@@ -106,6 +118,12 @@ class Candidate:
     time: model.StepTime | None = None
     memory: memory.Memory | None = None
     reason: str = ""
+    algorithm: str = "axonn"
+
+    @property
+    def name(self) -> str:
+        """The grid, with the algorithm where that is not axonn."""
+        return str(self.grid) if self.algorithm == "axonn" else f"{self.grid} {self.algorithm}"
 
     @property
     def seconds(self) -> float:
@@ -177,27 +195,28 @@ class Plan:
     def why(self, candidate: Candidate) -> str:
         """Say in one sentence where the time of a candidate goes and what stands between it and the best."""
         if candidate.time is None:
-            return f"{candidate.grid} is left out: {candidate.reason}."
+            return f"{candidate.name} is left out: {candidate.reason}."
         time = candidate.time
         worst = max(AXES, key=lambda axis: time.exposed[axis])
         hidden = sum(time.communication.values()) - time.exposed_total
-        text = f"{candidate.grid}: products take {100 * time.compute / time.total:.0f}% of {seconds_text(time.total)}"
+        traffic = _TRAFFIC if candidate.algorithm == "axonn" else _TESSERACT_TRAFFIC
+        text = f"{candidate.name}: products take {100 * time.compute / time.total:.0f}% of {seconds_text(time.total)}"
         if time.exposed_total > 0:
-            text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({_TRAFFIC[worst]})"
+            text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({traffic[worst]})"
         if hidden > 0.005 * time.total:
             text += f", {seconds_text(hidden)} hide behind products"
         best = self.best
         if best is candidate:
             if len(self.ranked) > 1:
                 second = self.ranked[1]
-                text += f"; {second.grid} comes next at {100 * (second.seconds / time.total - 1):+.1f}%"
+                text += f"; {second.name} comes next at {100 * (second.seconds / time.total - 1):+.1f}%"
             return text + "."
         assert best.time is not None
         lost = {f"exposed {axis}": time.exposed[axis] - best.time.exposed[axis] for axis in AXES}
         lost["products"] = time.compute - best.time.compute
         lost["products slowed by hidden communication"] = time.contention - best.time.contention
         cause = max(lost, key=lambda name: lost[name])
-        return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.grid}, most of it {cause}."
+        return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.name}, most of it {cause}."
 
 
 def seconds_text(seconds: float) -> str:
@@ -213,9 +232,14 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
     """
     ranked: list[Candidate] = []
     left_out: list[Candidate] = []
-    for grid in Grid.all(request.gpus) if grids is None else grids:
-        candidate = consider(request, grid)
-        (left_out if candidate.reason else ranked).append(candidate)
+    if "axonn" in request.algorithms:
+        for grid in Grid.all(request.gpus) if grids is None else grids:
+            candidate = consider(request, grid)
+            (left_out if candidate.reason else ranked).append(candidate)
+    if "tesseract" in request.algorithms:
+        for grid in tesseract.grids(request.gpus) if grids is None else grids:
+            candidate = consider_tesseract(request, grid)
+            (left_out if candidate.reason else ranked).append(candidate)
     if not ranked:
         raise ValueError(_nothing_fits(request, left_out))
     ranked.sort(key=lambda candidate: (candidate.seconds, candidate.grid.x, candidate.grid.y, candidate.grid.z))
@@ -270,6 +294,24 @@ def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
     assert held is not None
     need = f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
     return Candidate(grid, run, recompute, memory=held, reason=need)
+
+
+def consider_tesseract(request: Request, grid: Grid) -> Candidate:
+    """Predict one grid of Tesseract, with the fewest micro-batches that fit; or say why it is left out."""
+    run = Run(request.batch_tokens, overlap=request.overlap, **PRECISIONS[request.precision])
+    found = Candidate(grid, run, request.workload.checkpointed, algorithm="tesseract")
+    reason = tesseract.impossible(request.workload, grid, request.sequences, request.zero)
+    if reason:
+        return replace(found, reason=reason)
+    held, sizes = None, tesseract.as_much_as(grid)
+    for run in _runs(replace(request, gather="drop"), sizes):
+        held = memory.estimate(request.workload, sizes, run)
+        if held.fits(request.machine):
+            time = tesseract.predict(request.workload, grid, request.machine, run)
+            return replace(found, run=run, time=time, memory=held)
+    assert held is not None
+    need = f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+    return replace(found, run=run, memory=held, reason=need)
 
 
 def _impossible(request: Request, grid: Grid) -> str:
