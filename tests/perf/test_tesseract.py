@@ -1,12 +1,15 @@
 """Tesseract in the planner: what it counts against what the engine issued, its time against closed forms, its grids."""
 
+import json
 import time
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import axo
+from axo.cli import main as cli
 from axo.grid import Grid
 from axo.matmul import cost
 from axo.perf import layer_time, machine, model, planner, readers, tesseract
@@ -108,6 +111,8 @@ def test_all_algorithms_in_one_ranking():
     assert "no experts and no convolutions" in experts.reason
     with pytest.raises(ValueError, match="algorithms="):
         replace(asked, algorithms=("cannon",))
+    with pytest.raises(ValueError, match="6 GPUs have no grid for tesseract, which needs x = y above 1"):
+        planner.plan(replace(asked, gpus=6, algorithms=("tesseract",)))
 
 
 def test_memory_is_that_of_blocks_over_x_and_y():
@@ -117,3 +122,16 @@ def test_memory_is_that_of_blocks_over_x_and_y():
     held = planner.consider_tesseract(asked, Grid(4, 4, 1)).memory
     assert held.weights == pytest.approx(flat.memory.weights / 4)
     assert isinstance(flat.time, model.StepTime)
+
+
+def test_the_command_names_both_and_refuses_what_it_cannot_draw(tmp_path):
+    call = "plan --model Llama-2-7b-hf --gpus 16 --machine meluxina --batch-tokens 65536 --seq 4096 --algorithm"
+    done = CliRunner().invoke(cli.app, [*call.split(), "all", "--explain", "2x2x2x2"])
+    assert done.exit_code == 0 and "2x2x2x2 tesseract: products take" in done.output
+    done = CliRunner().invoke(cli.app, [*call.split(), "tesseract", "--json", "-"])
+    ranked = json.loads(done.output)["ranked"]
+    assert {row["algorithm"] for row in ranked} == {"tesseract"}
+    assert f"--grid {ranked[0]['grid']} " in ranked[0]["command"] and "--algorithm tesseract" in ranked[0]["command"]
+    for words, message in ((["cannon"], "is not known"), (["all", "--html", f"{tmp_path}/p.html"], "step of axonn")):
+        done = CliRunner().invoke(cli.app, [*call.split(), *words])
+        assert done.exit_code != 0 and message in str(done.exception) + done.output

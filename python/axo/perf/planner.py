@@ -240,6 +240,10 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
         for grid in tesseract.grids(request.gpus) if grids is None else grids:
             candidate = consider_tesseract(request, grid)
             (left_out if candidate.reason else ranked).append(candidate)
+    if not ranked and not left_out:
+        raise ValueError(
+            f"plan: {request.gpus} GPUs have no grid for tesseract, which needs x = y above 1, so a square"
+        )
     if not ranked:
         raise ValueError(_nothing_fits(request, left_out))
     ranked.sort(key=lambda candidate: (candidate.seconds, candidate.grid.x, candidate.grid.y, candidate.grid.z))
