@@ -91,7 +91,7 @@ def _without_latency(on: machine.Machine) -> machine.Machine:
 @cache
 def settings() -> tuple[Setting, ...]:
     """All rows of both tables, in their order."""
-    numbers, found = readers.papers(), []
+    numbers, found = readers.papers(), list[Setting]()
     for table in ("strong", "weak"):
         for key, row in numbers[f"tesseract_{table}"].items():
             hidden = STRONG_HIDDEN if table == "strong" else row[1]
