@@ -40,6 +40,12 @@ class Work {
     (void)stream;
     wait();
   }
+  // Keeps `object` until what `stream` holds now is complete: what copies there read, after the operation, was memory
+  // of the caller's stream. On the host there is nothing to wait for.
+  virtual void keep_until(void* stream, std::shared_ptr<void> object) {
+    (void)stream;
+    (void)object;
+  }
   // Throws Timeout when the operation is still pending after `timeout`; the operation itself goes on.
   virtual void synchronize(Milliseconds timeout) = 0;
   virtual bool is_completed() const = 0;

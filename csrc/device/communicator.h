@@ -1,9 +1,11 @@
 // The communicator of GPUs: NCCL or RCCL, opened at run time, each on a stream of its own.
 //
 // Order. All communicators of a rank issue from one queue (device/launch_queue.h), so ranks that issue in one order
-// launch in
-//   one order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's. Operations of one
-//   communicator stay in issue order whatever stream they are on. On AMD all communicators of a rank share one stream.
+//   launch in one order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's.
+//   Operations of one communicator stay in issue order whatever stream they are on. Where the library does not see to
+//   it that kernels begin in the order of their launches (AMD, NCCL before 2.26, or a variable that it may have read
+//   too early: device/nccl_api.h), all communicators of a rank share one stream, and an operation on any stream comes
+//   after the one that was issued before it, of whatever communicator: at most one is on the device.
 // Work. wait() makes the caller's stream wait, wait_on(stream) another one; synchronize() holds the host. A work keeps
 //   its tensors until it is waited for on the stream that it was called from, or until it is complete and dropped: then
 //   they are let go on the thread of the watchdog, unlike those of the host (base/work.h).
@@ -15,6 +17,8 @@
 //   ranks belong in one group. int16, and bit operations on numbers, are moved but not reduced.
 // Errors. A failed or aborted communicator throws from every later call. A peer of this host that dies is named within
 //   a fifth of a second (device/peers.h); of another host only the library can tell, late: PeerLost::peer() is then -1.
+//   The library's communicators block: a call returns when it is done, and makes no thread. One that hangs, in a first
+//   connection say, is ended by the watchdog, at its time limit, a death or an abort, by ncclCommAbort.
 #pragma once
 
 #include <atomic>
@@ -30,7 +34,7 @@ namespace axo {
 
 class DeviceContext;
 
-enum class StreamPolicy { automatic, own, shared };  // automatic: own on NVIDIA, shared on AMD
+enum class StreamPolicy { automatic, own, shared };  // automatic: own where the library orders launches, else shared
 
 struct DeviceOptions {
   std::string name = "world";

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/group.h"
-#include "device/gpu_runtime.h"
+#include "device/event_pool.h"
 #include "device/launch_queue.h"
 #include "device/nccl_api.h"
 #include "device/watchdog.h"
@@ -16,40 +16,12 @@ namespace axo {
 
 class DeviceCore;
 
-// Events for reuse: creating one costs more than recording it. Safe from any thread.
-class EventPool : public std::enable_shared_from_this<EventPool> {
- public:
-  explicit EventPool(std::shared_ptr<const GpuRuntime> gpu) : gpu_(std::move(gpu)) {}
-  ~EventPool();
-
-  // An event on loan; it goes back with the last reference. A waiting stream needs no reference: it has taken the
-  // state.
-  class Event {
-   public:
-    Event(std::shared_ptr<EventPool> pool, GpuEvent handle, bool timing)
-        : pool_(std::move(pool)), handle_(handle), timing_(timing) {}
-    ~Event();
-    Event(const Event&) = delete;
-    Event& operator=(const Event&) = delete;
-    GpuEvent handle() const { return handle_; }
-    // Recorded into a graph: it is destroyed instead of reused.
-    void set_captured() { captured_ = true; }
-
-   private:
-    std::shared_ptr<EventPool> pool_;
-    GpuEvent handle_;
-    bool timing_;
-    bool captured_ = false;
-  };
-  std::shared_ptr<Event> take(bool timing);
-  std::size_t idle() const;
-
- private:
-  std::shared_ptr<const GpuRuntime> gpu_;
-  mutable std::mutex mutex_;
-  std::vector<GpuEvent> plain_, timing_;
+// The end of the last launch, for what must come after it. Touched within a turn only.
+struct LastLaunch {
+  GpuStream stream = nullptr;
+  EventPtr event;
+  Capture capture;
 };
-using EventPtr = std::shared_ptr<EventPool::Event>;
 
 class DeviceContext : public GroupLauncher {
  public:
@@ -69,6 +41,8 @@ class DeviceContext : public GroupLauncher {
   Watchdog& watchdog() { return *watchdog_; }
   // The one stream of all communicators where they share it.
   GpuStream shared_stream(bool high_priority);
+  // Of those communicators, whatever stream each operation was on: one order for all that share.
+  LastLaunch& last_shared_launch() { return last_shared_launch_; }
   void reserve_ctas(int ctas) { reserved_ctas_ += ctas; }
   int reserved_ctas() const { return reserved_ctas_; }
 
@@ -83,6 +57,7 @@ class DeviceContext : public GroupLauncher {
   std::unique_ptr<Watchdog> watchdog_;
   std::mutex mutex_;
   GpuStream shared_stream_ = nullptr;
+  LastLaunch last_shared_launch_;
   std::atomic<int> reserved_ctas_{0};
 };
 

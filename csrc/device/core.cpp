@@ -1,10 +1,149 @@
+// A device communicator's life: made, used, looked after ten times a second by the watchdog, ended.
 #include "device/core.h"
 
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
 #include <thread>
+#include <utility>
 
 #include "base/deadline.h"
+#include "device/rendezvous.h"
 
 namespace axo {
+namespace {
+
+constexpr std::chrono::seconds kSuspicious{1};       // pending for longer: other ranks may have aborted
+constexpr std::chrono::milliseconds kSlow{100};      // the same: a peer of this host may have died, a call may hang
+constexpr std::chrono::seconds kPatientTurn{2};      // how long an abort waits for its turn
+constexpr Milliseconds kGlance{20};                  // for a key that is probably absent
+constexpr std::chrono::milliseconds kReports{1500};  // for all peers' reports together
+
+// What a failed rank tells the others begins with one of these, the first with the rank that is lost.
+constexpr const char* kLost = "lost:";
+constexpr const char* kAborted = "aborted";
+
+bool check_wanted(const DeviceOptions& options) {
+  if (options.check >= 0) return options.check > 0;
+  const char* text = std::getenv("AXO_CHECK");
+  return text && *text && std::strcmp(text, "0") != 0;
+}
+
+}  // namespace
+
+// --- Made. ---
+
+DeviceCore::DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store, std::string key, int rank,
+                       int size, DeviceOptions options)
+    : context_(std::move(context)),
+      store_(std::move(store)),
+      key_(std::move(key)),
+      member_{options.name, rank, size},
+      options_(std::move(options)) {
+  options_.context.reset();  // held once, above
+}
+
+NcclConfig DeviceCore::config() const {
+  NcclConfig config = make_nccl_config(nccl().version());
+  // Without blocking every launch makes and joins a thread (since 2.23), a split answers before its handle is there, a
+  // window likewise, and a lone transfer before it is launched (until 2.23). A call that hangs is the watchdog's.
+  config.blocking = 1;
+  if (options_.cga_cluster_size >= 0) config.cgaClusterSize = options_.cga_cluster_size;
+  if (options_.min_ctas > 0) config.minCTAs = options_.min_ctas;
+  if (options_.max_ctas > 0) config.maxCTAs = options_.max_ctas;
+  config.splitShare = options_.split_share ? 1 : 0;
+  config.commName = options_.name.c_str();
+  if (options_.zero_cta && nccl().has_zero_cta()) config.CTAPolicy = kNcclPolicyZeroCta;
+  config.launchOrderImplicit = 1;  // beyond `size` for versions that do not know it
+  return config;
+}
+
+std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store,
+                                               const std::string& key, const NcclUniqueId& id, int rank, int size,
+                                               const DeviceOptions& options, std::shared_ptr<DevicePeers> peers) {
+  std::shared_ptr<DeviceCore> core(new DeviceCore(std::move(context), std::move(store), key, rank, size, options));
+  core->peers_ = std::move(peers);
+  const auto turn = core->context_->queue().turn();
+  DeviceGuard guard(core->gpu(), core->context_->device());
+  core->prepare();
+  NcclConfig config = core->config();
+  core->call("ncclCommInitRankConfig", [&] {
+    core->making_ = true;
+    const int result = core->nccl()->CommInitRankConfig(&core->slot_, size, id, rank, &config);
+    if (core->making_.exchange(false)) core->comm_ = core->slot_;  // else it has been aborted
+    return result;
+  });
+  core->start();
+  return core;
+}
+
+// Before the making, which may hang: the watchdog ends it.
+void DeviceCore::prepare() {
+  if (!peers_) peers_ = std::make_shared<DevicePeers>(store_, key_, rank(), size());
+  flight_ = std::make_shared<FlightRecorder>(member_);
+  if (store_ && size() > 1 && check_wanted(options_)) {
+    order_check_ = std::make_unique<OrderCheck>(store_, key_, member_.name, rank(), size(), options_.timeout);
+  }
+  context_->watchdog().watch(shared_from_this());
+}
+
+void DeviceCore::start() {
+  const bool shared = options_.streams == StreamPolicy::shared ||
+                      (options_.streams == StreamPolicy::automatic && !nccl().orders_launches());
+  stream_ = shared ? context_->shared_stream(options_.high_priority) : gpu().create_stream(options_.high_priority);
+  owns_stream_ = !shared;
+  if (shared) last_ = &context_->last_shared_launch();
+  scratch_ = gpu().allocate(sizeof(std::uint32_t));
+  gpu().set_bytes(scratch_, 0, sizeof(std::uint32_t), stream_);
+  context_->reserve_ctas(options_.max_ctas);
+  FlightLog::get().add(flight_);
+  started_ = true;
+}
+
+std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::string& name) {
+  check_usable();
+  const auto turn = context_->queue().turn();
+  DeviceGuard guard(gpu(), context_->device());
+  DeviceOptions options = options_;
+  options.cancelled.reset();  // of the parent's making
+  options.name = name;
+  const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
+  std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));
+  try {
+    NcclConfig config = child->config();
+    call("ncclCommSplit",
+         [&] { return nccl()->CommSplit(comm_, color < 0 ? kNcclNoColor : color, key, &child->slot_, &config); });
+    if (color < 0) return nullptr;
+    child->comm_ = child->slot_;
+    nccl().check(nccl()->CommUserRank(child->comm_, &child->member_.rank), "ncclCommUserRank", child->comm_);
+    nccl().check(nccl()->CommCount(child->comm_, &child->member_.size), "ncclCommCount", child->comm_);
+    child->prepare();
+    child->start();
+  } catch (...) {
+    fail(std::current_exception());  // the ranks no longer agree on what exists
+    throw;
+  }
+  return child;
+}
+
+std::shared_ptr<DeviceCore> create_device_core(const std::shared_ptr<Store>& store, const std::string& key, int rank,
+                                               int size, const DeviceOptions& options) {
+  AXO_CHECK(size > 0, "size", size, "at least 1");
+  AXO_CHECK(rank >= 0 && rank < size, "rank", rank, "a rank below " + std::to_string(size));
+  AXO_CHECK(store || size == 1, "store", "none", "one that all ranks reach");
+  AXO_CHECK(options.min_ctas >= 0 && options.max_ctas >= 0, "CTA limits",
+            std::to_string(options.min_ctas) + " and " + std::to_string(options.max_ctas), "0 or more");
+  AXO_CHECK(options.max_ctas == 0 || options.min_ctas <= options.max_ctas, "min_ctas", options.min_ctas,
+            "at most max_ctas = " + std::to_string(options.max_ctas));
+  const auto context = options.context ? options.context : DeviceContext::of(options.device);
+  DeviceGuard guard(context->gpu(), context->device());
+  const auto peers = std::make_shared<DevicePeers>(store, key, rank, size);
+  const NcclUniqueId id =
+      size == 1 ? new_id(*context) : Rendezvous{*store, key, options, rank, size, *peers}.meet(*context);
+  return DeviceCore::create(context, store, key, id, rank, size, options, peers);
+}
+
+// --- Used. ---
 
 void DeviceCore::check_usable() const {
   if (!failed() && !closed_) return;
@@ -38,27 +177,25 @@ std::exception_ptr DeviceCore::peer_lost(const std::string& where, int peer) con
   return std::make_exception_ptr(PeerLost(where + ": " + peers_->title(peer) + " died", peer));
 }
 
-void DeviceCore::settle(int result, const char* function, Clock::time_point deadline) {
-  // A call that is in progress is connecting to peers, which may never come: it must stay interruptible.
-  for (int polls = 0; result == kNcclInProgress; ++polls) {
-    if (failed()) check_usable();
-    if (!started_ && options_.cancelled && options_.cancelled->load()) {
-      throw Aborted("communicator '" + member_.name + "' was aborted while its ranks met");
-    }
-    // Not in the first tenth of a second, and then eight times a second.
-    const int peer = peers_ && polls > 1000 && polls % 128 == 0 ? peers_->lost() : -1;
-    if (peer >= 0) std::rethrow_exception(peer_lost(std::string(function) + " on '" + member_.name + "'", peer));
-    if (Clock::now() >= deadline) {
-      throw Timeout("communicator " + member_.words() + ": " + function +
-                    " could not be launched in time: a peer has not come");
-    }
-    if (polls < 100) {
-      std::this_thread::yield();
-    } else {
-      std::this_thread::sleep_for(std::chrono::microseconds(polls < 1000 ? 20 : 1000));
-    }
-    const int query = nccl()->CommGetAsyncError(comm_, &result);
-    if (query != kNcclSuccess) result = query;
+void DeviceCore::enter(const char* function, Clock::time_point deadline) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  inside_ = {function, Clock::now(), deadline};
+}
+
+void DeviceCore::leave(int result) {
+  const char* function = nullptr;
+  std::exception_ptr error;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    function = std::exchange(inside_.function, nullptr);
+    error = error_;
+  }
+  if (!function) return;  // of several operations in one launch
+  if (error) std::rethrow_exception(error);
+  if (result == kNcclInProgress) {
+    throw Error("communicator '" + member_.name + "': " + function +
+                " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
+                "out of the environment and of nccl.conf");
   }
   if (result != kNcclSuccess) std::rethrow_exception(error_from(result, function));
 }
@@ -79,13 +216,11 @@ void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, co
     gpu().wait(stream, event->handle());
   }
   // An event from outside a graph has no meaning inside it, and the other way round.
-  if (last_event_ && last_stream_ != stream && last_capture_ == capture) gpu().wait(stream, last_event_->handle());
+  if (last_->event && last_->stream != stream && last_->capture == capture) gpu().wait(stream, last_->event->handle());
 }
 
 void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture) {
-  last_stream_ = work->stream;
-  last_event_ = done;
-  last_capture_ = capture;
+  *last_ = {work->stream, done, capture};
   work->launched(std::move(start), std::move(done), capture.active());
   if (capture.active()) return;
   std::exception_ptr error;
@@ -127,6 +262,264 @@ void DeviceCore::drop_finished() {
   }
 }
 
+std::shared_ptr<void> DeviceCore::register_buffer(void* data, std::size_t bytes, bool symmetric) {
+  check_usable();
+  if (symmetric ? !nccl().has_windows() : !nccl().has_registration()) return nullptr;
+  const auto turn = context_->queue().turn();
+  DeviceGuard guard(gpu(), context_->device());
+  void* handle = nullptr;
+  try {
+    call(symmetric ? "ncclCommWindowRegister" : "ncclCommRegister", [&] {
+      return symmetric ? nccl()->CommWindowRegister(comm_, data, bytes, &handle, kNcclWindowSymmetric)
+                       : nccl()->CommRegister(comm_, data, bytes, &handle);
+    });
+  } catch (...) {
+    if (symmetric) fail(std::current_exception());  // peers may wait in it
+    throw;
+  }
+  if (!handle) return nullptr;  // the library took note and has no use for it on this system
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    (symmetric ? windows_ : registrations_).insert(handle);
+  }
+  return std::shared_ptr<void>(data, [core = shared_from_this(), handle, symmetric](void*) {
+    const auto turn = core->context_->queue().turn();
+    core->drop_registration(handle, symmetric);
+  });
+}
+
+void DeviceCore::drop_registration(void* handle, bool symmetric) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if ((symmetric ? windows_ : registrations_).erase(handle) == 0 || !comm_) return;
+  }
+  const int result = symmetric ? nccl()->CommWindowDeregister(comm_, handle) : nccl()->CommDeregister(comm_, handle);
+  if (result != kNcclSuccess) fail(error_from(result, "deregistration"));
+}
+
+void DeviceCore::drop_registrations() {
+  for (bool symmetric : {false, true}) {
+    auto& handles = symmetric ? windows_ : registrations_;
+    while (!handles.empty()) drop_registration(*handles.begin(), symmetric);
+  }
+}
+
+// --- Looked after. ---
+
+bool DeviceCore::look() {
+  drop_finished();
+  if (!failed()) check_call();
+  if (!failed()) check_library();
+  if (!failed()) check_deadline();
+  if (!failed()) check_peers();
+  if (!failed()) hear_abort();
+  if (failed()) clean_up_failure();
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::any_of(pending_.begin(), pending_.end(), [](const auto& work) { return work->has_callbacks(); });
+}
+
+// A call that waits inside the library: for peers, at the first operation of a kind, or for room on the device. It
+// holds its turn, and nothing but an abort frees it.
+void DeviceCore::check_call() {
+  const auto now = Clock::now();
+  Inside inside;
+  bool slow = false;
+  int result = kNcclSuccess;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    inside = inside_;
+    if (!inside.function) return;
+    slow = now - inside.since >= kSlow && now >= next_roll_;
+    if (slow) next_roll_ = now + kSlow;
+    // It reads a word and enters nothing. Under the lock: the call cannot be left, nor the communicator destroyed.
+    if (const NcclComm comm = slow ? comm_.load() : nullptr) nccl()->CommGetAsyncError(comm, &result);
+  }
+  const std::string where = std::string(inside.function) + " on '" + member_.name + "'";
+  if (!started_ && options_.cancelled && options_.cancelled->load()) {
+    fail(std::make_exception_ptr(Aborted("communicator '" + member_.name + "' was aborted while its ranks met")));
+  } else if (result != kNcclSuccess && result != kNcclInProgress) {
+    fail(error_from(result, ("asynchronous error in " + where).c_str()));
+  } else if (now >= inside.deadline) {
+    fail(std::make_exception_ptr(Timeout("communicator " + member_.words() + ": " + inside.function +
+                                         " could not be launched in time: a peer has not come")));
+  } else if (const int peer = slow ? peers_->lost() : -1; peer >= 0) {
+    if (!started_ || !adopt_failure()) fail(peer_lost(where, peer));
+  }
+}
+
+bool DeviceCore::hangs() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return inside_.function && Clock::now() - inside_.since >= kSlow;
+}
+
+void DeviceCore::check_library() {
+  const auto turn = context_->queue().try_turn();  // what is under way is check_call()'s
+  if (!turn || !comm_) return;
+  int result = kNcclSuccess;
+  const int query = nccl()->CommGetAsyncError(comm_, &result);
+  if (query != kNcclSuccess) result = query;
+  if (result == kNcclSuccess || result == kNcclInProgress) return;
+  const int peer = result == kNcclRemoteError ? peers_->lost() : -1;
+  const std::string what = "asynchronous error" + oldest_pending();
+  fail(peer < 0 ? error_from(result, what.c_str()) : peer_lost(what, peer));
+}
+
+// Deaths that the library does not see: it may wait for ever for memory that nobody writes any more.
+void DeviceCore::check_peers() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    if (pending_.empty() || now - pending_.front()->issue_time() < kSlow || now < next_roll_) return;
+    next_roll_ = now + kSlow;
+  }
+  const int peer = peers_->lost();
+  if (peer < 0) return;
+  if (adopt_failure()) return;  // it has told why it ended: another rank's death, perhaps
+  drop_finished();              // what was complete before the death counts as done
+  const std::string what = oldest_pending();
+  if (!what.empty()) fail(peer_lost("communicator '" + member_.name + "'" + what, peer));
+}
+
+// What an error of the library, which names no operation, has caught first; "" when nothing is pending.
+std::string DeviceCore::oldest_pending() const {
+  DeviceWorkPtr first;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (pending_.empty()) return "";
+    first = pending_.front();
+  }
+  return " in " + first->describe() + ", after " + seconds_since(first->issue_time());
+}
+
+void DeviceCore::check_deadline() {
+  DeviceWorkPtr first;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    const auto late =
+        std::find_if(pending_.begin(), pending_.end(), [&](const auto& w) { return now >= w->deadline(); });
+    if (late == pending_.end()) return;
+    first = *late;
+  }
+  const auto waited = std::chrono::duration_cast<Milliseconds>(Clock::now() - first->issue_time());
+  fail(std::make_exception_ptr(Timeout(first->describe() + " did not complete in " + std::to_string(waited.count()) +
+                                       " ms" + arrivals(first->sequence()))));
+}
+
+// Peers' own reports, which those that time out as well write at about the same time.
+std::string DeviceCore::arrivals(std::uint64_t sequence) {
+  if (!store_) return "";
+  std::string here, late, silent;
+  const auto note = [](std::string& list, int rank) { list += (list.empty() ? "" : ", ") + std::to_string(rank); };
+  try {
+    store_->set(key_ + "/issued/" + std::to_string(rank()), std::to_string(issued()));
+    const auto until = Clock::now() + kReports;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank()) continue;
+      const auto left = std::chrono::duration_cast<Milliseconds>(until - Clock::now());
+      try {
+        const std::string text = store_->get(key_ + "/issued/" + std::to_string(peer), std::max(left, kGlance));
+        note(std::strtoull(text.c_str(), nullptr, 10) >= sequence ? here : late, peer);
+      } catch (const Timeout&) {
+        note(silent, peer);
+      }
+    }
+  } catch (const std::exception& e) {
+    return std::string("; the other ranks could not be asked: ") + e.what();
+  }
+  std::string text;
+  if (!here.empty()) text += "; also in it: rank " + here;
+  if (!late.empty()) text += "; has not arrived: rank " + late;
+  if (!silent.empty()) text += "; no report (late, or gone): rank " + silent;
+  return text;
+}
+
+void DeviceCore::hear_abort() {
+  if (!store_) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto now = Clock::now();
+    auto since = pending_.empty() ? now : pending_.front()->issue_time();
+    if (inside_.function && started_) since = std::min(since, inside_.since);
+    if (now - since < kSuspicious || now < next_hearing_) return;
+    next_hearing_ = now + kSuspicious;
+  }
+  adopt_failure();
+}
+
+// Takes over the failure that another rank has told; false when there is none.
+bool DeviceCore::adopt_failure() {
+  std::string told;
+  try {
+    told = store_->get(key_ + "/abort", kGlance);
+  } catch (const std::exception&) {  // nobody has aborted, or the store is gone; the timeout remains
+    return false;
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    heard_ = true;
+  }
+  const auto space = std::min(told.find(' '), told.size());
+  const std::string text = told.substr(std::min(space + 1, told.size()));
+  const int peer = told.rfind(kLost, 0) == 0 ? std::atoi(told.c_str() + std::strlen(kLost)) : -1;
+  if (peer >= 0 && peer < size() && peer != rank()) {
+    fail(std::make_exception_ptr(PeerLost("communicator '" + member_.name + "': " + text, peer)));
+  } else {
+    fail(std::make_exception_ptr(Aborted("communicator '" + member_.name + "' was aborted by another rank: " + text)));
+  }
+  return true;
+}
+
+// To the flight recorder and to the other ranks, once.
+void DeviceCore::tell_failure() {
+  std::string reason, kind = kAborted;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_told_ || !started_) return;
+    failure_told_ = true;
+    try {
+      std::rethrow_exception(error_);
+    } catch (const PeerLost& e) {
+      reason = e.what();
+      if (e.peer() >= 0) kind = kLost + std::to_string(e.peer());
+    } catch (const std::exception& e) {
+      reason = e.what();
+    } catch (...) {
+      reason = "unknown";
+    }
+  }
+  flight_->failure(reason);
+  write_flight_file();
+  if (store_ && !heard_) {
+    try {
+      store_->set(key_ + "/abort", kind + " rank " + std::to_string(rank()) + ": " + reason);
+    } catch (const std::exception&) {  // peers will see their own timeout
+    }
+  }
+}
+
+// At every look, until the library has aborted: a communicator that is being made may have no handle yet.
+void DeviceCore::clean_up_failure() {
+  tell_failure();
+  if (comm_ || making_) {
+    // A call that is under way ends soon and gives its turn up. One that hangs is freed by the abort alone. NCCL's
+    // guide wants no thread inside then; but it sets its flags first and frees later, and there is no other way out.
+    auto turn = context_->queue().try_turn();
+    for (const auto until = Clock::now() + kPatientTurn; !turn && !hangs() && Clock::now() < until;
+         turn = context_->queue().try_turn()) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    DeviceGuard guard(gpu(), context_->device());
+    abort_library();
+    if (making_) return;
+  }
+  std::deque<DeviceWorkPtr> works;
+  std::lock_guard<std::mutex> lock(mutex_);
+  works.swap(pending_);  // the device has let go of their tensors
+}
+
+// --- Ended. ---
+
 void DeviceCore::shutdown() {
   std::deque<DeviceWorkPtr> works;
   {
@@ -148,7 +541,7 @@ void DeviceCore::shutdown() {
     peers_->leave();
     try {
       drop_registrations();
-      settle(nccl()->CommFinalize(comm_), "ncclCommFinalize", deadline_after(options_.timeout));
+      call("ncclCommFinalize", [&] { return nccl()->CommFinalize(comm_); });
       nccl().check(nccl()->CommDestroy(comm_), "ncclCommDestroy");
       comm_ = nullptr;
     } catch (...) {
@@ -168,14 +561,18 @@ void DeviceCore::close() {
     works.swap(pending_);
   }
   if (started_) context_->reserve_ctas(-options_.max_ctas);
-  last_event_.reset();
+  own_last_ = {};
   gpu().release(scratch_);
   if (owns_stream_) gpu().destroy_stream(stream_);
 }
 
 // Within a turn, or when nobody else has the communicator any more.
 void DeviceCore::abort_library() {
-  const NcclComm comm = comm_.exchange(nullptr);
+  NcclComm comm = comm_.exchange(nullptr);
+  if (!comm && making_) {
+    comm = __atomic_load_n(&slot_, __ATOMIC_ACQUIRE);
+    if (comm && !making_.exchange(false)) comm = nullptr;  // whoever makes it has it now
+  }
   if (!comm) return;
   {
     // The library frees what was registered with the communicator.

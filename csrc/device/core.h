@@ -46,9 +46,12 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   void check_usable() const;
 
   // --- Within a turn of the launch queue. ---
-  // Waits until the library is done with a call that said "in progress".
-  void settle(int result, const char* function, Clock::time_point deadline);
-  // Orders `stream` after `caller` and after this communicator's last operation.
+  // A call of the library's, which may wait inside it for peers: the watchdog then ends it at `deadline`, or when a
+  // peer has died or the communicator is aborted. leave() throws what has happened, else Error unless `result` is
+  // success.
+  void enter(const char* function, Clock::time_point deadline);
+  void leave(int result);
+  // Orders `stream` after `caller` and after the last operation: of this communicator, or of all on the shared stream.
   void order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture);
   void launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture);
   std::uint64_t next_sequence() { return ++issued_; }
@@ -69,16 +72,26 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store, std::string key, int rank, int size,
              DeviceOptions options);
   NcclConfig config() const;
-  void start();  // the handle is there: stream, reservation, watchdog
+  void prepare();  // what the watchdog needs
+  void start();    // the handle is there: stream, reservation
+  // enter() and leave() around `library_call`, within the communicator's own timeout.
+  template <class LibraryCall>
+  void call(const char* function, const LibraryCall& library_call) {
+    enter(function, deadline_after(options_.timeout));
+    leave(library_call());
+  }
   std::exception_ptr error_from(int result, const char* function) const;
   std::exception_ptr peer_lost(const std::string& where, int peer) const;
   void drop_finished();
   void check_library();
+  void check_call();
   void check_peers();
+  bool hangs() const;
   std::string oldest_pending() const;
   void check_deadline();
   void hear_abort();
   bool adopt_failure();
+  void tell_failure();
   void clean_up_failure();
   void abort_library();
   void drop_registration(void* handle, bool symmetric);
@@ -91,28 +104,34 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   const std::string key_;
   Member member_;
   DeviceOptions options_;
+  // The library writes the handle into `slot_`, also at the end of a call that has failed; `making_` while it may.
+  NcclComm slot_ = nullptr;
+  std::atomic<bool> making_{false};
   std::atomic<NcclComm> comm_{nullptr};
   GpuStream stream_ = nullptr;
   void* scratch_ = nullptr;
   bool owns_stream_ = false;
-  bool started_ = false;
+  std::atomic<bool> started_{false};
   std::shared_ptr<FlightRecorder> flight_;
   std::unique_ptr<OrderCheck> order_check_;
   std::shared_ptr<DevicePeers> peers_;  // from before the library connects
   std::atomic<std::uint64_t> issued_{0};
   int splits_ = 0;
 
-  // The last operation: touched within a turn only.
-  GpuStream last_stream_ = nullptr;
-  EventPtr last_event_;
-  Capture last_capture_;
+  LastLaunch own_last_;
+  LastLaunch* last_ = &own_last_;
 
   mutable std::mutex mutex_;
   std::exception_ptr error_;
   std::atomic<bool> failed_{false};
-  bool failure_cleaned_ = false;
+  bool failure_told_ = false;
   bool heard_ = false;  // another rank's abort, which needs no passing on
   std::atomic<bool> closed_{false};
+  struct Inside {  // a thread is inside the library
+    const char* function = nullptr;
+    Clock::time_point since{}, deadline{};
+  };
+  Inside inside_;
   std::deque<DeviceWorkPtr> pending_;
   std::set<void*> registrations_, windows_;
   Clock::time_point next_hearing_{}, next_roll_{};

@@ -71,11 +71,13 @@ GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vect
     driver_ = DynamicLibrary::find(driver);
     wait_value_ = driver_.symbol("cuStreamWaitValue32_v2");
     write_value_ = driver_.symbol("cuStreamWriteValue32_v2");
+    get_device_ = driver_.symbol("cuDeviceGet");
+    get_uuid_ = driver_.symbol("cuDeviceGetUuid_v2");  // the first form gives the whole GPU's
   } else {
     capture_arguments_ = 3;
     capture_info_ = library_.required("hipStreamGetCaptureInfo");
-    wait_value_ = library_.symbol("hipStreamWaitValue32");
-    write_value_ = library_.symbol("hipStreamWriteValue32");
+    get_device_ = library_.symbol("hipDeviceGet");
+    get_uuid_ = library_.symbol("hipDeviceGetUuid");
   }
 }
 
@@ -105,6 +107,20 @@ int GpuRuntime::device_count() const {
 std::string GpuRuntime::pci_bus_id(int device) const {
   char text[64] = {};
   check(fn_.DeviceGetPCIBusId(text, sizeof text - 1, device), "DeviceGetPCIBusId");
+  return text;
+}
+
+std::string GpuRuntime::device_uuid(int device) const {
+  if (!get_device_ || !get_uuid_) return "";
+  using Get = int (*)(int* handle, int index);
+  using GetUuid = int (*)(unsigned char* bytes, int handle);
+  int handle = 0;
+  unsigned char bytes[16] = {};
+  check(reinterpret_cast<Get>(get_device_)(&handle, device), "DeviceGet");
+  check(reinterpret_cast<GetUuid>(get_uuid_)(bytes, handle), "DeviceGetUuid");
+  static const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (unsigned char byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
   return text;
 }
 
@@ -212,29 +228,19 @@ void GpuRuntime::relax_capture_rules() const {
 }
 
 void GpuRuntime::wait_value(GpuStream stream, const void* address, std::uint32_t value) const {
-  AXO_CHECK(has_stream_values(), "wait_flag: stream waits for values", "none", "a GPU driver that has them");
-  int status = 0;
-  if (vendor_ == GpuVendor::cuda) {
-    using Fn = int (*)(void*, unsigned long long, std::uint32_t, unsigned);
-    status = reinterpret_cast<Fn>(wait_value_)(stream, reinterpret_cast<std::uintptr_t>(address), value, kWaitValueGeq);
-  } else {
-    using Fn = int (*)(void*, void*, std::uint32_t, unsigned, std::uint32_t);
-    status = reinterpret_cast<Fn>(wait_value_)(stream, const_cast<void*>(address), value, kWaitValueGeq, 0xFFFFFFFFu);
-  }
-  check(status, "StreamWaitValue32");
+  AXO_CHECK(has_stream_values(), "wait_flag: stream waits for values", "none",
+            "CUDA's driver; on AMD a kernel must wait");
+  using Fn = int (*)(void*, unsigned long long, std::uint32_t, unsigned);
+  const auto wait = reinterpret_cast<Fn>(wait_value_);
+  check(wait(stream, reinterpret_cast<std::uintptr_t>(address), value, kWaitValueGeq), "StreamWaitValue32");
 }
 
 void GpuRuntime::write_value(GpuStream stream, void* address, std::uint32_t value) const {
-  AXO_CHECK(has_stream_values(), "write_flag: stream writes of values", "none", "a GPU driver that has them");
-  int status = 0;
-  if (vendor_ == GpuVendor::cuda) {
-    using Fn = int (*)(void*, unsigned long long, std::uint32_t, unsigned);
-    status = reinterpret_cast<Fn>(write_value_)(stream, reinterpret_cast<std::uintptr_t>(address), value, 0);
-  } else {
-    using Fn = int (*)(void*, void*, std::uint32_t, unsigned);
-    status = reinterpret_cast<Fn>(write_value_)(stream, address, value, 0);
-  }
-  check(status, "StreamWriteValue32");
+  AXO_CHECK(has_stream_values(), "write_flag: stream writes of values", "none",
+            "CUDA's driver; on AMD a kernel must write");
+  using Fn = int (*)(void*, unsigned long long, std::uint32_t, unsigned);
+  const auto write = reinterpret_cast<Fn>(write_value_);
+  check(write(stream, reinterpret_cast<std::uintptr_t>(address), value, 0), "StreamWriteValue32");
 }
 
 DeviceGuard::DeviceGuard(const GpuRuntime& runtime, int device) : runtime_(runtime) {

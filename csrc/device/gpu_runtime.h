@@ -2,8 +2,8 @@
 //
 // No toolkit is needed to build: the types are declared here. The plain calls differ by prefix only (cudaEventRecord,
 // hipEventRecord) and their flags have equal values. Three differ more and are wrapped: capture_info (7 arguments in
-// CUDA 13, 6 in CUDA 12, 3 in HIP), and wait_value / write_value (CUDA's driver API; HIP's wait has a mask as fifth
-// argument). Structs and attribute numbers differ between the vendors and between versions, so none are used.
+// CUDA 13, 6 in CUDA 12, 3 in HIP), wait_value / write_value (CUDA's driver API only), and device_uuid (CUDA's driver
+// API, HIP's runtime). Structs and attribute numbers differ between the vendors and between versions, so none are used.
 //
 // All functions throw Error("cudaEventRecord: invalid resource handle (400)") unless they say otherwise; all are safe
 // to call from any thread. A stream of value null is the device's default stream.
@@ -87,6 +87,9 @@ class GpuRuntime {
 
   int device_count() const;
   std::string pci_bus_id(int device) const;
+  // In hex digits; a part of a GPU (MIG, CPX) has one of its own, where its bus id is that of the whole. "" where the
+  // runtime has no call for it.
+  std::string device_uuid(int device) const;
   // Of the current device. High: the greatest priority that the device has, so that communication is scheduled first.
   GpuStream create_stream(bool high_priority) const;
   void destroy_stream(GpuStream stream) const noexcept;
@@ -110,6 +113,7 @@ class GpuRuntime {
   void relax_capture_rules() const;
 
   // The stream goes on when the 4-byte word has reached `value` (cyclic compare) / writes it. Device addresses.
+  // Not on AMD: HIP's compares plainly, so that a counter that wraps hangs, and only in memory of a special kind.
   void wait_value(GpuStream stream, const void* address, std::uint32_t value) const;
   void write_value(GpuStream stream, void* address, std::uint32_t value) const;
   bool has_stream_values() const { return wait_value_ != nullptr && write_value_ != nullptr; }
@@ -133,6 +137,8 @@ class GpuRuntime {
   int capture_arguments_ = 0;
   void* wait_value_ = nullptr;
   void* write_value_ = nullptr;
+  void* get_device_ = nullptr;
+  void* get_uuid_ = nullptr;
 };
 
 // Makes `device` current on this thread for a scope.

@@ -95,10 +95,15 @@ class Turn {
   void call() {
     const bool grouped = works_.size() > 1 || works_.front()->library_call.several();
     int result = kNcclSuccess;
+    const auto enter = [&] {
+      for (const auto& work : works_) work->core().enter(name_of(work->request.kind), work->deadline());
+    };
     if (!grouped) {
+      enter();
       result = works_.front()->library_call.call(works_.front()->stream);
     } else {
       nccl_.check(nccl_->GroupStart(), "ncclGroupStart");
+      enter();
       for (const auto& work : works_) {
         result = work->library_call.call(work->stream);
         if (result != kNcclSuccess && result != kNcclInProgress) break;
@@ -106,7 +111,15 @@ class Turn {
       const int end = nccl_->GroupEnd();  // also after a failed call, or the library would stay inside the group
       if (result == kNcclSuccess || result == kNcclInProgress) result = end;
     }
-    for (const auto& work : works_) work->core().settle(result, name_of(work->request.kind), work->deadline());
+    std::exception_ptr error;
+    for (const auto& work : works_) {
+      try {
+        work->core().leave(result);
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
   }
 
   void finish(const EventPtr& start) {
@@ -158,12 +171,15 @@ void LaunchQueue::issue(const std::vector<DeviceWorkPtr>& all) {
     Turn(works).run();
   } catch (...) {
     // Some ranks may have launched what others have not: the communicators cannot go on.
-    const auto error = std::current_exception();
+    std::exception_ptr error = std::current_exception();
+    for (const auto& work : works) {
+      if (const auto first = work->core().failure()) error = first;  // what the call's own error comes from
+    }
     for (const auto& work : works) {
       work->core().fail(error);
       work->finish(error);
     }
-    throw;
+    std::rethrow_exception(error);
   }
 }
 

@@ -6,9 +6,9 @@
 //   1. AXO_CHECK=1: compare every operation with the peers' (device/order_check.h);
 //   2. event edges: the operation's stream after the caller's stream, and after the communicator's last operation;
 //   3. the library's calls, in one group when there are several;
-//   4. wait until the library has launched them (communicators are non-blocking, so it may still be connecting);
-//   5. record the event that the works wait for.
-// It does not reorder, and it does not wait for operations to complete.
+//   4. record the event that the works wait for.
+// It does not reorder, and it does not wait for operations to complete. The library may wait, in 3: to connect to peers
+// at the first operation of a kind, and for room on a device that is far behind. The watchdog looks after that.
 #pragma once
 
 #include <memory>

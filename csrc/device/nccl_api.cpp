@@ -86,11 +86,13 @@ NcclConfig make_nccl_config(int running_version) {
 }
 
 std::shared_ptr<const NcclApi> NcclApi::open(GpuVendor vendor, const std::vector<std::string>& folders) {
-  auto library = DynamicLibrary::open(request_for(vendor, folders));
-  return std::shared_ptr<const NcclApi>(new NcclApi(vendor, std::move(library)));
+  const LibraryRequest request = request_for(vendor, folders);
+  const bool was_loaded = !loaded_objects(request.stem).empty();
+  return std::shared_ptr<const NcclApi>(new NcclApi(vendor, DynamicLibrary::open(request), was_loaded));
 }
 
-NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), library_(std::move(library)) {
+NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library, bool was_loaded)
+    : vendor_(vendor), library_(std::move(library)) {
   assign(fn_.GetErrorString, library_.required("ncclGetErrorString"));
   assign(fn_.GetVersion, library_.required("ncclGetVersion"));
   check(fn_.GetVersion(&version_), "ncclGetVersion");
@@ -103,8 +105,15 @@ NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), li
 #undef AXO_NCCL_LOAD
   if (!fn_.AlltoAll) assign(fn_.AlltoAll, library_.symbol("ncclAllToAll"));  // RCCL's older name
   assign(fn_.GetLastError, library_.symbol("ncclGetLastError"));
-  // Before the library reads it, which is at its first communicator.
-  if (version_ >= 22600 && !has_launch_order_config()) setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1", /*overwrite=*/0);
+  if (vendor_ == GpuVendor::hip || version_ < 22600) return;
+  if (version_ >= 23100) {
+    orders_launches_ = true;  // by the configuration
+    return;
+  }
+  constexpr const char* kVariable = "NCCL_LAUNCH_ORDER_IMPLICIT";
+  if (!was_loaded) setenv(kVariable, "1", /*overwrite=*/0);
+  const char* order = std::getenv(kVariable);
+  orders_launches_ = order != nullptr && std::strcmp(order, "1") == 0;
 }
 
 std::string NcclApi::version_text() const {

@@ -127,8 +127,9 @@ NcclConfig make_nccl_config(int running_version);
 
 class NcclApi {
  public:
-  // Opens the library that goes with `vendor`'s runtime. For versions that take the launch order from the environment
-  // (2.26 to 2.30) it sets NCCL_LAUNCH_ORDER_IMPLICIT=1, unless the user has set it.
+  // Opens the library that goes with `vendor`'s runtime. NCCL 2.26 to 2.30 take the launch order from the environment,
+  // which they read once, at the first communicator of the process: so NCCL_LAUNCH_ORDER_IMPLICIT=1 is set here where
+  // nobody can have made one, since the library was not loaded, and the variable is not set.
   static std::shared_ptr<const NcclApi> open(GpuVendor vendor, const std::vector<std::string>& folders = {});
 
   struct Table {
@@ -151,8 +152,9 @@ class NcclApi {
   bool has_windows() const { return fn_.CommWindowRegister && fn_.CommWindowDeregister && fn_.MemAlloc && fn_.MemFree; }
   // Copy-engine collectives, which take no SM.
   bool has_zero_cta() const { return version_ >= 22800; }
-  // The launch order set per communicator, not by the environment.
-  bool has_launch_order_config() const { return version_ >= 23100; }
+  // Whether kernels of different communicators begin in the order of their launches. Never on AMD: RCCL is reported to
+  // hang even when asked for it.
+  bool orders_launches() const { return orders_launches_; }
 
   // "ncclAllReduce: remote process exited or there was a network error (6): <the library's last message>".
   std::string error_text(const char* function, int result, NcclComm comm = nullptr) const;
@@ -160,12 +162,13 @@ class NcclApi {
   void check(int result, const char* function, NcclComm comm = nullptr) const;
 
  private:
-  NcclApi(GpuVendor vendor, DynamicLibrary library);
+  NcclApi(GpuVendor vendor, DynamicLibrary library, bool was_loaded);
 
   GpuVendor vendor_;
   DynamicLibrary library_;
   Table fn_;
   int version_ = 0;
+  bool orders_launches_ = false;
 };
 
 // How a dtype travels: as itself where the library has the type, else (int16, fp8, complex) as bytes.

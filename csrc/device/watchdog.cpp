@@ -71,6 +71,30 @@ void Watchdog::hurry() {
   state_->changed.notify_all();
 }
 
+void Watchdog::keep(EventPtr event, std::shared_ptr<void> object) {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->kept.emplace_back(std::move(event), std::move(object));
+}
+
+void Watchdog::drop_kept(State& state) {
+  decltype(state.kept) kept, done;
+  {
+    std::lock_guard<std::mutex> lock(state.mutex);
+    kept.swap(state.kept);
+  }
+  for (auto it = kept.begin(); it != kept.end();) {
+    bool complete = true;
+    try {
+      complete = state.gpu->is_complete(it->first->handle());
+    } catch (const Error&) {  // a device that is broken: nothing reads there any more
+    }
+    if (complete) done.push_back(std::move(*it));
+    it = complete ? kept.erase(it) : it + 1;
+  }
+  std::lock_guard<std::mutex> lock(state.mutex);
+  state.kept.insert(state.kept.end(), kept.begin(), kept.end());
+}
+
 void Watchdog::run(const std::shared_ptr<State>& state) {
   // Without this, asking an event would break a capture that another thread has begun.
   std::unique_ptr<DeviceGuard> guard;
@@ -92,6 +116,7 @@ void Watchdog::run(const std::shared_ptr<State>& state) {
         core->fail(std::current_exception());
       }
     }
+    drop_kept(*state);
     FlightLog::poll();  // a signal asked for a file: a process of GPUs alone has no progress thread to see that
     std::unique_lock<std::mutex> lock(state->mutex);
     const auto nap = std::chrono::milliseconds(often ? 1 : 100);

@@ -8,9 +8,10 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "device/gpu_runtime.h"
+#include "device/event_pool.h"
 
 namespace axo {
 
@@ -28,6 +29,8 @@ class Watchdog {
   void wake();
   // Look often until no callback is open.
   void hurry();
+  // Holds `object` until the event has come.
+  void keep(EventPtr event, std::shared_ptr<void> object);
 
  private:
   // Outlives the watchdog when its own thread is the one that drops the last communicator.
@@ -35,6 +38,7 @@ class Watchdog {
     std::mutex mutex;
     std::condition_variable changed;
     std::vector<std::weak_ptr<DeviceCore>> cores;
+    std::vector<std::pair<EventPtr, std::shared_ptr<void>>> kept;
     bool stop = false;
     bool look_now = false;
     bool look_often = false;
@@ -43,6 +47,7 @@ class Watchdog {
   };
   static void run(const std::shared_ptr<State>& state);
   static std::vector<std::shared_ptr<DeviceCore>> living(State& state);
+  static void drop_kept(State& state);
 
   std::shared_ptr<State> state_;
   std::thread thread_;

@@ -48,6 +48,21 @@ void DeviceWork::wait_on(void* waiting) {
   waited_on_stream(waiting == caller || WorkState::is_completed());
 }
 
+void DeviceWork::keep_until(void* stream_now, std::shared_ptr<void> object) {
+  if (stream_now == caller || !object) return;  // whoever reuses the memory comes after, on the caller's stream
+  const GpuRuntime& gpu = core_->gpu();
+  DeviceGuard guard(gpu, core_->context().device());
+  const EventPtr event = core_->context().events().take(false);
+  const bool captured = gpu.capture_info(stream_now).active();
+  if (captured) event->set_captured();
+  gpu.record(event->handle(), stream_now);
+  if (captured) {
+    gpu.wait(caller, event->handle());  // nobody can ask an event of a graph: the caller's stream comes after
+  } else {
+    core_->context().watchdog().keep(event, std::move(object));
+  }
+}
+
 bool DeviceWork::is_completed() const {
   if (WorkState::is_completed()) return true;
   EventPtr done;

@@ -13,6 +13,7 @@ class DeviceWork final : public WorkState {
 
   void wait() override { wait_on(caller); }
   void wait_on(void* stream) override;
+  void keep_until(void* stream, std::shared_ptr<void> object) override;
   void synchronize(Milliseconds timeout) override;
   bool is_completed() const override;
   std::exception_ptr exception() const override;

@@ -79,6 +79,12 @@ void bind_work(py::module_& m) {
       .def("wait", &Work::wait, Release())
       .def(
           "wait_on", [](Work& w, Address stream) { w.wait_on(pointer(stream)); }, Release())
+      .def("keep_until",
+           [](Work& w, Address stream, const py::object& object) {
+             auto kept = by_program(held(object));
+             py::gil_scoped_release release;
+             w.keep_until(pointer(stream), std::move(kept));
+           })
       .def(
           "synchronize", [](Work& w, std::int64_t ms) { w.synchronize(Milliseconds(ms)); }, Release())
       .def("is_completed", &Work::is_completed, Release())

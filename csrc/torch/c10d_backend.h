@@ -17,11 +17,13 @@
 // isCompleted, or, when a future was asked for, the thread that completes futures: torch/future_thread.h).
 #pragma once
 
+#include <c10/core/Event.h>
 #include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
@@ -78,6 +80,7 @@ class C10dWork final : public c10d::Work {
   std::vector<WorkPtr> parts_;
   Tensors outputs_;
   std::vector<Step> last_steps_;
+  std::optional<c10::Event> copied_;  // the end of the last steps on the device's stream that they ran on
   std::mutex finish_mutex_;
   std::mutex future_mutex_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -118,7 +118,6 @@ bool C10dWork::wait(std::chrono::milliseconds timeout) {
     }
   }
   finish();
-  if (future_ && !device_.is_cpu()) future_->wait();  // it made the copies, on a stream of its own
   release_now();
   return true;
 }
@@ -130,10 +129,20 @@ int C10dWork::sourceRank() const {
   return c10d::Work::sourceRank();  // throws: not a recv, or not complete
 }
 
+// On a device the steps run on the stream that is current; on another one, later, the caller comes after them.
 void C10dWork::finish() {
   std::lock_guard<std::mutex> lock(finish_mutex_);
-  at::NoGradGuard no_grad;
-  for (const Step& step : std::exchange(last_steps_, {})) step();
+  const auto steps = std::make_shared<std::vector<Step>>(std::exchange(last_steps_, {}));
+  {
+    at::NoGradGuard no_grad;
+    for (const Step& step : *steps) step();
+  }
+  if (device_.is_cpu() || (steps->empty() && !copied_)) return;
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (steps->empty()) return copied_->block(stream);
+  copied_.emplace(device_.type());
+  copied_->record(stream);
+  if (!parts_.empty()) parts_.back()->keep_until(current_stream(device_), by_program(steps));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> C10dWork::getFuture() {

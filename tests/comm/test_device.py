@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import axo
+from axo.comm.device import ask_for_launch_order
 from tests import standin
 from tests.comm.test_collectives import FLOATS, INTEGERS, MOVED_ONLY, inputs, reduced, same
 from tests.launcher import rank_outcomes, run_ranks
@@ -157,6 +158,20 @@ def streams(folder):
         comm.all_reduce(torch.full((1000,), float(number), device=device), async_op=True)
     last = comm.all_reduce(torch.ones(3, device=device), async_op=True).future().wait()
     same(last.cpu(), torch.full((3,), 2.0), "a future")
+    # A result that is copied, on another stream than the call's: the copy's source lives until it has been read.
+    strided = torch.full((40, 50), comm.rank + 1.0, device=device).T
+    work = comm.all_reduce(strided, async_op=True)
+    other = torch.Stream(device=device)
+    with other:
+        gate = gpu.hold()
+        work.wait()
+    del work
+    for _ in range(4):
+        time.sleep(0.1)
+        comms.world.barrier(async_op=True)  # lets go of what works have kept
+    gate.open()
+    other.synchronize()
+    same(strided.cpu(), torch.full((50, 40), 3.0), "copied on another stream")
     # Flags: a chunk is reduced when its flag is up, whatever the current stream is doing.
     flags = torch.zeros(2, dtype=torch.int32, device=device)
     chunks = torch.full((2, 8), comm.rank + 1.0, device=device)
@@ -366,6 +381,21 @@ def test_a_killed_peer_is_named(tmp_path):
 def test_on_ranks(check, world, tmp_path):
     standin.build()
     run_ranks(check, world, tmp_path)
+
+
+def test_a_launch_order_is_asked_for_before_the_first_communicator(monkeypatch):
+    """NCCL 2.26 to 2.30 read the variable once: not set where torch's NCCL backend is there already."""
+    name = "NCCL_LAUNCH_ORDER_IMPLICIT"
+    monkeypatch.setenv(name, "0")
+    ask_for_launch_order()
+    assert os.environ[name] == "0"  # the user's word
+    monkeypatch.delenv(name)
+    with monkeypatch.context() as beside:
+        beside.setitem(dist.distributed_c10d._world.pg_backend_config, object(), "cpu:gloo,cuda:nccl")
+        ask_for_launch_order()
+        assert name not in os.environ
+    ask_for_launch_order()
+    assert os.environ[name] == "1"
 
 
 def test_without_a_gpu():

@@ -29,6 +29,8 @@ using Comm = std::shared_ptr<axo::DeviceCommunicator>;
 const std::string& family();
 inline bool is_hip() { return family() == "hip"; }
 inline bool is_old() { return family() == "old"; }
+// One stream for all communicators of a rank, since their library orders no launches.
+inline bool shares_a_stream() { return is_hip() || is_old(); }
 const char* running();  // the test's name
 // The folder of this family's libraries.
 std::string folder();

@@ -42,6 +42,7 @@ struct World {
   unsigned long long next_graph = 1;
   int captures = 0;
   int aborts = 0;
+  int launch_threads = 0;
   bool progressing = false;
 };
 
@@ -218,6 +219,12 @@ int write_value(void* stream, void* address, std::uint32_t value) {
   return 0;
 }
 
+int device_uuid(unsigned char* bytes, int device) {
+  if (device < 0 || device >= kDevices) return 101;
+  std::fill(bytes, bytes + 16, static_cast<unsigned char>(settings().same_uuid ? 7 : device));
+  return 0;
+}
+
 bool captures_forbid_queries() {
   Lock hold(world().mutex);
   return world().captures > 0 && !thread_is_relaxed;
@@ -243,6 +250,7 @@ void reset() {
   world().broken.clear();
   world().settings = {};
   world().aborts = 0;
+  world().launch_threads = 0;
   log().calls.clear();
 }
 
@@ -369,6 +377,14 @@ int aborts() {
 void count_abort() {
   Lock hold(world().mutex);
   ++world().aborts;
+}
+int launch_threads() {
+  Lock hold(world().mutex);
+  return world().launch_threads;
+}
+void count_launch_thread() {
+  Lock hold(world().mutex);
+  ++world().launch_threads;
 }
 int live_streams() {
   Lock hold(world().mutex);

@@ -65,7 +65,8 @@ void* create_event(bool timing);
 bool destroy_event(void* handle);
 int record(Event& event, Stream& stream);  // runtime error codes
 int wait(Stream& stream, Event& event);
-int wait_value(void* stream, const void* address, std::uint32_t value);
+int wait_value(void* stream, const void* address, std::uint32_t value);  // cyclic
+int device_uuid(unsigned char* bytes, int device);
 int write_value(void* stream, void* address, std::uint32_t value);
 unsigned long long graph_id(const Graph& graph);
 bool captures_forbid_queries();  // a capture is under way and this thread has not relaxed its rules
@@ -98,10 +99,14 @@ struct Settings {
   int init_polls = 0;      // "in progress" answers after everybody has come
   int finalize_polls = 0;  // the same for the end of a communicator
   int launch_polls = 0;    // the same for a launch; the work is on the stream only after them
+  // Collective kernels that fit beside each other on a device, 0: all. One that is there stays until its peers come.
+  int resident_kernels = 0;
+  int launch_order_read = -1;  // NCCL_LAUNCH_ORDER_IMPLICIT as the first communicator found it, -1: none was made yet
   bool register_nothing = false;
   std::string last_error;  // ncclGetLastError
   int async_error = 0;     // of every communicator; a watchdog reads it: __atomic_store_n
   std::string pci;         // non-empty: every device's bus id
+  bool same_uuid = false;  // of every device; else each has its own, as parts of one GPU do
 };
 Settings& settings();
 
@@ -126,6 +131,8 @@ std::size_t nodes_in(const Graph& graph);
 
 int aborts();  // of communicators, since the last reset
 void count_abort();
+int launch_threads();  // that launches have made, since the last reset
+void count_launch_thread();
 int live_streams();
 int live_events();
 int live_allocations();

@@ -1,4 +1,4 @@
-// libcuda over the simulator: the two calls that CUDA's runtime library does not have.
+// libcuda over the simulator: the calls that CUDA's runtime library does not have.
 #include "standin.h"
 
 extern "C" {
@@ -13,6 +13,17 @@ int cuStreamWriteValue32_v2(void* stream, unsigned long long address, std::uint3
   standin::note("cuStreamWriteValue32_v2");
   if (flags != 0) return 1;
   return standin::write_value(stream, reinterpret_cast<void*>(address), value);
+}
+
+int cuDeviceGet(int* device, int index) {
+  standin::note("cuDeviceGet");
+  *device = index;
+  return 0;
+}
+
+int cuDeviceGetUuid_v2(unsigned char* bytes, int device) {
+  standin::note("cuDeviceGetUuid_v2");
+  return standin::device_uuid(bytes, device);
 }
 
 }  // extern "C"

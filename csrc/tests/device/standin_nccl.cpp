@@ -3,15 +3,22 @@
 // AXO_STANDIN_OLD leaves out what version 2.21 has not: one-call gather, scatter and all-to-all, windows.
 // An operation runs when it has been reached on the streams of all ranks. Ranks that differ in kind or size never
 // finish, as on a GPU.
+// As NCCL 2.18 to 2.30 do it (read in their sources; facts, no code): with blocking=1 a call returns when it is done,
+// or when another thread aborts the communicator. With blocking=0 a split, and from 2.28.9 on a window, say success at
+// once and fill the caller's slot later from a thread; from 2.23 on every launch makes a thread; before 2.24 a lone
+// send or recv says success before its kernel is on the stream. Where the launch order is implicit a kernel begins
+// after every one that was launched before it on its device has begun.
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <map>
 #include <set>
+#include <thread>
 
 #include "device/nccl_api.h"
 #include "standin.h"
@@ -63,8 +70,9 @@ struct Clique {
   std::map<std::pair<int, int>, std::vector<ArrivalPtr>> sends, recvs;  // (from, to)
   struct Split {
     std::map<int, std::pair<int, int>> wishes;  // rank -> (color, key)
-    std::map<int, Comm**> outs;
+    std::map<int, Comm*> children;              // once all have come
     std::map<int, NcclConfig> configs;
+    bool done = false;
   };
   std::vector<Split> splits;
 };
@@ -76,7 +84,8 @@ struct Comm {
   NcclConfig config{};
   std::size_t collectives = 0, splits = 0;
   int polls = 0;  // "in progress" answers still to give
-  bool split_pending = false;
+  int jobs = 0;   // threads that still work for a call that has returned
+  bool blocking() const { return config.blocking != 0; }
   bool finalized = false;
   int async = 0;
   std::vector<std::pair<standin::Stream*, standin::Maker>> held;  // launches that wait for the polls
@@ -91,6 +100,8 @@ struct Library {
   std::vector<Comm*> disposed;  // their memory stays: a kernel in flight may still name it
   int ids = 0;
   std::atomic<int> inside[standin::kDevices]{};
+  std::shared_ptr<bool> last_begun[standin::kDevices];  // whether the last launch has, where the order is implicit
+  int resident[standin::kDevices]{};
 };
 Library& library() {
   static Library* the = new Library;
@@ -127,7 +138,8 @@ class Inside {
   } while (0);                                               \
   if (const int code = standin::injected(name)) return code; \
   Inside inside(name);                                       \
-  std::lock_guard<std::recursive_mutex> hold(standin::lock())
+  std::unique_lock<std::recursive_mutex> hold(standin::lock())
+using Hold = std::unique_lock<std::recursive_mutex>;
 
 bool alive(Comm* comm) { return library().live.count(comm) > 0; }
 void open_clique(Comm* comm, const std::shared_ptr<Clique>& clique, int rank, const NcclConfig& config);
@@ -142,9 +154,53 @@ bool complete(Clique& clique) {
 
 int state_of(Comm& comm) {
   if (comm.async) return comm.async;
-  if (comm.split_pending && !peers::folder().empty()) peers::try_split(comm);
-  if (!complete(*comm.clique) || comm.polls > 0 || comm.split_pending) return axo::kNcclInProgress;
-  return axo::kNcclSuccess;
+  return !complete(*comm.clique) || comm.polls > 0 || comm.jobs > 0 ? axo::kNcclInProgress : axo::kNcclSuccess;
+}
+
+int version() { return standin::settings().nccl_version ? standin::settings().nccl_version : kOwnVersion; }
+
+// The caller waits inside the library until `done`, and then as long as the test says; an abort frees it.
+int block(Comm* comm, const std::function<bool()>& done) {
+  standin::wait_until([&] { return !alive(comm) || done(); });
+  while (true) {
+    {
+      std::lock_guard<std::recursive_mutex> hold(standin::lock());
+      if (!alive(comm)) return axo::kNcclInternalError;
+      if (comm->polls == 0) return axo::kNcclSuccess;
+      --comm->polls;
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+}
+
+// A thread does `fill` once `done`, after the call has returned. It does so even when the communicator is aborted.
+void later(Comm* comm, const std::function<bool()>& done, const std::function<void()>& fill) {
+  ++comm->jobs;
+  std::thread([comm, done, fill] {
+    standin::wait_until([&] { return !alive(comm) || done(); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    std::lock_guard<std::recursive_mutex> hold(standin::lock());
+    fill();
+    --comm->jobs;
+    standin::progress();
+  }).detach();
+}
+
+// Whether NCCL orders this communicator's launches against those of others on the device.
+bool ordered(const Comm& comm) {
+#ifdef AXO_STANDIN_HIP
+  (void)comm;
+  return false;
+#else
+  if (version() >= 23100) return comm.config.launchOrderImplicit == 1;
+  if (version() < 22600) return false;
+  int& read = standin::settings().launch_order_read;  // once a process
+  if (read < 0) {
+    const char* text = std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    read = text && std::strcmp(text, "1") == 0;
+  }
+  return read == 1;
+#endif
 }
 
 #include "standin_run.inc"
@@ -178,9 +234,21 @@ void arrive(const ArrivalPtr& arrival, std::size_t number) {
   run(ranks);
 }
 
+// Its place in the implicit order of a device's launches; empty: none.
+struct Place {
+  std::shared_ptr<bool> after, begun;
+};
+Place next_place(const Comm& comm) {
+  auto& last = library().last_begun[comm.device];
+  Place place{last, std::make_shared<bool>(false)};
+  last = place.begun;
+  return place;
+}
+
 // The launch of several calls on one communicator and stream: one kernel, done when all of them are.
-Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
+Action kernel_of(Comm* comm, const std::vector<Call>& calls, const Place& place) {
   struct State {
+    bool resident = false;
     std::vector<ArrivalPtr> arrivals;
     std::vector<std::size_t> numbers;
     std::vector<std::function<bool()>> elsewhere;  // asks for operations with other processes
@@ -193,8 +261,22 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
     state->numbers.push_back(p2p ? 0 : comm->collectives++);
   }
   Action action;
-  action.ready = [state, comm] {
-    if (!alive(comm)) return true;  // aborted: the kernel ends with nothing done
+  action.ready = [state, comm, place] {
+    if (place.begun && alive(comm) && place.after && !*place.after) return false;
+    int& resident = library().resident[comm->device];
+    const int most = standin::settings().resident_kernels;
+    if (alive(comm) && !state->resident) {
+      if (most > 0 && resident >= most) return false;
+      ++resident;
+      state->resident = true;
+    }
+    if (place.begun) *place.begun = true;
+    const auto leave = [&] {
+      if (state->resident) --resident;
+      state->resident = false;
+      return true;
+    };
+    if (!alive(comm)) return leave();  // aborted: the kernel ends with nothing done
     if (!state->arrived) {
       state->arrived = true;
       for (std::size_t i = 0; i < state->arrivals.size(); ++i) {
@@ -209,12 +291,12 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls) {
     for (const auto& arrival : state->arrivals) {
       if (!arrival->done) return false;
     }
-    return true;
+    return leave();
   };
   return action;
 }
 
-int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls) {
+int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls, Hold& hold) {
   std::vector<std::pair<std::pair<Comm*, standin::Stream*>, std::vector<Call>>> kernels;
   for (const auto& [comm, stream, call] : calls) {
     standin::Stream* s = standin::stream_of(stream);
@@ -234,10 +316,36 @@ int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls) {
       kernels.back().second.push_back(call);
     }
   }
-  const int polls = standin::settings().launch_polls;
+  if (kernels.empty()) return axo::kNcclSuccess;
+  for (const auto& [where, list] : kernels) {
+    if (where.first->blocking() != kernels.front().first.first->blocking()) return axo::kNcclInvalidArgument;
+  }
+  const bool blocking = kernels.front().first.first->blocking();
+  const bool lone_message =
+      calls.size() == 1 && (std::get<2>(calls[0]).kind == Kind::send || std::get<2>(calls[0]).kind == Kind::recv);
+  int polls = standin::settings().launch_polls, result = axo::kNcclSuccess;
+  if (blocking) {
+    for (const auto& [where, list] : kernels) {
+      where.first->polls = polls;
+      hold.unlock();
+      result = block(where.first, [] { return true; });
+      hold.lock();
+      if (result != axo::kNcclSuccess) return result;
+    }
+    polls = 0;
+#ifndef AXO_STANDIN_HIP
+  } else if (version() >= 22300) {
+    standin::count_launch_thread();
+    polls = std::max(polls, 1);
+#endif
+  } else if (version() < 22400 && lone_message) {
+    polls = std::max(polls, 2);
+  }
+  if (polls > 0) result = lone_message && version() < 22400 ? axo::kNcclSuccess : axo::kNcclInProgress;
   for (const auto& [where, list] : kernels) {
     Comm* comm = where.first;
-    const standin::Maker make = [comm, calls = list] { return kernel_of(comm, calls); };
+    const Place place = ordered(*comm) && !where.second->graph ? next_place(*comm) : Place{};
+    const standin::Maker make = [comm, calls = list, place] { return kernel_of(comm, calls, place); };
     if (polls > 0) {
       comm->polls = polls;
       comm->held.emplace_back(where.second, make);
@@ -245,10 +353,10 @@ int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls) {
       standin::enqueue(*where.second, make);
     }
   }
-  return polls > 0 && !kernels.empty() ? axo::kNcclInProgress : axo::kNcclSuccess;
+  return result;
 }
 
-int issue(Comm* comm, void* stream, Call call) {
+int issue(Comm* comm, void* stream, Call call, Hold& hold) {
   const auto factor = comm && alive(comm) ? comm->factors.find(call.op) : std::map<int, double>::iterator{};
   if (comm && alive(comm) && call.op > axo::kNcclAvg) {
     if (factor == comm->factors.end()) return axo::kNcclInvalidArgument;
@@ -258,10 +366,8 @@ int issue(Comm* comm, void* stream, Call call) {
     group().calls.emplace_back(comm, stream, call);
     return axo::kNcclSuccess;
   }
-  return launch({{comm, stream, call}});
+  return launch({{comm, stream, call}}, hold);
 }
-
-int version() { return standin::settings().nccl_version ? standin::settings().nccl_version : kOwnVersion; }
 
 // sizeof(ncclConfig_t), as the compiler says from the headers of these versions.
 bool valid(const NcclConfig* config) {
@@ -269,7 +375,8 @@ bool valid(const NcclConfig* config) {
                                                     {22900, 88}, {23000, 96}, {23100, 112}, {23200, 120}};
   const int minor = std::min(version(), 23203) / 100 * 100;
   return config && config->magic == 0xcafebeef && config->size == std::prev(kBytes.upper_bound(minor))->second &&
-         static_cast<int>(config->version) == std::min(version(), 23203) && config->blocking == 0;
+         static_cast<int>(config->version) == std::min(version(), 23203) &&
+         (config->blocking == 0 || config->blocking == 1);
 }
 
 }  // namespace
@@ -281,31 +388,31 @@ extern "C" {
 
 int ncclAllReduce(const void* in, void* out, std::size_t count, int type, int op, void* comm, void* stream) {
   ENTER("ncclAllReduce", " count=%zu type=%d op=%d", count, type, op);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::all_reduce, in, out, count, type, op, 0});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_reduce, in, out, count, type, op, 0}, hold);
 }
 int ncclAllGather(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
   ENTER("ncclAllGather", " count=%zu type=%d", count, type);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::all_gather, in, out, count, type, 0, 0});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_gather, in, out, count, type, 0, 0}, hold);
 }
 int ncclReduceScatter(const void* in, void* out, std::size_t count, int type, int op, void* comm, void* stream) {
   ENTER("ncclReduceScatter", " count=%zu type=%d op=%d", count, type, op);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce_scatter, in, out, count, type, op, 0});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce_scatter, in, out, count, type, op, 0}, hold);
 }
 int ncclBroadcast(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
   ENTER("ncclBroadcast", " count=%zu type=%d root=%d", count, type, root);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::broadcast, in, out, count, type, 0, root});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::broadcast, in, out, count, type, 0, root}, hold);
 }
 int ncclReduce(const void* in, void* out, std::size_t count, int type, int op, int root, void* comm, void* stream) {
   ENTER("ncclReduce", " count=%zu type=%d op=%d root=%d", count, type, op, root);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce, in, out, count, type, op, root});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::reduce, in, out, count, type, op, root}, hold);
 }
 int ncclSend(const void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
   ENTER("ncclSend", " count=%zu type=%d peer=%d", count, type, peer);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::send, data, nullptr, count, type, 0, peer});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::send, data, nullptr, count, type, 0, peer}, hold);
 }
 int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void* stream) {
   ENTER("ncclRecv", " count=%zu type=%d peer=%d", count, type, peer);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::recv, nullptr, data, count, type, 0, peer});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::recv, nullptr, data, count, type, 0, peer}, hold);
 }
 #ifndef AXO_STANDIN_OLD
 #ifdef AXO_STANDIN_HIP
@@ -316,15 +423,15 @@ int ncclRecv(void* data, std::size_t count, int type, int peer, void* comm, void
 int ALL_TO_ALL(const void* in, void* out, std::size_t count, int type, void* comm, void* stream) {
   ENTER("ncclAlltoAll", " count=%zu type=%d", count, type);
   if (in == out && count) return axo::kNcclInvalidArgument;
-  return issue(static_cast<Comm*>(comm), stream, {Kind::all_to_all, in, out, count, type, 0, 0});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::all_to_all, in, out, count, type, 0, 0}, hold);
 }
 int ncclGather(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
   ENTER("ncclGather", " count=%zu type=%d root=%d", count, type, root);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::gather, in, out, count, type, 0, root});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::gather, in, out, count, type, 0, root}, hold);
 }
 int ncclScatter(const void* in, void* out, std::size_t count, int type, int root, void* comm, void* stream) {
   ENTER("ncclScatter", " count=%zu type=%d root=%d", count, type, root);
-  return issue(static_cast<Comm*>(comm), stream, {Kind::scatter, in, out, count, type, 0, root});
+  return issue(static_cast<Comm*>(comm), stream, {Kind::scatter, in, out, count, type, 0, root}, hold);
 }
 #endif
 int ncclGroupStart() {
@@ -338,7 +445,7 @@ int ncclGroupEnd() {
   if (--group().depth > 0) return 0;
   const auto calls = std::move(group().calls);
   group().calls.clear();
-  return launch(calls);
+  return launch(calls, hold);
 }
 
 }  // extern "C"

@@ -222,15 +222,23 @@ const char* FN(GetErrorString)(int code) {
 }
 
 #ifdef AXO_STANDIN_HIP
-int hipStreamWaitValue32(void* stream, void* address, std::uint32_t value, unsigned flags, std::uint32_t mask) {
+// As HIP has them: a plain compare, in signal memory only, which nobody here allocates.
+int hipStreamWaitValue32(void*, void*, std::uint32_t, unsigned, std::uint32_t) {
   ENTER("StreamWaitValue32");
-  if (flags != 0 || mask != 0xFFFFFFFFu) return kInvalidValue;
-  return standin::wait_value(stream, address, value);
+  return kInvalidValue;
 }
-int hipStreamWriteValue32(void* stream, void* address, std::uint32_t value, unsigned flags) {
+int hipStreamWriteValue32(void*, void*, std::uint32_t, unsigned) {
   ENTER("StreamWriteValue32");
-  if (flags != 0) return kInvalidValue;
-  return standin::write_value(stream, address, value);
+  return kInvalidValue;
+}
+int hipDeviceGet(int* device, int index) {
+  ENTER("DeviceGet");
+  *device = index;
+  return 0;
+}
+int hipDeviceGetUuid(unsigned char* bytes, int device) {
+  ENTER("DeviceGetUuid");
+  return standin::device_uuid(bytes, device);
 }
 #endif
 

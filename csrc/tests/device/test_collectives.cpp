@@ -156,6 +156,23 @@ TEST(all_to_all_of_unequal_parts) {
   eventually([] { return standin::live_allocations() == 0; });
 }
 
+// Also the versions that say a lone transfer is launched before it is (2.18 to 2.23, without blocking).
+TEST(a_lone_transfer_ends_when_it_has_come) {
+  for (int version : {21801, 22105, 22304, 22403, 22809}) {
+    standin::settings().nccl_version = version;
+    ranks(2, [](Rank& me) {
+      Comm comm = me.connect();
+      Values data = values(0, 6);
+      if (me.rank == 1) std::fill(data.begin(), data.end(), 0.0f);
+      auto work = me.rank == 0 ? comm->send(data.data(), 6, DType::float32, 1, 0, me.on_stream())
+                               : comm->recv(data.data(), 6, DType::float32, 0, 0, me.on_stream());
+      work->synchronize(Milliseconds(30000));
+      CHECK(data == values(0, 6));
+      comm->shutdown();
+    });
+  }
+}
+
 TEST(send_and_recv) {
   ranks(2, [](Rank& me) {
     Comm comm = me.connect();

@@ -23,7 +23,7 @@ TEST(configuration_of_every_version) {
       CHECK_EQ(comm->library_version(), version);
       const std::string calls = text(standin::calls());
       CHECK(calls.find("ncclCommInitRankConfig size=2 rank=" + std::to_string(me.rank) +
-                       " blocking=0 minCTAs=2 maxCTAs=8") != std::string::npos);
+                       " blocking=1 minCTAs=2 maxCTAs=8") != std::string::npos);
       CHECK_EQ(comm->reserved_ctas(), 8);
       Comm twin = me.connect("twin", options);
       CHECK_EQ(comm->reserved_ctas(), 16);
@@ -39,20 +39,28 @@ TEST(a_version_that_is_too_old) {
   CHECK_THROWS(axo::Error, "got 2.17.3, expected 2.18 or newer", new_context(0));
 }
 
-TEST(launch_order_comes_from_the_environment_or_the_configuration) {
-  ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
-  standin::settings().nccl_version = 23102;
-  new_context(0);
-  CHECK(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") == nullptr);
-  standin::settings().nccl_version = 22105;
-  new_context(0);
-  CHECK(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") == nullptr);
-  standin::settings().nccl_version = 22809;
-  new_context(0);
-  CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "1");
-  ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "0", 1);
-  new_context(0);
-  CHECK_EQ(std::string(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT")), "0");  // the user's word
+// Where the library orders no launches, or nobody knows whether it does, all communicators share a stream.
+TEST(streams_of_their_own_only_where_launches_are_ordered) {
+  struct Case {
+    int version;
+    const char* environment;  // of NCCL_LAUNCH_ORDER_IMPLICIT, before the library was opened
+    bool own;
+  };
+  for (const Case& c : {Case{21801, "1", false}, Case{22105, nullptr, false}, Case{22602, "1", true},
+                        Case{22809, "1", true}, Case{22809, "0", false}, Case{23004, "1", true},
+                        // Loaded before Axo came: its first communicator may have read the variable already.
+                        Case{22809, nullptr, false}, Case{23102, nullptr, true}, Case{23203, "0", true}}) {
+    standin::settings().nccl_version = c.version;
+    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    if (c.environment) ::setenv("NCCL_LAUNCH_ORDER_IMPLICIT", c.environment, 1);
+    ranks(1, [&](Rank& me) {
+      Comm a = me.connect("a"), b = me.connect("b");
+      CHECK_EQ(a->stream() != b->stream(), c.own && !is_hip());
+      a->shutdown();
+      b->shutdown();
+    });
+    if (!c.environment) CHECK(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") == nullptr);
+  }
   ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
 }
 
@@ -82,6 +90,10 @@ TEST(a_rank_that_never_comes) {
 
 TEST(two_ranks_on_one_gpu) {
   standin::settings().pci = "0000:17:00.0";
+  if (!is_old()) {  // parts of one GPU: its bus id, but not its uuid (that family has no driver to ask)
+    ranks(2, [](Rank& me) { me.connect()->shutdown(); });
+  }
+  standin::settings().same_uuid = true;
   ranks(2,
         [](Rank& me) { CHECK_THROWS(axo::Error, "ranks 0 and 1 are on the same GPU (0000:17:00.0)", me.connect()); });
   ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
@@ -179,6 +191,71 @@ TEST(split_by_color_and_key) {
   });
 }
 
+// All versions: the handle is there when the call returns, however long the others take.
+TEST(a_split_waits_for_its_ranks) {
+  for (int version : {21801, 22105, 22304, 22602, 22809, 23004, 23203}) {
+    standin::settings().nccl_version = version;
+    standin::settings().init_polls = 20;
+    ranks(3, [](Rank& me) {
+      Comm world = me.connect();
+      std::this_thread::sleep_for(Milliseconds(5 * me.rank));
+      auto child = world->split(0, 0, "child"), none = world->split(me.rank == 1 ? -1 : 1, 0, "none");
+      CHECK_EQ(child->size(), 3);
+      CHECK_EQ(none == nullptr, me.rank == 1);
+      float x = 1;
+      child->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(Milliseconds(30000));
+      CHECK_EQ(x, 3.0f);
+      world->barrier(me.on_stream(true));  // the parent is ready again
+      if (none) none->shutdown();
+      child->shutdown();
+      world->shutdown();
+    });
+  }
+}
+
+// A rank that does not come to a split: the call inside the library ends by the time limit, or by an abort.
+TEST(a_split_that_hangs) {
+  for (const bool aborts : {false, true}) {
+    Meet both(2);
+    ranks(2, [&](Rank& me) {
+      DeviceOptions options;
+      options.timeout = aborts ? Milliseconds(60000) : Milliseconds(150);
+      Comm world = me.connect("world", options);
+      both.here();
+      if (me.rank == 0) {
+        std::thread impatient([&] {
+          std::this_thread::sleep_for(Milliseconds(50));
+          if (aborts) world->abort("no longer");
+        });
+        if (aborts) {
+          CHECK_THROWS(axo::Aborted, "no longer", world->split(0, 0, "child"));
+        } else {
+          CHECK_THROWS(axo::Timeout, "ncclCommSplit could not be launched in time", world->split(0, 0, "child"));
+        }
+        impatient.join();
+        CHECK_THROWS(axo::Aborted, "", world->barrier(me.on_stream()));
+      }
+      both.here();
+      world->shutdown();
+    });
+  }
+}
+
+// NCCL_COMM_BLOCKING=0, of the environment or of nccl.conf, turns every communicator into one that does not block.
+TEST(communicators_that_somebody_made_nonblocking) {
+  std::atomic<int> told{0};
+  ::setenv("NCCL_COMM_BLOCKING", "0", 1);
+  ranks(2, [&](Rank& me) {
+    try {
+      me.connect();
+    } catch (const axo::Error& e) {
+      told += std::string(e.what()).find("take NCCL_COMM_BLOCKING=0 out") != std::string::npos;
+    }
+  });
+  ::unsetenv("NCCL_COMM_BLOCKING");
+  CHECK_EQ(told.load(), 2);
+}
+
 TEST(split_that_fails) {
   ranks(1, [](Rank& me) {
     Comm world = me.connect();
@@ -217,6 +294,26 @@ TEST(registered_memory) {
     window.reset();  // and these have nothing left to do
     kept.reset();
   });
+  eventually([] { return standin::live_allocations() == 0; });
+}
+
+// On several ranks, and on all versions that have windows: it is there when the call returns.
+TEST(windows_of_every_version) {
+  if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_windows()); });
+  for (int version : {22703, 22809, 22907, 23004, 23203}) {
+    standin::settings().nccl_version = version;
+    ranks(2, [](Rank& me) {
+      Comm comm = me.connect();
+      auto memory = comm->allocate(64);
+      auto window = comm->register_buffer(memory.get(), 64, true);
+      CHECK(window != nullptr);
+      float x = 1;
+      comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream(true));
+      comm->shutdown();  // the stand-in refuses to destroy a communicator with a window that nobody has dropped
+      CHECK(text(standin::calls()).find("ncclCommAbort") == std::string::npos);
+      window.reset();
+    });
+  }
   eventually([] { return standin::live_allocations() == 0; });
 }
 

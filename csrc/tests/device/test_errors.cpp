@@ -220,6 +220,23 @@ TEST(abort_frees_a_launch_that_hangs) {
   });
 }
 
+// The library tells of an error while a call of its own hangs: nobody else can free it.
+TEST(an_asynchronous_error_frees_a_launch_that_hangs) {
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect();
+    standin::settings().launch_polls = 1 << 30;
+    float x = 1;
+    std::thread network([&] {
+      std::this_thread::sleep_for(Milliseconds(50));
+      __atomic_store_n(&standin::settings().async_error, int{axo::kNcclRemoteError}, __ATOMIC_SEQ_CST);
+    });
+    CHECK_THROWS(axo::PeerLost, "asynchronous error in all_reduce",
+                 comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream()));
+    network.join();
+    comm->shutdown();
+  });
+}
+
 TEST(a_launch_that_never_connects_times_out) {
   ranks(1, [](Rank& me) {
     Comm comm = me.connect("slow", with_timeout(100));

@@ -154,7 +154,7 @@ TEST(the_runtime_is_found_without_a_hint) {
     CHECK(by_search->vendor() == vendor);
     CHECK_EQ(std::string(axo::name_of(vendor)), is_hip() ? "HIP" : "CUDA");
     CHECK_EQ(by_search->version(), 12090);
-    CHECK_EQ(by_search->has_stream_values(), !is_old());
+    CHECK_EQ(by_search->has_stream_values(), !is_old() && !is_hip());
     // Loaded by now: found without any folder, and so is the process's own context.
     CHECK(axo::GpuRuntime::open()->vendor() == vendor);
     CHECK(axo::same_file(axo::GpuRuntime::open()->path(), by_search->path()));
@@ -178,6 +178,17 @@ TEST(without_a_hint_and_nothing_loaded) {
     } catch (const axo::Error& e) {
       CHECK(std::string(e.what()).find("no GPU runtime: neither CUDA's nor HIP's could be opened") == 0);
     }
+  });
+}
+
+// Nobody has loaded it before, so that no communicator can have read the variable: Axo sets it.
+TEST(the_launch_order_of_a_library_that_axo_loads) {
+  in_a_process([] {
+    ::unsetenv("NCCL_LAUNCH_ORDER_IMPLICIT");
+    standin::settings().nccl_version = 22809;
+    const auto vendor = is_hip() ? axo::GpuVendor::hip : axo::GpuVendor::cuda;
+    CHECK_EQ(axo::NcclApi::open(vendor, {folder()})->orders_launches(), !is_hip());
+    CHECK_EQ(std::getenv("NCCL_LAUNCH_ORDER_IMPLICIT") != nullptr, !is_hip());
   });
 }
 

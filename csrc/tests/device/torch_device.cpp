@@ -257,13 +257,20 @@ at::Tensor on_host(const at::Tensor& t) {
 // Whether the host need not wait for a copy of this tensor.
 bool stays(const at::Tensor& t) { return !t.device().is_cpu() || pinned.holds(t.const_data_ptr()); }
 
+// A tensor's memory, as a tensor of the CPU that is made when it is asked for: one that Python has made must not be
+// held by a stream, since its end would want the GIL, under the lock. Memory of the device is not kept: whoever copies
+// keeps it until then, as on a GPU. Pinned memory is, as torch's allocator does.
+auto seen(const at::Tensor& t) {
+  return [data = t.mutable_data_ptr(), sizes = t.sizes().vec(), strides = t.strides().vec(), type = t.scalar_type(),
+          held = t.device().is_cpu() ? t.storage() : at::Storage()] {
+    return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(type).device(at::kCPU));
+  };
+}
+
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
-  const bool plain = from.is_contiguous() && to.is_contiguous() && from.dtype() == to.dtype() &&
-                     from.sizes() == to.sizes() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
+  const bool plain = from.sizes() == to.sizes() && from.is_conj() == to.is_conj() && from.is_neg() == to.is_neg();
   if (plain && (from.device() == to.device() || (non_blocking && stays(from) && stays(to)))) {
-    // Holds memory, not tensors: the last reference to one that Python has made would want the GIL, under the lock.
-    const auto run = [to = to.mutable_data_ptr(), from = from.const_data_ptr(), bytes = to.nbytes(),
-                      held = std::make_pair(from.storage(), to.storage())] { std::memmove(to, from, bytes); };
+    const auto run = [to = seen(to), from = seen(from)] { to().copy_(from()); };
     {
       std::lock_guard<std::recursive_mutex> hold(standin::lock());
       standin::enqueue(*standin::stream_of(stream_now()), [run] { return standin::Action{{}, run}; });

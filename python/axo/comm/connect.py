@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from axo.arrangement import AXONN, Arrangement
 from axo.comm.communicator import Communicator, tell_of
-from axo.comm.device import DeviceOptions
+from axo.comm.device import DeviceOptions, ask_for_launch_order
 from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
 from axo.comm.rendezvous import gather, give_up, launchers_store, store_of_this_start
@@ -354,6 +354,7 @@ def _in_seconds(name: str, time: float | timedelta) -> float:
 
 def create_c10d_backend(options: Any) -> Any:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
+    ask_for_launch_order()  # a communicator of GPUs may follow
     timeout_ms = int(options.timeout.total_seconds() * 1000)
     key = f"axo/{options.group_id or 'default'}"
     name = str(options.group_id) if options.global_ranks_in_group else "world"  # the default group has no list

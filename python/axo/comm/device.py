@@ -11,6 +11,7 @@ its owner orders what follows. Calls on a stream that captures a CUDA graph beco
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +20,24 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
 from axo.comm.memory import DTYPES
 from axo.comm.work import Work, milliseconds, open_group
 from axo.errors import Error, Mismatch
+
+
+def ask_for_launch_order() -> None:
+    """Have NCCL 2.26 to 2.30 let kernels begin in the order of their launches, unless the environment says otherwise.
+
+    They read NCCL_LAUNCH_ORDER_IMPLICIT once, at the first communicator of the process. Where torch's own NCCL backend
+    is there already it may be too late: then nothing is asked for, and the communicators of a rank share one stream.
+    """
+    groups = dist.distributed_c10d._world.pg_backend_config.values()
+    if not any("nccl" in backends for backends in groups):
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,9 @@ class DeviceOptions:
         high_priority: Communication is scheduled before computation.
         timing: ``Work.duration()`` is measured; costs two more events an operation.
         split_share: The axes share the world's buffers; operations of both must then not overlap.
-        streams: ``"own"`` for each communicator, one ``"shared"`` by all of a rank, or ``"auto"``: own on NVIDIA.
+        streams: ``"own"`` for each communicator, one ``"shared"`` by all of a rank, or ``"auto"``: own where the
+            library lets kernels begin in the order of their launches (NCCL 2.26), else shared. Own streams without that
+            order can deadlock.
         check: Compare every operation and its order between ranks before it runs; None: as AXO_CHECK says. Slow.
     """
 
@@ -61,9 +76,13 @@ class DeviceOptions:
 class DeviceWork(Work):
     """A pending operation on a device."""
 
-    __slots__ = ()
+    __slots__ = ("_copied",)
 
     _communicator: DeviceCommunicator
+
+    def __init__(self, communicator: DeviceCommunicator, core: Any, result: Any, copies: tuple) -> None:
+        super().__init__(communicator, core, result, copies)
+        self._copied: torch.Event | None = None  # the end of the copies, on the stream that was current then
 
     def wait(self) -> Any:
         """Let the current stream go on after the operation; return its result. The host does not wait.
@@ -91,13 +110,23 @@ class DeviceWork(Work):
                 self._core.synchronize(limit)
             finally:
                 self._communicator._blocked += time.perf_counter() - start
-        if self._copies:
+        if self._copies or self._copied is not None:
             self._finish()
             torch.accelerator.current_stream(self._communicator.device).synchronize()
 
     def _complete_result(self) -> Any:
         self.synchronize()
         return self._result
+
+    def _finish(self) -> None:
+        if self._copies:
+            copies = self._copies
+            super()._finish()
+            self._copied = torch.accelerator.current_stream(self._communicator.device).record_event()
+            # Their buffers are the issuing stream's memory, which they may not yet have read.
+            self._core.keep_until(self._communicator.current_stream, copies)
+        elif self._copied is not None:
+            torch.accelerator.current_stream(self._communicator.device).wait_event(self._copied)
 
 
 class DeviceCommunicator(Communicator):

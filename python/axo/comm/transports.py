@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from axo.comm.communicator import Communicator
-from axo.comm.device import DeviceCommunicator, DeviceOptions
+from axo.comm.device import DeviceCommunicator, DeviceOptions, ask_for_launch_order
 from axo.comm.extension import _C
 from axo.comm.hosts import create_core
 
@@ -86,6 +86,7 @@ def meet(
     if device.type == "cpu":
         core = create_core(store, key, rank, size, "world", milliseconds)
         return Communicator(core, name="world", axis="world")
+    ask_for_launch_order()
     core_options = options.for_core("world", milliseconds, device.index)
     core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
     return DeviceCommunicator(core, name="world", axis="world", device=device)
