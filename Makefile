@@ -14,7 +14,7 @@ ARGS ?=
 V := .venv
 PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check
 CORE := $(foreach folder,base memory progress host hosts device torch,$(wildcard csrc/$(folder)/*.cpp csrc/$(folder)/*.h csrc/$(folder)/*.inc))
-QUICK_TESTS := tests/house/test_house.py tests/test_grid.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
+QUICK_TESTS := tests/house/test_house.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
 CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.

@@ -1,4 +1,4 @@
-"""The README's example runs as printed, and its commands and files exist."""
+"""The README's example runs as printed; the commands, options and files that it and the docs name exist."""
 
 import contextlib
 import io
@@ -6,7 +6,9 @@ import re
 from pathlib import Path
 
 import torch
+import typer
 
+from axo.cli.main import app
 from tests.launcher import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,5 +45,35 @@ def test_what_the_readme_names_exists():
         for path in argument.split():
             assert (ROOT / path).exists(), f"README names {path}"
     makefile = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^make (\w+)|`make (\w+)", README, re.MULTILINE):
+    for target in re.findall(r"^make ([\w-]+)|`make ([\w-]+)", README, re.MULTILINE):
         assert re.search(rf"^{target[0] or target[1]}:", makefile, re.MULTILINE), f"README names make {target}"
+
+
+def test_commands_of_the_readme_and_the_docs_exist_with_their_options():
+    """``axo NAME --option``: the subcommand, or the bench, has each of them."""
+    commands = typer.main.get_command(app).commands
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *ROOT.glob("examples/*/README.md")]
+    found = [
+        (page, line)
+        for page in pages
+        for line in re.findall(r"(?:^|`|&& )axo ([a-z][^`\n]*)", page.read_text(), re.MULTILINE)
+    ]
+    assert len(found) > 30
+    for page, line in found:
+        line = line.split(" #")[0].split("  ")[0]
+        name, *rest = line.split()
+        where = f"{page.relative_to(ROOT)}: axo {line}"
+        assert name in commands, where
+        if name == "bench" and rest and re.fullmatch(r"[a-z_]+", rest[0]):
+            assert (ROOT / "bench" / f"{rest[0]}.py").exists(), where
+            known = (ROOT / "bench" / f"{rest[0]}.py").read_text() + (
+                ROOT / "bench" / "lib" / "arguments.py"
+            ).read_text()
+        elif name in ("bench", "litgpt"):  # its options are LitGPT's too
+            continue
+        else:
+            known = " ".join(
+                option for parameter in commands[name].params for option in [*parameter.opts, *parameter.secondary_opts]
+            )
+        for option in re.findall(r"(?<=\s)--[a-z][a-z-]*", line):
+            assert re.search(rf"{option}(?![a-z-])", known) or option == "--help", f"{where}: no option {option}"

@@ -1,4 +1,4 @@
-"""The command ``axo``: its subcommands, each in a file of its own, which reads options and prints results.
+"""The command ``axo``: its subcommands, related ones in one file, which reads options and prints results.
 
 What a command does is in the package that it calls; that is imported inside it, so that ``axo --help`` answers at once
 and planning needs no torch. How commands end is in ``errors``.
