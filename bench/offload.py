@@ -105,11 +105,11 @@ def main(given: list[str] | None = None) -> int:
             for _ in range(options.steps + 1):  # in turns
                 plain.step()
                 run.step()
-            pairs = zip(plain.model.parameters(), run.model.parameters(), strict=True)
-            differ = sum(int((a != b).sum()) for a, b in pairs)
-            if device.type != "cpu" and "optimizer" in case:  # the host's AdamW rounds otherwise than the device's
-                pairs = zip(plain.model.parameters(), run.model.parameters(), strict=True)
-                differ = sum(int((~torch.isclose(a, b, atol=1e-6)).sum()) for a, b in pairs)
+            differ = 0
+            for a, b in zip(plain.model.parameters(), run.model.parameters(), strict=True):
+                # The host's AdamW rounds otherwise than a GPU's, which a few steps leave small.
+                same = torch.equal(a, b) if device.type == "cpu" else float((a - b).norm() / a.norm()) < 1e-4
+                differ += int(not same)
             moved, wrong = run.moved(case), wrong + differ
             before, after = (statistics.median(each.seconds[1:]) * 1e3 for each in (plain, run))
             table.add(

@@ -7,6 +7,7 @@ rounded by hand; 8 bytes a parameter, and the bytes that plain hooks of autograd
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import resource
 from pathlib import Path
@@ -346,3 +347,53 @@ def refused_on_ranks(folder: str) -> None:
 def test_more_blocks_than_the_model_has_is_one_error_on_every_rank(tmp_path: Path) -> None:
     for outcome in rank_outcomes(refused_on_ranks, 2, str(tmp_path)):
         assert outcome.error == "ValueError" and "has 2 blocks; use up to 2, or 'all'" in outcome.message
+
+
+# --- more than there is memory for -------------------------------------------------------------------------------
+
+LIMIT, WIDTH, DEPTH = 384 << 20, 2048, 24
+
+
+def large(folder: str, what: bool, group: Path | None) -> list[float]:
+    """Train a model whose state is four times ``LIMIT``, in a control group with as much memory."""
+    # What this process shares with the one that it was forked from counts as soon as it is written to: the collector
+    # of garbage would write to all of Python's objects.
+    gc.disable()
+    assert ctypes.CDLL(None).mallopt(-3, 1 << 16) == 1  # M_MMAP_THRESHOLD: what is freed goes back at once
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+    comms = axo.connect("1x1x1x1")
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
+    assert 16 * DEPTH * WIDTH**2 >= 4 * LIMIT
+    offload = axo.Offload(what, what, "none", folder)
+    axo.parallelize(model, comms, plan="auto", offload=offload)
+    axo.init_weights(model, offload=offload)
+    adamw = offload.adamw(model.parameters(), lr=1e-4)
+    x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(3):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not os.access("/sys/fs/cgroup/memory", os.W_OK), reason="no control group can be made here")
+def test_a_model_of_four_times_the_memory_trains(tmp_path: Path) -> None:
+    """Oracle: the same run without a limit and without offload. With the limit alone the kernel ends the rank."""
+    expected = run_ranks(large, 1, str(tmp_path), False, None)[0]
+    group = Path("/sys/fs/cgroup/memory") / f"axo-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(LIMIT))
+        (lost,) = rank_outcomes(large, 1, str(tmp_path), False, group)
+        assert lost.signal == "SIGKILL", lost
+        losses = run_ranks(large, 1, str(tmp_path), True, group, timeout=150)[0]
+    finally:
+        group.rmdir()
+    assert losses == expected and losses[-1] < losses[0]
+    print(f"state of {16 * DEPTH * WIDTH**2 >> 20} MiB in {LIMIT >> 20} MiB of memory: losses {losses}")
