@@ -3,9 +3,14 @@
     comms = axo.connect("2x2x2x1")                  # under torchrun, or after torch.distributed.init_process_group
     comms = axo.connect("2x2x2x1", device="cuda")   # the same over NCCL or RCCL, on the GPU that LOCAL_RANK names
     comms.x, comms.y, comms.z, comms.data, comms.world
+    comms = axo.connect("2x2x2x1", pipeline=4)      # 4 stages of 8 ranks each: comms.pipeline, comms.stage
+    comms = axo.connect("2x1x1x1", group=group)     # a grid on the ranks of a process group
 
-The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans the
-world; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
+The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans all
+ranks; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
+
+Pipeline stages are outermost: of all ranks, number = rank in the stage's grid + ranks of a grid * stage. What a grid
+means, ``rank``, ``coords``, ``world`` and the four axes among it, is then said of one stage.
 """
 
 from __future__ import annotations
@@ -44,18 +49,41 @@ class Communicators:
     """The communicators of one grid. Layers hold this object; there is no global one.
 
     Attributes:
-        grid: The grid. rank, coords: Where this process stands in it. device: What the communicators move.
-        x, y, z, data, world: A :class:`Communicator` each; one of a single rank issues nothing.
+        grid: The grid; of one stage, where there are several. rank, coords: Where this process stands in it.
+        device: What the communicators move.
+        x, y, z, data: A :class:`Communicator` each; one of a single rank issues nothing.
+        world: Among all ranks of the grid.
+        stages, stage: How many grids follow one another in a pipeline, and which is this rank's.
+        pipeline: Among the ranks that stand where this one does in the grids of all stages, by stage.
+        everyone: Among the ranks of all stages.
         timeout: Of each operation, in seconds.
     """
 
-    def __init__(self, grid: Grid, rank: int, world: Communicator, owns_process_group: bool, timeout: float) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        rank: int,
+        everyone: Communicator,
+        owns_process_group: bool,
+        timeout: float,
+        *,
+        stages: int = 1,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.grid = grid
         self.timeout = timeout
-        self.rank = rank
-        self.coords: Coords = grid.coords(rank)
-        self.device = world.device
-        self.world = world
+        self.stages = stages
+        self.stage, self.rank = divmod(rank, grid.world_size)
+        self.coords: Coords = grid.coords(self.rank)
+        self.device = everyone.device
+        self.everyone = everyone
+        if stages == 1:
+            self.world, self.pipeline = everyone, alone("pipeline", self.device)
+        else:
+            self.world = everyone.split(self.stage, self.rank, name="world", axis="world")
+            self.pipeline = everyone.split(self.rank, self.stage, name="pipeline", axis="pipeline")
+        self._group = group
+        self._pipeline_group: dist.ProcessGroup | None = None
         self.x = self._line("x")
         self.y = self._line("y")
         self.z = self._line("z")
@@ -72,7 +100,9 @@ class Communicators:
         self._owns_process_group = owns_process_group
 
     def __repr__(self) -> str:
-        return f"Communicators(grid {self.grid}, rank {self.rank} at {tuple(self.coords)}, {self.world.transport})"
+        where = f"rank {self.rank} at {tuple(self.coords)}"
+        stage = f"stage {self.stage} of {self.stages}, " if self.stages > 1 else ""
+        return f"Communicators(grid {self.grid}, {stage}{where}, {self.everyone.transport})"
 
     def __enter__(self) -> Communicators:
         return self
@@ -93,8 +123,9 @@ class Communicators:
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
-        """Those of x, y, z, data and the world."""
-        return self.x, self.y, self.z, self.data, self.world
+        """Those of x, y, z, data and the world; with several stages those of the pipeline and of everyone too."""
+        of_grid = self.x, self.y, self.z, self.data, self.world
+        return of_grid if self.stages == 1 else (*of_grid, self.pipeline, self.everyone)
 
     def axis(self, name: str) -> Communicator:
         """The communicator of axis ``name``.
@@ -168,17 +199,59 @@ class Communicators:
     @property
     def blocked_seconds(self) -> dict[str, float]:
         """Seconds that this rank has been blocked in communication since the start, by axis (and "world")."""
-        return {name: getattr(self, name).blocked_seconds for name in (*AXES, "world")}
+        names = (*AXES, "world") if self.stages == 1 else (*AXES, "world", "pipeline", "everyone")
+        return {name: getattr(self, name).blocked_seconds for name in names}
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks of all stages as torch.distributed numbers them, in the order of their numbers here."""
+        count = self.stages * self.grid.world_size
+        return list(range(count)) if self._group is None else dist.get_process_group_ranks(self._group)
 
     @property
     def device_mesh(self) -> dist.DeviceMesh:
-        """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then."""
+        """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then.
+
+        With several stages its first dim is "pipeline".
+        """
         if self._device_mesh is None:
             if not dist.is_initialized():  # one rank without torchrun
                 dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
             shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
-            self._device_mesh = dist.init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(reversed(AXES)))
+            names = tuple(reversed(AXES))
+            if self.stages > 1:
+                shape, names = (self.stages, *shape), ("pipeline", *names)
+            ranks = torch.tensor(self.ranks).view(shape)
+            self._device_mesh = self._mesh(ranks, names)
         return self._device_mesh
+
+    def _mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> dist.DeviceMesh:
+        """A mesh of these ranks. On a part of the world only they make its groups."""
+        if self._group is None:
+            return dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=names)
+        here = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        lines = [
+            ranks[(*here[:dim], slice(None), *here[dim + 1 :])].tolist()  # those that differ from here in one dim
+            for dim in range(ranks.dim())
+        ]
+        groups = [self._small_group(line) for line in lines]
+        return dist.DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
+
+    def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
+        return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
+
+    @property
+    def pipeline_group(self) -> dist.ProcessGroup:
+        """The ranks of ``pipeline`` as a process group, for the messages of ``torch.distributed.pipelining``.
+
+        Made on first use, which is collective over these ranks.
+        """
+        if self._pipeline_group is None:
+            if not dist.is_initialized():
+                return self.device_mesh.get_group("x")  # one rank without torchrun
+            ranks = self.ranks[self.rank :: self.grid.world_size]
+            self._pipeline_group = self._small_group(ranks)
+        return self._pipeline_group
 
     @property
     def checkpoint_mesh(self) -> dist.DeviceMesh:
@@ -188,8 +261,12 @@ class Communicators:
         over x and y, rows of a block over z.
         """
         if self._checkpoint_mesh is None:
-            ranks = self.device_mesh.mesh.permute(0, 2, 3, 1)
-            self._checkpoint_mesh = dist.DeviceMesh(self.device.type, ranks, mesh_dim_names=("data", "y", "x", "z"))
+            names: tuple[str, ...] = ("data", "y", "x", "z")
+            ranks = self.device_mesh.mesh
+            if self.stages == 1:
+                self._checkpoint_mesh = self._mesh(ranks.permute(0, 2, 3, 1), names)
+            else:  # of all stages, and this rank's part of it
+                self._checkpoint_mesh = self._mesh(ranks.permute(0, 1, 3, 4, 2), ("pipeline", *names))[names]
         return self._checkpoint_mesh
 
     def before_close(self, callback: Callable[[], object]) -> None:
@@ -198,16 +275,24 @@ class Communicators:
 
     @property
     def checkpoint_group(self) -> dist.ProcessGroup:
-        """A process group of all ranks for CPU tensors that nothing but checkpoints use. Collective on first use.
+        """A process group of the ranks of all stages for CPU tensors, which nothing but checkpoints use.
+
+        Collective on first use.
 
         Raises:
             axo.PeerLost, axo.Timeout: A rank has died, or does not come within ``timeout``.
         """
         if self._checkpoint_group is None:
-            self.world.barrier()  # notices a death, which the store by which torch's groups are made does not
+            self.everyone.barrier()  # notices a death, which the store by which torch's groups are made does not
             serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
             backend = None if serves_cpu else "gloo"
-            self._checkpoint_group = dist.new_group(backend=backend, timeout=timedelta(seconds=self.timeout))
+            part = self._group is not None
+            self._checkpoint_group = dist.new_group(
+                self.ranks if part else None,
+                timedelta(seconds=self.timeout),
+                backend,
+                use_local_synchronization=part,
+            )
         return self._checkpoint_group
 
     def close(self) -> None:
@@ -231,23 +316,29 @@ def connect(
     timeout: float | timedelta = _DEFAULT_TIMEOUT_S,
     meeting_timeout: float | timedelta = _MEETING_TIMEOUT_S,
     device_options: DeviceOptions | None = None,
+    pipeline: int = 1,
+    group: dist.ProcessGroup | None = None,
 ) -> Communicators:
-    """Make the communicators of ``grid``. Collective over all ranks of the world.
+    """Make the communicators of ``grid``. Collective over all ranks of the world, or of ``group``.
 
     If torch.distributed is initialised, its store brings the ranks together. If not, under torchrun,
     ``init_process_group("axo")`` is called here (and undone by ``close``). A grid of one rank needs neither.
 
     Args:
-        grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``.
+        grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``; of one stage, where
+            ``pipeline`` asks for several.
         device: What to move: ``"cpu"``, or ``"cuda"`` for NVIDIA's and AMD's GPUs. Without an index it is the GPU that
             LOCAL_RANK names; it becomes torch's current device.
         timeout: Of each operation, in seconds.
         meeting_timeout: How long a rank waits here for the others to come, in seconds; at most ``timeout``.
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
+        pipeline: Stages: the world then has ``pipeline`` times the ranks of the grid, stage after stage.
+        group: Ranks of torch.distributed that make up the world here, each of which calls this; the others do not.
+            Default: all.
 
     Raises:
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
-            an AXO_FLIGHT_DIR that is no folder.
+            an AXO_FLIGHT_DIR that is no folder, or this rank is not of ``group``.
         axo.Error: Another variable of the environment means nothing.
         axo.Timeout: A rank did not come; names it.
     """
@@ -255,34 +346,40 @@ def connect(
     meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
     owns_process_group = not dist.is_initialized()
     started = Rank.from_environment() if owns_process_group else None
+    if owns_process_group and group is not None:
+        raise ValueError("connect: group= is of torch.distributed, which is not initialised; leave it out")
     if owns_process_group and started is None:
-        return _connect_alone(_grid(grid), _checked_device(device, device_options))
+        return _connect_alone(_grid(grid), _checked_device(device, device_options), _stages(pipeline))
     if started is not None:
         rank, world_size = started.rank, started.world_size
         store = launchers_store(rank, world_size, meeting)
     else:
-        rank, world_size = dist.get_rank(), dist.get_world_size()
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_default_store()
+    if rank < 0:
+        raise ValueError(f"connect: rank {dist.get_rank()} is not of the group given; only its ranks call connect")
+    if group is not None:
+        store = dist.PrefixStore(f"axo/part/{'-'.join(map(str, dist.get_process_group_ranks(group)))}", store)
     store = store_of_this_start(store, rank, world_size, meeting)
     who = f"connect (rank {rank} of {world_size})"
     try:
         place = _checked_device(device, device_options)
         check_settings()
-        mine = str(_grid(grid))
+        mine = f"{_grid(grid)} {_stages(pipeline)}"
     except Exception as error:
         give_up(store, _MEETING, rank, f"rank {rank} raised {type(error).__name__}: {error}")
         raise
     # Every rank learns every rank's grid first, so that all of them raise the same error.
     hint = " (meeting_timeout=... waits longer)"
-    grid = _same_grid(gather(store, _MEETING, rank, world_size, meeting, who, mine, hint))
+    grid, stages = _same_grid(gather(store, _MEETING, rank, world_size, meeting, who, mine, hint))
     if started is not None:
         dist.init_process_group(
             _backends(place), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
         )
     if world_size == 1:
-        world = alone("world", place)
+        everyone = alone("world", place)
     else:
-        world = _world_of_process_group(place, seconds) or meet(
+        everyone = _world_of_process_group(place, seconds, group) or meet(
             dist.PrefixStore(f"axo/world/{store.add(f'axo/worlds/{rank}', 1)}", store),
             "connect",
             rank,
@@ -291,7 +388,13 @@ def connect(
             seconds,
             device_options or DeviceOptions(),
         )
-    return Communicators(grid, rank, world, owns_process_group, seconds)
+    return Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
+
+
+def _stages(pipeline: int) -> int:
+    if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
+        raise ValueError(f"connect: pipeline={pipeline!r} is not a number of stages; use a whole number of at least 1")
+    return pipeline
 
 
 def _grid(grid: Grid | str) -> Grid:
@@ -305,19 +408,32 @@ def _checked_device(device: str | torch.device, options: DeviceOptions | None) -
     return place
 
 
-def _same_grid(grids: list[str]) -> Grid:
-    """The grid that all ranks ask for, checked against how many they are."""
-    for rank, other in enumerate(grids):
-        if other != grids[0]:
-            raise ValueError(f"connect: rank 0 asks for grid {grids[0]} and rank {rank} for {other}; pass one grid")
-    grid, world_size = Grid.parse(grids[0]), len(grids)
-    if grid.world_size != world_size:
+def _same_grid(asked: list[str]) -> tuple[Grid, int]:
+    """The grid and the number of stages that all ranks ask for, checked against how many they are."""
+
+    def shown(one: str) -> str:
+        grid, stages = one.split()
+        return grid if stages == "1" else f"{grid} in {stages} stages"
+
+    for rank, other in enumerate(asked):
+        if other != asked[0]:
+            raise ValueError(
+                f"connect: rank 0 asks for grid {shown(asked[0])} and rank {rank} for {shown(other)}; pass one grid"
+            )
+    text, count = asked[0].split()
+    grid, stages, world_size = Grid.parse(text), int(count), len(asked)
+    if stages * grid.world_size != world_size:
+        if stages > 1:
+            raise ValueError(
+                f"connect: grid {grid} in pipeline={stages} stages has {stages * grid.world_size} ranks and the world"
+                f" has {world_size}; start {stages * grid.world_size} ranks, or use another grid or number of stages"
+            )
         fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
         raise ValueError(
             f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
             f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
         )
-    return grid
+    return grid, stages
 
 
 def _backends(device: torch.device) -> str:
@@ -325,22 +441,26 @@ def _backends(device: torch.device) -> str:
     return "axo" if device.type == "cpu" else f"cpu:axo,{device.type}:axo"
 
 
-def _world_of_process_group(device: torch.device, seconds: float) -> Communicator | None:
-    """The communicator of the default process group, where that is one of Axo's: it serves both."""
+def _world_of_process_group(
+    device: torch.device, seconds: float, group: dist.ProcessGroup | None
+) -> Communicator | None:
+    """The communicator of the process group (the default one), where that is one of Axo's: it serves both."""
     if device.type != "cpu":
         return None
-    group = dist.distributed_c10d._get_default_group()
+    group = group or dist.distributed_c10d._get_default_group()
     backend = group._get_backend(device) if device in group._device_types else None
     if not isinstance(backend, _C.C10dBackend):
         return None
     return Communicator(backend.communicator, name="world", axis="world", timeout=seconds, borrowed=True)
 
 
-def _connect_alone(grid: Grid, device: torch.device) -> Communicators:
-    if grid.world_size != 1:
+def _connect_alone(grid: Grid, device: torch.device, stages: int) -> Communicators:
+    count = stages * grid.world_size
+    if count != 1:
+        what = f"grid {grid}" if stages == 1 else f"grid {grid} in pipeline={stages} stages"
         raise ValueError(
-            f"connect: grid {grid} has {grid.world_size} ranks and this process is alone; "
-            f"start it with torchrun --nproc-per-node {grid.world_size}, or use grid 1x1x1x1"
+            f"connect: {what} has {count} ranks and this process is alone; "
+            f"start it with torchrun --nproc-per-node {count}, or use grid 1x1x1x1"
         )
     return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)
 
