@@ -32,7 +32,7 @@ from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
-from axo.overlap.gradients import SKIP
+from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice
@@ -71,7 +71,7 @@ class DistributedMatmul:
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(..., k/Gin) -> (..., n/Gout)."""
-        if self.exchange.comms.grid.world_size == 1:
+        if self.exchange.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
             return self.products.alone(input, weight, bias)
         return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
 
@@ -127,7 +127,7 @@ class _Product(torch.autograd.Function):
         grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
-            if needs_input:
+            if needs_input and wanted(ctx, 0):
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
                 with span(events, "compute", "dI", "", exchange.name):
                     grad_input = products.start_fused_grad_input(grad, block, matmul.out_axis)
@@ -137,21 +137,14 @@ class _Product(torch.autograd.Function):
                 del block
                 ctx.held = None
                 exchange.release_block()
-            scattering = None
-            if how_weight != SKIP and exchange.waits_for_scatter(how_weight, weight):
-                scattering = products.scattering(grad)
-            if scattering is not None:
-                room, shard = exchange.shard_room(how_weight, weight, rows.shape[1], grad)
-                with span(events, "compute", "dW", "", exchange.name):
-                    products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
-                grad_weight = exchange.shard_gradient(weight, room)
-            elif how_weight != SKIP:
-                room, grad_block = exchange.room(how_weight, weight, rows.shape[1], grad)
-                with span(events, "compute", "dW", "", exchange.name):
-                    products.grad_weight(grad, rows, out=grad_block)
-                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+            if how_weight != SKIP:
+                grad_weight = exchange.gradient(
+                    how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows)
+                )
             if how_bias != SKIP:
-                grad_bias = exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
+                grad_bias = exchange.gradient(
+                    how_bias, bias, lambda: exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
+                )
         return (
             None if grad_input is None else grad_input.wait().view(ctx.input_shape).to(ctx.input_dtype),
             grad_weight,
@@ -159,6 +152,23 @@ class _Product(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of the weight, on its way; None: it comes to .grad later."""
+    exchange, products, weight = ctx.matmul.exchange, ctx.matmul.products, ctx.weight
+    events = exchange.engine.events
+    with no_autocast(grad.device):
+        scattering = products.scattering(grad) if exchange.waits_for_scatter(how, weight) else None
+        if scattering is not None:
+            room, shard = exchange.shard_room(how, weight, rows.shape[1], grad)
+            with span(events, "compute", "dW", "", exchange.name):
+                products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
+            return exchange.shard_gradient(weight, room)
+        room, grad_block = exchange.room(how, weight, rows.shape[1], grad)
+        with span(events, "compute", "dW", "", exchange.name):
+            products.grad_weight(grad, rows, out=grad_block)
+        return exchange.weight_gradient(how, weight, room)
 
 
 def _gathering(

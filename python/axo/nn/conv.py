@@ -34,7 +34,7 @@ from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
-from axo.overlap.gradients import SKIP
+from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
 from axo.placement import Placement, check_divides
 from axo.sharding import cut_features, gather_features
@@ -146,7 +146,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             )
         batch = input if input.dim() == 4 else input.unsqueeze(0)
         batch, padding = self._pad(batch)
-        if self.comms.grid.world_size == 1:
+        if self.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
             output = F.conv2d(batch, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
         else:
             output = _Convolution.apply(batch, self.weight, self.bias, self, padding, torch.is_grad_enabled())
@@ -255,7 +255,7 @@ class _Convolution(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = None
         shape = (exchange.block_rows, *weight.shape[1:])
         with no_autocast(grad_output.device):
-            if needs_input:
+            if needs_input and wanted(ctx, 0):
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype).view(shape)
                 like = grad_output.new_empty(1).expand(ctx.input_shape)  # only its shape matters
                 with span(events, "compute", "dI", "", exchange.name):
@@ -265,15 +265,17 @@ class _Convolution(torch.autograd.Function):
                 ctx.held = None
                 exchange.release_block()
             if how_weight != SKIP:
-                columns = math.prod(weight.shape[1:])  # this rank may have no rows
-                room, grad_block = exchange.room(how_weight, weight, columns, grad_output)
-                like = grad_output.new_empty(1).expand(shape)
-                with span(events, "compute", "dW", "", exchange.name):
-                    grad_block.copy_(_convolution_backward(ctx, grad_output, batch, like, 1).flatten(1))
-                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+                grad_weight = exchange.gradient(
+                    how_weight, weight, lambda: _weight_product(ctx, how_weight, grad_output, batch, shape)
+                )
             if how_bias != SKIP:
-                summed = grad_output.sum((0, 2, 3), dtype=ctx.bias.dtype)
-                grad_bias = exchange.vector_gradient(how_bias, ctx.bias, summed)
+                grad_bias = exchange.gradient(
+                    how_bias,
+                    ctx.bias,
+                    lambda: exchange.vector_gradient(
+                        how_bias, ctx.bias, grad_output.sum((0, 2, 3), dtype=ctx.bias.dtype)
+                    ),
+                )
         return (
             None if grad_input is None else grad_input.wait().to(ctx.input_dtype),
             grad_weight,
@@ -282,6 +284,20 @@ class _Convolution(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _weight_product(
+    ctx: Any, how: str, grad: torch.Tensor, batch: torch.Tensor, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The gradient of the weight, on its way; None: it comes to .grad later."""
+    exchange, weight = ctx.layer.exchange, ctx.weight
+    columns = math.prod(weight.shape[1:])  # this rank may have no rows
+    with no_autocast(grad.device):
+        room, grad_block = exchange.room(how, weight, columns, grad)
+        like = grad.new_empty(1).expand(shape)
+        with span(exchange.engine.events, "compute", "dW", "", exchange.name):
+            grad_block.copy_(_convolution_backward(ctx, grad, batch, like, 1).flatten(1))
+        return exchange.weight_gradient(how, weight, room)
 
 
 def _convolution_backward(

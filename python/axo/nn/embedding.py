@@ -111,7 +111,7 @@ class Embedding(ParallelLayer, nn.Embedding):
             IndexError: An id is negative or not below num_embeddings (on CPU; other devices assert later).
         """
         self._check_range(input)
-        if self.comms.grid.world_size == 1:
+        if self.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
             return F.embedding(input, self.weight, self.padding_idx)
         sum_over = None if self.scatters_tokens else self.vocabulary_axis
         output = _Lookup.apply(input, self.weight, self, sum_over, torch.is_grad_enabled())
@@ -189,12 +189,18 @@ class _Lookup(torch.autograd.Function):
         how = exchange.how(ctx, 1)
         if how == SKIP:
             return None, None, None, None, None
-        low, high = ctx.vocabulary
-        skipped = (ids < low) | (ids >= high)
-        if ctx.padding_idx is not None:
-            skipped |= ids == ctx.padding_idx
-        rows = exchange.padded_rows
-        # Row `rows` collects what is skipped; what lies before it is the padded buffer of the reduce-scatter.
-        local = (ids - low).masked_fill_(skipped, rows)
-        buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
-        return None, exchange.weight_gradient(how, weight, buffer), None, None, None
+        grad_weight = exchange.gradient(how, weight, lambda: _weight_gradient(ctx, how, ids, grad_output))
+        return None, grad_weight, None, None, None
+
+
+def _weight_gradient(ctx: Any, how: str, ids: torch.Tensor, grad_output: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of the table, on its way; None: it comes to .grad later."""
+    low, high = ctx.vocabulary
+    skipped = (ids < low) | (ids >= high)
+    if ctx.padding_idx is not None:
+        skipped |= ids == ctx.padding_idx
+    rows = ctx.exchange.padded_rows
+    # Row `rows` collects what is skipped; what lies before it is the padded buffer of the reduce-scatter.
+    local = (ids - low).masked_fill_(skipped, rows)
+    buffer = torch.ops.aten.embedding_dense_backward(grad_output, local, rows + 1, rows, False)[:rows]
+    return ctx.exchange.weight_gradient(how, ctx.weight, buffer)

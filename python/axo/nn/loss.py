@@ -26,6 +26,7 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
+from axo.overlap.gradients import wanted
 from axo.placement import chunk_bounds
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -182,8 +183,10 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill_(~kept, 0).view(target.shape)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         refuse_create_graph("cross_entropy")
+        if not wanted(ctx, 0):
+            return None, None, None
         options: _Options = ctx.options
         logits, ids, peak, total = ctx.saved_tensors
         if options.inplace:

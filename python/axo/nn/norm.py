@@ -27,7 +27,7 @@ from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device
 from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement, check_divides
 
 
@@ -256,14 +256,15 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, rstd = ctx.saved_tensors
         exchange, h = norm.exchange, norm.features
         needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        needs_input = needs_input and wanted(ctx, 0)
         how_weight = exchange.how(ctx, 1, norm.sum_grad_over) if needs_weight else SKIP
         how_bias = exchange.how(ctx, 2, norm.sum_grad_over) if needs_bias else SKIP
         grad = grad_output.to(ctx.wide)
         if ctx.whole:
-            wanted = [needs_input, how_weight != SKIP, how_bias != SKIP]
+            outputs = [needs_input, how_weight != SKIP, how_bias != SKIP]
             wide = [None if p is None else p.to(ctx.wide) for p in (weight, ctx.parameters[1])]
             native = torch.ops.aten.native_layer_norm_backward
-            grads = list(native(grad, x.to(ctx.wide), (h,), mean, rstd, *wide, wanted))
+            grads = list(native(grad, x.to(ctx.wide), (h,), mean, rstd, *wide, outputs))
             for index, how in ((1, how_weight), (2, how_bias)):
                 if how != SKIP:
                     parameter = ctx.parameters[index - 1]

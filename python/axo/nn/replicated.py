@@ -13,6 +13,7 @@ same parameters in each backward.
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any, Self
 
 import torch
@@ -42,7 +43,7 @@ class Replicated:
                 continue
             parameter.placement = placement
             wanted = parameter.requires_grad
-            parameter.requires_grad_(True).register_hook(_Reduce(self.exchange))
+            parameter.requires_grad_(True).register_hook(_Reduce(self.exchange, parameter))
             parameter.requires_grad_(wanted)
 
     def cost(self) -> list[cost.Call]:
@@ -75,14 +76,18 @@ class Replicated:
 
 
 class _Reduce:
-    """A gradient hook: the mean (or sum) over the data ranks."""
+    """A gradient hook: the mean (or sum) over the data ranks; in a pipeline's step of all micro-batches together."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+    def __init__(self, exchange: Exchange, parameter: torch.Tensor) -> None:
+        self.exchange, self.parameter = exchange, weakref.ref(parameter)
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
         if not self.exchange.vector_stages:
             return grad
+        parameter, engine = self.parameter(), self.exchange.engine
+        if engine.holding and parameter is not None:
+            engine.gradients.keep_vector(self.exchange, parameter, grad)
+            return torch.zeros_like(grad)
         return self.exchange.reduce_now(grad.clone())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Reduce:

@@ -26,7 +26,7 @@ class Deferred:
         stages: What it is reduced over, for what z replicates; None: the gradient of a block.
     """
 
-    __slots__ = ("_mark", "_seen", "_was_zero", "parameter", "route", "stages", "tensor", "version")
+    __slots__ = ("_mark", "_seen", "_was_zero", "parameter", "route", "runs_hooks", "stages", "tensor", "version")
 
     def __init__(
         self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...] | None
@@ -34,6 +34,7 @@ class Deferred:
         self.route, self.parameter, self.stages = route, parameter, stages
         self.tensor = grad.float() if grad.dtype in _HALF else grad
         self.version = version_of(parameter)
+        self.runs_hooks = True  # of the parameter, on the finished gradient
         self._mark: torch.Tensor | None = None
         self._seen: tuple[torch.Tensor, int] | None = None
         self._was_zero: torch.Tensor | None = None  # read only when it matters: that waits for a GPU

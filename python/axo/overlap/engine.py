@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from axo.comm.connect import Communicators
 from axo.overlap.buckets import Buckets
@@ -63,6 +64,7 @@ class Engine:
         events: The record under way, if any.
         compares_inputs: The next training step begins by comparing the model's input over x and y.
         synchronizing: False inside ``axo.no_sync``.
+        holding: True from the first micro-batch of a pipeline's step until its gradients are to be reduced.
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
@@ -78,8 +80,10 @@ class Engine:
         self.events: Events | None = None
         self.compares_inputs = False
         self.synchronizing = True
+        self.holding = False
         self.awaits_backward = False
         self._rooted = self._hinted = False
+        self._hooks: tuple[RemovableHandle, ...] = ()
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_End] | None = None
 
@@ -94,8 +98,21 @@ class Engine:
     def root_at(self, model: torch.nn.Module) -> None:
         """Let the forward passes of ``model`` begin and end passes of this engine."""
         self._rooted, self._root = True, weakref.ref(model)
-        model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
-        model.register_forward_hook(self._after_forward)
+        self._hooks = (
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+        )
+
+    @property
+    def rooted(self) -> bool:
+        """Whether it is that of a whole model."""
+        return self._rooted
+
+    def uproot(self) -> None:
+        """Let go of the model: its layers are about to get other engines."""
+        for hook in self._hooks:
+            hook.remove()
+        self._rooted, self._root, self._hooks = False, None, ()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the model as they are now: those of a meta model are made anew when it is filled."""
@@ -158,7 +175,37 @@ class Engine:
             self.comms.poll()  # a kernel that has given up tells more than the transport: which chunk, of which epoch
             raise
         self.gathers.end()
-        if self.synchronizing:
+        if not self.defers:
+            self.gathers.drop()
+        self.pool.end_of_pass()
+
+    @property
+    def defers(self) -> bool:
+        """Whether gradients stay on this rank, unreduced, and gathered weights are kept for the next micro-batch."""
+        return self.holding or not self.synchronizing
+
+    def hold(self) -> None:
+        """A pipeline's step begins: keep gradients and gathered weights from one micro-batch to the next."""
+        if self.holding:  # the last step failed
+            self.gathers.drop()
+            self.gradients.deferred.clear()
+        self.holding = False
+        self.gradients.begin()
+        self.holding = True
+
+    def stop_holding(self) -> None:
+        """The last backward pass of the step is next: it reduces everything as it goes, behind its products."""
+        self.holding = False
+
+    def release(self) -> None:
+        """The step's micro-batches are over: complete all gradients, if the last backward pass has not."""
+        held, self.holding = self.holding, False
+        if not held and (self.defers or not self.gradients.deferred):
+            return
+        with torch.no_grad():
+            self.gradients.finish_held()
+        self.comms.poll()
+        if not self.defers:
             self.gathers.drop()
         self.pool.end_of_pass()
 

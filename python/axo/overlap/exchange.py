@@ -24,6 +24,7 @@ from axo.overlap.gradients import Room
 from axo.overlap.modes import hidden
 from axo.overlap.options import Overlap
 from axo.overlap.route import Copies, Route, Stage
+from axo.overlap.weight_phase import Product, WeightPhase
 from axo.placement import Placement
 
 
@@ -51,6 +52,7 @@ class Exchange(Route):
     ) -> None:
         super().__init__(comms, placement, grad_reduce)
         self.overlap = overlap or Overlap(bucket_bytes=0)
+        self.weight_phase: WeightPhase | None = None  # where backward passes are split in two phases
 
     @cached_property
     def engine(self) -> Engine:
@@ -142,6 +144,16 @@ class Exchange(Route):
         found = wants.how(node, index)
         silent = not self.stages_of(sum_over) and self.vector_copies is None
         return wants.NOW if found == wants.LATER and silent else found
+
+    def gradient(self, how: str, parameter: torch.Tensor, product: Product) -> torch.Tensor | None:
+        """The gradient of ``parameter``, by ``product``; None: it comes to .grad later.
+
+        Where the backward pass under way is the input phase of two, the product runs in the weight phase.
+        """
+        if self.weight_phase is not None and (how == wants.LATER or not self.vector_stages):
+            if self.weight_phase.take(parameter, product):
+                return None
+        return product()
 
     def room(self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor) -> tuple[Room, torch.Tensor]:
         """Room for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill."""

@@ -88,7 +88,7 @@ class Gathers:
         self._layers, self._bytes = layers, size
         self._admitted: dict[Route, int] = {}  # bytes: what the cache has room for
         self._held: dict[Route, _Held] = {}
-        self._between: dict[Route, Gathered] = {}  # kept by a no_sync backward for the next micro-batch
+        self._between: dict[Route, Gathered] = {}  # kept for the next micro-batch
         self._pass: str | None = None
         self._asked: list[Route] = []  # of this pass, in order
         self._orders: dict[str, list[Route]] = {}
@@ -113,8 +113,11 @@ class Gathers:
         self._ahead.clear()
 
     def end(self) -> None:
-        """The pass is over: its order is what the next one of its kind expects."""
-        if self._pass is not None:
+        """The pass is over: its order is what the next one of its kind expects.
+
+        Within a pipeline's step later micro-batches may ask for nothing; the next step begins like its first.
+        """
+        if self._pass is not None and (self._asked or not self._engine.holding):
             self._orders[self._pass] = self._asked
         self._pass, self._asked = None, []
         self._ahead.clear()
@@ -150,6 +153,8 @@ class Gathers:
         if found is None:
             found = self._ask(route, weight, dtype, gather)
         block = found.wait()
+        if self._engine.holding and self._admit(route, block):
+            self._between[route] = found
         if _in_backward() != -1:
             if recording and wanted:
                 self._hold(route, found, first_run=False)
@@ -168,7 +173,7 @@ class Gathers:
         found = node_holds
         if found is None or not found.matches(weight, dtype):
             found = self._kept(route, weight, dtype) or self._ask(route, weight, dtype)
-        if not self._engine.synchronizing and route in self._admitted:
+        if self._engine.defers and route in self._admitted:
             self._between[route] = found
         return found.wait()
 

@@ -5,8 +5,8 @@ complete, goes through the parameter's hooks, is added to ``.grad`` (never put i
 post-accumulate hooks run: as autograd does it, once a backward for each parameter.
 
 Where autograd wants the gradient itself (``autograd.grad``, a weight that is no leaf) it gets it, reduced on the spot.
-Without synchronisation (``axo.no_sync``) gradients are summed where they are, unreduced, until the next backward that
-synchronises.
+Without synchronisation (``axo.no_sync``, or between the micro-batches of a pipeline's step) gradients are summed where
+they are, unreduced, until the next backward that synchronises, or the end of that step.
 
 Not here: what is done on which axis (``axo.overlap.route`` says it), buckets (``buckets``).
 """
@@ -22,6 +22,7 @@ from axo.overlap.buckets import Buckets, Slot
 from axo.overlap.deferred import Deferred
 from axo.overlap.events import Pending, span
 from axo.overlap.route import Route, Stage
+from axo.overlap.weight_phase import deliver
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -30,6 +31,9 @@ SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 Room = torch.Tensor | Slot  # what a product may put a gradient into
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
+
+
+_in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 def how(node: torch.autograd.graph.Node, index: int) -> str:
@@ -46,6 +50,14 @@ def how(node: torch.autograd.graph.Node, index: int) -> str:
     except RuntimeError:  # a leaf that autograd.grad wants
         return NOW
     return LATER if type(into).__name__ == "AccumulateGrad" else NOW
+
+
+def wanted(node: torch.autograd.graph.Node, index: int) -> bool:
+    """Whether the backward pass under way wants the gradient of input ``index`` of ``node`` at all.
+
+    ``needs_input_grad`` says what any pass could want; one for the gradients of weights alone wants none of inputs.
+    """
+    return torch.compiler.is_compiling() or how(node, index) != SKIP
 
 
 class Gradients:
@@ -71,6 +83,8 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward pass begins."""
+        if self._engine.holding:
+            return
         self.forget_zeroed()
         for each in self.deferred.values():
             each.unwatch()
@@ -79,7 +93,7 @@ class Gradients:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
         shape = (route.padded_rows, columns)
         last = route.shards == 1 and self._reduced_in(like) == like.dtype
-        if last and self._engine.synchronizing:
+        if last and not self._engine.defers:
             return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
         return self._engine.pool.take(shape, like.dtype, like.device)
 
@@ -87,7 +101,7 @@ class Gradients:
         """The gradient of the block is there, in what ``room`` gave or in any padded buffer: reduce it in time."""
         self._begin(parameter)
         buffer = room.tensor if isinstance(room, Slot) else room
-        if not self._engine.synchronizing:
+        if self._engine.defers:
             self._defer(route, parameter, buffer, None)
             return
         if not isinstance(room, Slot):
@@ -97,7 +111,7 @@ class Gradients:
 
     def takes_shard_of(self, parameter: torch.Tensor) -> bool:
         """Whether this gradient goes over z by itself: not in ``no_sync``, and not with what that has left."""
-        return self._engine.synchronizing and id(parameter) not in self.deferred
+        return not self._engine.defers and id(parameter) not in self.deferred
 
     def shard_room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
         """Where a gradient goes that its product reduces over z: this rank's rows."""
@@ -113,12 +127,20 @@ class Gradients:
     def add_vector(self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
         """The gradient of a parameter that z and data replicate: reduce it over ``stages`` in time."""
         self._begin(parameter)
-        if not self._engine.synchronizing:
+        if self._engine.defers:
             self._defer(route, parameter, grad, stages)
             return
         grad = self.cast(grad)
         self._take_deferred(parameter, grad)
         self._send_vector(route, parameter, grad, stages)
+
+    def keep_vector(self, route: Route, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Keep a gradient of a pipeline's micro-batch that is replicated, out of one of its hooks, for the step's end.
+
+        No hook runs on it again.
+        """
+        self._defer(route, parameter, grad.clone(), route.vector_stages)
+        self.deferred[id(parameter)].runs_hooks = False
 
     def _reduced_in(self, grad: torch.Tensor) -> torch.dtype:
         wanted = self._engine.reduce_dtype
@@ -132,9 +154,14 @@ class Gradients:
         return self._engine.pool.take(tuple(grad.shape), dtype, grad.device).copy_(grad)
 
     def _begin(self, parameter: torch.Tensor) -> None:
+        if _in_backward() == -1:
+            return  # the weight phase of a pipeline's micro-batch: nothing of autograd is under way
         self._engine.arm()
         self._count += 1
         # Autograd would run hooks now, with None; they run on the complete gradient. It looks into these very dicts.
+        self._take_hooks(parameter)
+
+    def _take_hooks(self, parameter: torch.Tensor) -> None:
         tables = [getattr(parameter, name) for name in _HOOKS]
         if any(tables):
             self._hooks[id(parameter)] = [(table, dict(table or {})) for table in tables]
@@ -217,7 +244,7 @@ class Gradients:
 
     def finish(self) -> None:
         """Complete all gradients and put them into ``.grad``."""
-        if self._engine.synchronizing and self.deferred:
+        if self.deferred and not self._engine.defers:
             self._send_deferred()
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for parameter, grad in self.buckets.finish():
@@ -231,11 +258,19 @@ class Gradients:
         zero = self._engine.zero
         if zero is not None:
             zero.end_backward()
-        give = _give if zero is None else zero.give
+        give = () if zero is None else (zero.give,)
         for parameter, grad in totals.values():
-            _deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
+            deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), *give)
+        if not self._engine.holding:
+            for each in self.deferred.values():
+                each.watch()
+
+    def finish_held(self) -> None:
+        """A pipeline's step has ended: reduce what its micro-batches have left and put it into ``.grad``."""
         for each in self.deferred.values():
-            each.watch()
+            if each.runs_hooks:
+                self._take_hooks(each.parameter)
+        self.finish()
 
     def _cast(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""
@@ -252,7 +287,7 @@ class Gradients:
                     table.clear()
                     table.update(hooks)
                     table.update(meanwhile)
-        return {key: [hooks for _, hooks in tables] for key, tables in taken.items()}
+        return {key: tuple(hooks for _, hooks in tables) for key, tables in taken.items()}
 
     def drop(self) -> int:
         """Forget what is pending; how many gradients that were.
@@ -269,21 +304,3 @@ class Gradients:
         self._arriving.clear()
         self.buckets.drop()
         return count
-
-
-def _give(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    parameter.grad = grad
-
-
-def _deliver(parameter: torch.Tensor, grad: torch.Tensor, hooks: Any, give: Any) -> None:
-    before, after = hooks
-    for hook in list(before.values()):
-        changed = hook(grad)
-        if changed is not None:
-            grad = changed
-    if parameter.grad is None:
-        give(parameter, grad)
-    else:
-        parameter.grad.add_(grad)
-    for hook in list(after.values()):
-        hook(parameter)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -66,6 +66,19 @@ def attach(
     engine.compares_inputs = same_inputs and comms.grid.x * comms.grid.y > 1
     engine.root_at(model)
     watch(engine)
+
+
+def detach(model: nn.Module) -> Callable[[nn.Module], None]:
+    """Take the engine of ``model`` away; what is returned attaches a module that has some of its layers, alike.
+
+    For several stages of a pipeline on one rank, each of which runs its micro-batches by itself.
+    """
+    for old in engines(model):
+        if old.rooted:
+            zero = 0 if old.zero is None else old.zero.stage
+            old.uproot()
+            return lambda part: attach(part, old.comms, old.overlap, zero=zero, reduce_dtype=old.reduce_dtype)
+    return lambda part: None
 
 
 def _cut_state(model: nn.Module, zero: Zero) -> None:

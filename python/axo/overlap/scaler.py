@@ -1,7 +1,7 @@
 """torch's gradient scaler for fp16 on shards: all ranks skip a step, or none.
 
 A rank sees the gradients of its shards only, so an overflow may show on one rank alone. The flag that torch's scaler
-reads is therefore reduced (max) over the world before it is used; scale and steps stay equal on all ranks.
+reads is therefore reduced (max) over all ranks, of all stages, before it is used; scale and steps stay equal on all.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GradScaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(*args, **kwargs)
         device = self._comms.device
         flag = torch.stack([each.to(device) for each in found.values()]).amax(0) if found else torch.zeros(1)
-        flag = self._comms.world.all_reduce(flag.to(device), "max")
+        flag = self._comms.everyone.all_reduce(flag.to(device), "max")
         if not found:
             return {device: flag}
         return {key: flag.to(key) for key in found}

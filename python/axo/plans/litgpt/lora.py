@@ -31,7 +31,7 @@ from axo.matmul.products import compute_dtype
 from axo.nn import Dropout
 from axo.nn.layer import ParallelLayer
 from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP
+from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement
 from axo.sharding import gather_features, unshard
 
@@ -222,6 +222,7 @@ class _Adapt(torch.autograd.Function):
         needs_input, needs_a, needs_b, _ = ctx.needs_input_grad
         how_a = of_a.how(ctx, 1) if needs_a else SKIP
         how_b = of_b.how(ctx, 2) if needs_b else SKIP
+        needs_input = needs_input and wanted(ctx, 0)
         grad = grad_output.reshape(ctx.shape[:-1].numel(), grad_output.shape[-1])
         grad_input = grad_a = grad_b = None
         with no_autocast(grad.device):
@@ -235,15 +236,19 @@ class _Adapt(torch.autograd.Function):
                     of_rows.append((mine, start))
                     row += width
                 column += width
-            wanted = needs_input or how_a != SKIP
-            reduced = of_a.start_reduce(partial, layer.out_axis) if wanted else None
+            reaches_a = needs_input or how_a != SKIP
+            reduced = of_a.start_reduce(partial, layer.out_axis) if reaches_a else None
             if how_b != SKIP:
-                parts = [mine.t() @ mid[:, start : start + layer.r] for mine, start in of_rows]
-                grad_b = of_b.vector_gradient(how_b, b, torch.cat(parts))
+
+                def product_b() -> torch.Tensor | None:
+                    parts = [mine.t() @ mid[:, start : start + layer.r] for mine, start in of_rows]
+                    return of_b.vector_gradient(how_b, b, torch.cat(parts))
+
+                grad_b = of_b.gradient(how_b, b, product_b)
             if reduced is not None:
                 grad_mid = reduced.wait()
                 if how_a != SKIP:
-                    grad_a = of_a.vector_gradient(how_a, a, grad_mid.t() @ rows)
+                    grad_a = of_a.gradient(how_a, a, lambda: of_a.vector_gradient(how_a, a, grad_mid.t() @ rows))
                 if needs_input:
                     grad_input = (grad_mid @ a.to(ctx.dtype)).view(ctx.shape).to(ctx.input_dtype)
         return grad_input, grad_a, grad_b, None
