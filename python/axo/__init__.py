@@ -67,6 +67,7 @@ _MODULES = (
     "perf",
     "matmul",
     "placement",
+    "pipeline",
     "comm",
     "train",
     "settings",

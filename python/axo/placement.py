@@ -94,6 +94,7 @@ class Placement:
         block_dim: Which dim the blocks are of: 0, or 1 for a weight that is stored as [in, out].
         copies: For each block, how many neighbours along the outer axis hold the same part; None: one each.
         zero: What cuts the optimizer's state of the tensor over data (``axo.overlap.zero``); None: nothing does.
+        counted: False where an earlier stage of a pipeline holds the same tensor: norms count it there.
 
     Raises:
         ValueError: The description contradicts itself.
@@ -106,6 +107,7 @@ class Placement:
     copies: tuple[int, ...] | None = None
     block_dim: int = 0
     zero: object = field(default=None, compare=False, repr=False)
+    counted: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         shape = tuple(int(size) for size in self.global_shape)

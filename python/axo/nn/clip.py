@@ -4,7 +4,8 @@
 
 Every element counts once: a rank adds what it holds of a parameter only if it is the first (coordinate 0) on each axis
 that replicates the parameter (of rows that neighbours share, ``Placement.copies``, the first of these). One number is
-then all-reduced over the world, so all ranks see the same bits.
+then all-reduced over all ranks, those of all stages of a pipeline too, so all of them see the same bits. What two
+stages hold (a tied table) the first counts.
 
 Semantics of ``torch.nn.utils.clip_grad_norm_``.
 """
@@ -81,8 +82,8 @@ def total_norm(
         return torch.nn.utils.get_total_norm([tensor for _, tensor in owned], norm_type, error_if_nonfinite)
     counted = [part for parameter, tensor in owned for part in _counted_here(parameter, tensor.detach(), comms)]
     total = _local_total(counted, norm_type, comms.device)
-    if comms.grid.world_size > 1:
-        total = _max(total, comms) if math.isinf(norm_type) else comms.world.all_reduce(total, "sum")
+    if comms.everyone.size > 1:
+        total = _max(total, comms) if math.isinf(norm_type) else comms.everyone.all_reduce(total, "sum")
     norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -115,6 +116,8 @@ def _counted_here(parameter: torch.Tensor, grad: torch.Tensor, comms: Communicat
     split = frozenset() if placement is None else placement.axes
     if not grad.numel() or any(getattr(comms.coords, axis) for axis in AXES if axis not in split):
         return []
+    if placement is not None and not placement.counted:
+        return []
     if placement is None or placement.copies is None:
         return [grad]
     return [grad[a:b] for a, b in placement.counted_rows()]
@@ -132,7 +135,7 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
 
 def _max(total: torch.Tensor, comms: Communicators) -> torch.Tensor:
     """The largest over all ranks, nan above all: as bits, which order numbers >= 0 so; a max of floats may lose nan."""
-    return comms.world.all_reduce(total.abs().view(torch.int64), "max").view(torch.float64)
+    return comms.everyone.all_reduce(total.abs().view(torch.int64), "max").view(torch.float64)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

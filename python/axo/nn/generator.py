@@ -16,15 +16,19 @@ from axo.comm.connect import Communicators
 
 
 @contextlib.contextmanager
-def source_generator(comms: Communicators, device: torch.device) -> Iterator[None]:
-    """Run the body under the state of rank 0's default generator for ``device``. Every rank must enter it."""
-    if comms.grid.world_size == 1:
+def source_generator(comms: Communicators, device: torch.device, *, all_stages: bool = False) -> Iterator[None]:
+    """Run the body under the state of rank 0's default generator for ``device``. Every rank must enter it.
+
+    Rank 0 of the grid, which is one stage's; with ``all_stages`` that of the first stage, and every stage enters it.
+    """
+    source = comms.everyone if all_stages else comms.world
+    if source.size == 1:
         yield
         return
     read, write = generator_access(device)
     before = read()
     carried = before.to(comms.device, copy=True)
-    comms.world.broadcast(carried, root=0)
+    source.broadcast(carried, root=0)
     state = carried.cpu()
     write(state)
     try:

@@ -2,16 +2,18 @@
 
 Rank 0 of the grid is the source. Its generator's state goes to all ranks (``axo.nn.generator``); each builds one whole
 layer at a time under that state, keeps its shards and drops the rest. So a rank never holds more than one whole layer.
+A stage of a pipeline draws for the layers of the other stages too, and drops what it has drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from axo.nn.elsewhere import Elsewhere, is_stage, shared
 from axo.nn.generator import source_generator
 from axo.nn.layer import ParallelLayer, check_same_layers
 from axo.offload import Offload
@@ -48,9 +50,29 @@ def init_weights(
     comms = parallel[0].comms
     check_same_layers([layer for layer in parallel if layer.placements], comms, "init_weights")
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
-    with source_generator(comms, comms.device), torch.no_grad():
-        _init_module(model, "", fill, comms.device, tied_parameters(model), offload)
+    ties = tied_parameters(model)
+    with source_generator(comms, comms.device, all_stages=is_stage(model)), torch.no_grad():
+        _init_module(model, "", fill, comms.device, ties, _Shared(model), offload)
     return model
+
+
+class _Shared:
+    """A stage's parameters that another stage holds too: who is filled last gives both their values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._own = model, shared(model)
+
+    def take(self, serial: nn.Module, name: str, keys: list[str]) -> None:
+        """The other stage's layer ``name`` has been filled: ``keys`` of it."""
+        for key in keys:
+            owner, _, child = self._own.get(f"{name}.{key}", "").rpartition(".")
+            if not owner:
+                continue
+            layer = self._model.get_submodule(owner)
+            assert isinstance(layer, ParallelLayer)
+            if not getattr(layer, child).is_meta:  # else it is filled later
+                whole = getattr(serial, key).detach()
+                getattr(layer, child).copy_(layer.placements[child].take(whole, layer.comms.grid, layer.comms.coords))
 
 
 Ties = dict[torch.Tensor, list[tuple[nn.Module, str]]]
@@ -90,16 +112,20 @@ def _init_module(
     fill: Callable[[nn.Module, str], Any],
     device: torch.device,
     ties: Ties,
+    shared: _Shared,
     offload: Offload | None,
 ) -> None:
     for child_name, child in module.named_children():
-        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties, offload)
+        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties, shared, offload)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
         make_room(module, device, ties)
     if isinstance(module, ParallelLayer):
         _init_layer(module, name, fill, was_meta)
+    elif isinstance(module, Elsewhere):
+        if module.stands_for is not None:
+            _draw_module(module.stands_for, name, fill, device, shared)
     else:
         fill(module, name)
         if was_meta and not any(True for _ in module.parameters(recurse=False)):
@@ -108,20 +134,54 @@ def _init_module(
         offload.move_in(module.parameters(recurse=False))
 
 
+def _draw_module(
+    module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device, shared: _Shared
+) -> None:
+    """Draw the values of a module on the meta device, and drop them."""
+    for child_name, child in module.named_children():
+        _draw_module(child, f"{name}.{child_name}", fill, device, shared)
+    if isinstance(module, ParallelLayer):
+        if module.placements:
+            weight = getattr(module, next(iter(module.placements)))
+            for serial, keys in _filled(module, name, fill, device, weight.dtype, True):
+                shared.take(serial, name, keys)
+        return
+    tensors = any(True for kind in (module.parameters, module.buffers) for _ in kind(recurse=False))
+    if tensors:
+        make_room(module, device, {})
+    fill(module, name)
+    if tensors and not any(True for _ in module.parameters(recurse=False)):
+        _reset(module)
+    module.to_empty(device="meta", recurse=False)
+
+
 def _init_layer(layer: ParallelLayer, name: str, fill: Callable[[nn.Module, str], Any], was_meta: bool) -> None:
     """Fill the serial layer that ``layer`` stands for and keep this rank's part of what was touched."""
     if not layer.placements:
         return
     weight = getattr(layer, next(iter(layer.placements)))
-    serial = layer.serial(weight.device, weight.dtype)
+    for serial, names in _filled(layer, name, fill, weight.device, weight.dtype, was_meta):
+        layer.load_serial(serial, names)
+
+
+def _filled(
+    layer: ParallelLayer,
+    name: str,
+    fill: Callable[[nn.Module, str], Any],
+    device: torch.device,
+    dtype: torch.dtype,
+    was_meta: bool,
+) -> Iterator[tuple[nn.Module, list[str]]]:
+    """Whole layers with first values, one at a time, each with the parameters that are to be taken from it."""
+    serial = layer.serial(device, dtype)
     parameters = dict(serial.named_parameters())
     for parameter in parameters.values():
         parameter.view(-1)[:1].fill_(torch.nan)  # still there afterwards: not touched
     fill(serial, name)
     untouched = [key for key, parameter in parameters.items() if parameter.view(-1)[:1].isnan().any()]
-    layer.load_serial(serial, [key for key in layer.placements if key not in untouched])
+    yield serial, [key for key in layer.placements if key not in untouched]
     if untouched and was_meta:
         del serial, parameters, parameter  # one whole layer at a time
-        default: Any = layer.serial(weight.device, weight.dtype)
+        default: Any = layer.serial(device, dtype)
         default.reset_parameters()
-        layer.load_serial(default, untouched)
+        yield default, untouched

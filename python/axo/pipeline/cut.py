@@ -1,0 +1,283 @@
+"""split: this rank's stages of a model that has been parallelized. Names of parameters stay those of the whole model.
+
+    with torch.device("meta"):
+        model = GPT(config)
+    axo.parallelize(model, comms)                               # on the grid of each stage; nothing is held yet
+    (module,) = axo.pipeline.split(model, comms, cuts="even")
+    axo.init_weights(model, model._init_weights)                # the values of the whole model, of this stage's layers
+
+``model`` becomes this rank's part: where another rank has a layer stands ``axo.nn.elsewhere.Elsewhere``, without
+parameters. Optimizer, checkpoints, clipping and first values take ``model`` as ever. With one stage a rank, the stage
+is ``model`` itself; with several, each is a view of it that has its own blocks only.
+
+A table that serves embedding and head is held by the first and by the last stage. Their gradients are added up at the
+end of each step of a schedule that ``axo.pipeline.schedule`` has made; norms and checkpoints have it once.
+
+Not here: which families are known (``axo.pipeline.families``).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.comm.communicator import Communicator
+from axo.comm.connect import Communicators
+from axo.errors import Refused
+from axo.nn.elsewhere import Elsewhere, set_shared
+from axo.nn.init import tied_parameters
+from axo.nn.layer import ParallelLayer
+from axo.overlap.model import detach, engines
+from axo.pipeline.families import Family, family_of
+
+LOOP, V = "loop", "v"
+PART = "_axo_part"  # where a model says what part of a pipeline it is
+
+
+@dataclass(frozen=True)
+class Part:
+    """What part of a pipeline a module is.
+
+    Attributes:
+        stages: All stages of the model.
+        index: Which of them the module is; of a rank's whole part with several stages, the first.
+        features: Features of the residual stream on this rank: its last dim.
+        token_ranks: Ranks that the tokens of the residual stream are split over.
+        renamed: Own name -> the name under which the whole model lists the same tensor, held by another stage too.
+        shared: The other stage's name of it -> the own.
+        tied: Ranks that hold that tensor, this one among them; None: this rank holds none such.
+    """
+
+    stages: int
+    index: int
+    features: int
+    token_ranks: int
+    renamed: dict[str, str] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    tied: Communicator | None = None
+
+
+def part_of(model: nn.Module) -> Part | None:
+    """What part of a pipeline ``model`` is; None: it is whole."""
+    return model.__dict__.get(PART)
+
+
+def stage_indices(stages: int, ranks: int, rank: int, order: str) -> list[int]:
+    """The stages of one rank: 0, R, 2R, ... after it (``"loop"``), or there and back (``"v"``)."""
+    if order == V:
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, ranks))
+
+
+def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
+    """Where each stage begins, and the end: ``stages + 1`` numbers of blocks.
+
+    Raises:
+        ValueError: The cuts do not give each stage a block.
+    """
+    if stages > blocks:
+        raise ValueError(
+            f"pipeline: {blocks} blocks over {stages} stages leave a stage without layers; use at most {blocks} stages"
+        )
+    if isinstance(cuts, str):
+        if cuts != "even":
+            raise ValueError(
+                f"pipeline: cuts={cuts!r} is not known; use 'even', or the first block of each later stage"
+            )
+        return [round(blocks * stage / stages) for stage in range(stages + 1)]
+    inner = list(cuts)
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in inner) or len(inner) != stages - 1:
+        raise ValueError(
+            f"pipeline: cuts={inner} must be {stages - 1} whole numbers for {stages} stages: the first block of each"
+            " stage but the first"
+        )
+    bounds = [0, *inner, blocks]
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"pipeline: cuts={inner} leave a stage without layers, or go beyond the {blocks} blocks; they must rise"
+            f" from 1 to {blocks - 1}"
+        )
+    return bounds
+
+
+def split(
+    model: nn.Module,
+    comms: Communicators,
+    cuts: str | Sequence[int] = "even",
+    *,
+    stages_per_rank: int = 1,
+    order: str = LOOP,
+) -> list[nn.Module]:
+    """Keep this rank's stages of ``model``, in place, and return them, each a module. Every rank calls it.
+
+    Args:
+        model: A parallelized model of a family that is known, best on the meta device: of a real one a rank holds its
+            shards of all layers until now.
+        comms: What ``axo.connect(grid, pipeline=...)`` returned, and ``axo.parallelize`` was given.
+        cuts: ``"even"``: blocks as evenly as they go; or the first block of each stage but the first, such as [3, 7].
+        stages_per_rank: Stages on each rank; the model has ``comms.stages`` times as many.
+        order: ``"loop"``: stage s is on pipeline rank ``s % comms.stages``; ``"v"``: two stages a rank, there and back.
+
+    Raises:
+        ValueError: The cuts do not give each stage a block, or an option is wrong. The same on every rank.
+        Refused: The model is not of a known family, or shares a weight across stages other than embedding and head.
+    """
+    if stages_per_rank < 1 or order not in (LOOP, V) or (order == V and stages_per_rank != 2):
+        raise ValueError(
+            f"pipeline: stages_per_rank={stages_per_rank} with order={order!r} is not known; use 'loop' with 1 or more,"
+            " or 'v' with 2"
+        )
+    if part_of(model) is not None:
+        raise ValueError("pipeline: the model has been split already; build it again")
+    if not any(isinstance(module, ParallelLayer) and module.comms is comms for module in model.modules()):
+        raise ValueError("pipeline: the model holds no layer of this grid; call axo.parallelize(model, comms) first")
+    family = family_of(model)
+    stages = comms.stages * stages_per_rank
+    blocks: Any = model.get_submodule(family.blocks)
+    bounds = bounds_of(len(blocks), stages, cuts)
+    home = _homes(model, family, bounds)
+    mine = stage_indices(stages, comms.stages, comms.stage, order)
+    part = replace(_tie(model, family, comms, stages, order, home), stages=stages, index=mine[0])
+    for name, stage in home.items():
+        if stage not in mine:
+            _put(model, name, Elsewhere(model.get_submodule(name).to("meta"), _gives(family, name)))
+    setattr(model, PART, part)
+    set_shared(model, part.renamed, part.shared)
+    attach_alike = detach(model) if len(mine) > 1 else None
+    found: list[nn.Module] = []
+    for index in mine:
+        module = model
+        if len(mine) > 1:
+            module = _view(model)
+            for name, stage in home.items():
+                if stage in mine and stage != index:
+                    _put(module, name, Elsewhere(None, _gives(family, name)), view=True)
+        setattr(module, PART, replace(part, index=index))
+        found.append(module)
+    for kept in model.modules():
+        if isinstance(kept, ParallelLayer):
+            kept._tag()
+    for index, module in zip(mine, found, strict=True):
+        if attach_alike is not None:
+            attach_alike(module)
+        family.finish(module, index == 0, index == stages - 1)
+        for engine in engines(module) if index else ():
+            engine.compares_inputs = False  # activations, split over y
+    return found
+
+
+def _homes(model: nn.Module, family: Family, bounds: list[int]) -> dict[str, int]:
+    """The stage of each module that one stage alone holds."""
+    last = len(bounds) - 2
+    homes = dict.fromkeys(family.before, 0) | dict.fromkeys(family.after, last)
+    for stage, (low, high) in enumerate(itertools.pairwise(bounds)):
+        homes |= {f"{family.blocks}.{block}": stage for block in range(low, high)}
+    return homes
+
+
+def _gives(family: Family, name: str) -> str:
+    return {**family.before, **family.after}.get(name, family.block_gives)
+
+
+def _stage_of(name: str, home: dict[str, int]) -> int | None:
+    """The stage that holds what is called ``name``; None: every stage does."""
+    return next((stage for module, stage in home.items() if name == module or name.startswith(f"{module}.")), None)
+
+
+def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, order: str, home: dict[str, int]) -> Part:
+    """Who holds a weight that two stages use, and what the residual stream is like."""
+    names = {module: name for name, module in model.named_modules()}
+    last = stages - 1
+    renamed: dict[str, str] = {}
+    shared: dict[str, str] = {}
+    tied: Communicator | None = None
+    listed = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for owners in tied_parameters(model).values():
+        called = sorted((f"{names[module]}.{child}" for module, child in owners), key=listed.index)
+        held = {_stage_of(name, home) for name in called}
+        if len(held) == 1:
+            continue
+        if held != {0, last}:
+            raise Refused(
+                f"pipeline: {', '.join(called)} share one weight and lie on stages {sorted(map(str, held))}; only the"
+                " first and the last stage can share one (embedding and head): untie them, or cut elsewhere"
+            )
+        ranks = [
+            rank for rank in range(comms.stages) if {0, last} & set(stage_indices(stages, comms.stages, rank, order))
+        ]
+        if len(ranks) < 2:
+            continue  # one rank has both: the parameter is the same there
+        tied = comms.pipeline.split(0 if comms.stage in ranks else -1, comms.stage, name="tied", axis="pipeline")
+        held_here = {ranks[0]: 0, ranks[1]: last}.get(comms.stage)
+        here = [name for name in called if _stage_of(name, home) == held_here]
+        renamed |= dict.fromkeys(here, called[0])
+        shared |= {name: here[0] for name in called if here and name not in here}
+        if comms.stage == ranks[1]:
+            for module, child in owners:
+                if isinstance(module, ParallelLayer):
+                    module.placements[child] = replace(module.placements[child], counted=False)
+    table: Any = model.get_submodule(family.table)
+    grid = comms.grid
+    width = table.embedding_dim // (1 if getattr(table, "gather_output", True) else grid.y)
+    tokens = grid.x if getattr(table, "scatters_tokens", False) else 1
+    return Part(stages, 0, width, tokens, renamed, shared, tied)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module, *, view: bool = False) -> None:
+    """Put ``module`` in the place called ``name``; in a view the modules on the way are made its own."""
+    *way, child = name.split(".")
+    parent = model
+    for step in way:
+        below = parent.get_submodule(step)
+        if view and not below.__dict__.get("_axo_view"):
+            below = parent._modules[step] = _view(below)
+        parent = below
+    parent._modules[child] = module
+
+
+def _view(module: nn.Module) -> Any:
+    """The same module as another object with its own table of children; tensors and hooks are the same."""
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__)
+    other.__dict__["_modules"] = dict(module._modules)
+    other.__dict__["_axo_view"] = True
+    for name, value in module.__dict__.items():
+        if name.endswith("hooks") or name.startswith("_forward_"):
+            other.__dict__[name] = type(value)(value) if isinstance(value, dict) else value
+    return other
+
+
+@contextmanager
+def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """A step of a schedule: at its end the gradients that it has given a table which two stages hold are added up.
+
+    What ``.grad`` held before is put aside meanwhile: it has been added up already. Both stages enter it.
+    """
+    found: list[tuple[torch.Tensor, Communicator]] = []
+    for module in modules:
+        part = part_of(module)
+        if part is None or part.tied is None:
+            continue
+        named = dict(module.named_parameters(remove_duplicate=False))
+        found += [(named[name], part.tied) for name in sorted(part.renamed.keys() & named.keys())]
+    before = [parameter.grad for parameter, _ in found]
+    for parameter, _ in found:
+        parameter.grad = None
+    try:
+        yield
+        with torch.no_grad():
+            for parameter, tied in found:
+                if parameter.grad is None and parameter.requires_grad:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is not None:
+                    tied.all_reduce(parameter.grad)
+    finally:
+        for (parameter, _), grad in zip(found, before, strict=True):
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)

@@ -1,0 +1,122 @@
+"""What a pipeline has to know of a model family: where its blocks are, what stands before and after them.
+
+    family      blocks          first stage                     last stage
+    LitGPT      transformer.h   transformer.wte                 transformer.ln_f, lm_head
+    Llama       model.layers    model.embed_tokens              model.norm, lm_head
+    GPT-2       transformer.h   transformer.wte, wpe, drop      transformer.ln_f, lm_head
+
+Llama is transformers' LlamaForCausalLM, GPT-2 its GPT2LMHeadModel. A stage runs the model's own forward, in which what
+other stages hold passes things through. A stage other than the first takes the residual stream in place of token ids;
+one other than the last gives it in place of logits.
+
+transformers is not imported here: classes are known by module and name.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from axo.errors import Refused
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        blocks: Name of the list of blocks.
+        before, after: Names of the modules of the first and of the last stage; what a call of each is to give where it
+            is elsewhere (``axo.nn.elsewhere.Elsewhere``).
+        block_gives: The same of a block.
+        table: Name of the table of token ids.
+        finish: Prepares the module of one stage; told whether it is the first and whether it is the last.
+    """
+
+    blocks: str
+    before: dict[str, str]
+    after: dict[str, str]
+    block_gives: str
+    table: str
+    finish: Callable[[Any, bool, bool], None]
+
+
+def family_of(model: nn.Module) -> Family:
+    """The family of ``model``.
+
+    Raises:
+        Refused: It is of none that is known.
+    """
+    for kind in map(_name, type(model).__mro__):
+        if kind in _KNOWN:
+            return _KNOWN[kind]
+    raise Refused(
+        f"pipeline: a {type(model).__qualname__} cannot be cut into stages by itself: known are litgpt.GPT, and of"
+        " transformers LlamaForCausalLM and GPT2LMHeadModel; of any other model make each stage's module by hand, and"
+        " give it to axo.pipeline.Stage"
+    )
+
+
+def _name(kind: type) -> str:
+    """``llama.LlamaForCausalLM`` for a class of transformers' models, ``litgpt.GPT`` for LitGPT's."""
+    where = kind.__module__.split(".")
+    if where[:2] == ["transformers", "models"] and len(where) > 3:
+        return f"{where[2]}.{kind.__name__}"
+    return f"litgpt.{kind.__name__}" if kind.__module__ in ("litgpt.model", "litgpt.lora") else ""
+
+
+def _litgpt(model: Any, first: bool, last: bool) -> None:
+    """What GPT.forward itself does to embeddings and to logits belongs to the stages that have them."""
+    changes = {} if first else {"scale_embeddings": False}
+    changes |= {} if last else {"final_logit_softcapping": None}
+    if any(getattr(model.config, name) != value for name, value in changes.items()):
+        model.config = copy.copy(model.config)
+        for name, value in changes.items():
+            setattr(model.config, name, value)
+
+
+class _Tensors:
+    """Mixed into the class of a Hugging Face model: one tensor comes in, one goes out."""
+
+    _takes: str
+
+    def forward(self, first: torch.Tensor) -> torch.Tensor:
+        """Token ids (rows, tokens), or the residual stream (rows, tokens, features) -> that, or logits."""
+        return super().forward(**{self._takes: first}, use_cache=False).logits  # type: ignore[misc]
+
+
+def _hugging_face(model: Any, first: bool, last: bool) -> None:
+    takes = {"_takes": "input_ids" if first else "inputs_embeds", "__module__": type(model).__module__}
+    model.__class__ = type(f"Stage{type(model).__name__}", (_Tensors, type(model)), takes)
+
+
+_LLAMA = Family(
+    "model.layers",
+    {"model.embed_tokens": "input"},
+    {"model.norm": "input", "lm_head": "input"},
+    "input",
+    "model.embed_tokens",
+    _hugging_face,
+)
+_GPT2 = Family(
+    "transformer.h",
+    {"transformer.wte": "input", "transformer.wpe": "zero", "transformer.drop": "input"},
+    {"transformer.ln_f": "input", "lm_head": "input"},
+    "tuple",
+    "transformer.wte",
+    _hugging_face,
+)
+_LITGPT = Family(
+    "transformer.h",
+    {"transformer.wte": "input"},
+    {"transformer.ln_f": "input", "lm_head": "input"},
+    "input",
+    "transformer.wte",
+    _litgpt,
+)
+_KNOWN = {"litgpt.GPT": _LITGPT, "llama.LlamaForCausalLM": _LLAMA, "gpt2.GPT2LMHeadModel": _GPT2}

@@ -1,0 +1,178 @@
+"""One stage of a pipeline on a grid, for the schedules of ``torch.distributed.pipelining``.
+
+    stage = axo.pipeline.Stage(module, comms, input_args=hidden, output_args=hidden)
+    schedule = Schedule1F1B(stage, 8, loss_fn=loss, scale_grads=False)
+
+What torch's own stage does otherwise, or cannot do:
+
+    shapes       are given; nothing is run to find them out
+    gradients    of the micro-batches of a step are added up on the rank and reduced once: behind the last backward
+                 pass, or at the end of the step where that is split in two phases
+    weights      that z cuts are gathered once a step, as far as the gather cache has room
+    two phases   (zero bubble) the input phase runs the graph once and puts the products for weights off; the weight
+                 phase computes these and nothing else: no collective, no recomputation, no product twice
+    scale        ``.grad`` is never divided: ``scale_grads=True`` would divide what earlier steps have accumulated again
+
+Messages travel between ranks that stand in the same place of their grids (``comms.pipeline_group``).
+
+Not here: cutting a model (``axo.pipeline.cut``), schedules by name (``axo.pipeline.schedule``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+from axo.comm.connect import Communicators
+from axo.overlap.model import engines, exchanges
+from axo.overlap.weight_phase import WeightPhase, Work
+
+Tensors = torch.Tensor | tuple[torch.Tensor, ...]
+
+
+class Stage(PipelineStage):
+    """A stage of a pipeline. Every rank of the grid makes its own.
+
+    Args:
+        submodule: What this stage computes; its layers are parallel over the stage's grid, or plain on one rank.
+        comms: What ``axo.connect(grid, pipeline=...)`` returned.
+        input_args, output_args: One micro-batch's inputs and outputs on this rank: tensors that have their shapes and
+            dtypes, on the meta device for example. What the first stage takes in only has to have the right number.
+        index: Which stage this is; default: ``comms.stage``.
+        num_stages: How many there are; default: ``comms.stages``. A multiple of it: several stages on a rank.
+        forward_context: Entered around each forward pass, such as ``partial(torch.autocast, "cpu", torch.bfloat16)``.
+
+    Raises:
+        ValueError: ``index`` is not of ``num_stages``, or these are not a multiple of ``comms.stages``.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        comms: Communicators,
+        input_args: Tensors,
+        output_args: Tensors,
+        *,
+        index: int | None = None,
+        num_stages: int | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        index = comms.stage if index is None else index
+        count = comms.stages if num_stages is None else num_stages
+        if count < 1 or count % comms.stages or not 0 <= index < count:
+            raise ValueError(
+                f"pipeline: stage {index} of {count} on pipeline={comms.stages} does not fit; use a multiple of"
+                f" {comms.stages} stages, and an index below it"
+            )
+        self._phase = WeightPhase()
+        self._work: Work = []
+        self._forward_context = forward_context
+        outputs = _differentiable(output_args, True)
+        self._given = [(tuple(one.shape), one.dtype) for one in outputs]
+        super().__init__(
+            submodule,
+            index,
+            count,
+            comms.device,
+            _differentiable(input_args, index > 0),
+            outputs,
+            group=comms.pipeline_group,
+            dw_builder=self._take_work,
+        )
+        self.comms = comms
+        self.rows = (input_args[0] if isinstance(input_args, tuple) else input_args).shape[0]
+        self._engines = engines(submodule)
+
+    def split_backward(self) -> None:
+        """Let the layers put their weights' products off where a schedule has two backward phases.
+
+        Called by the first backward pass that is split; a graph that was built before does not know of it.
+        """
+        for _, exchange in exchanges(self.submod):
+            exchange.weight_phase = self._phase
+
+    def clear_runtime_states(self) -> None:
+        """A step of a schedule begins."""
+        super().clear_runtime_states()
+        self.backward_state.clear()  # of a step that failed
+        self.dw_runner.clear()
+        if self.has_backward:
+            for engine in self._engines:
+                engine.hold()
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one micro-batch forward.
+
+        Raises:
+            ValueError: The output is not what ``output_args`` said, and would not fit where it is received.
+        """
+        with self._forward_context():
+            output = self.submod(*args, **kwargs)
+        if self.is_last:
+            return output
+        outputs = output if isinstance(output, tuple) else (output,)
+        got = [(tuple(one.shape), one.dtype) for one in outputs]
+        if got != self._given:
+            raise ValueError(
+                f"pipeline: stage {self.stage_index} gives {_shown(got)} and output_args said {_shown(self._given)};"
+                " every micro-batch must have as many rows and tokens as that, in that dtype"
+            )
+        whole = tuple(one.contiguous() for one in outputs)  # a message is contiguous
+        return whole if isinstance(output, tuple) else whole[0]
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """Run one micro-batch backward: all of it, or its input phase."""
+        if not full_backward:
+            self.split_backward()
+            with self._phase.opened() as self._work:
+                super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
+            return
+        if last_backward:
+            for engine in self._engines:
+                engine.stop_holding()
+        super().backward_one_chunk(bwd_chunk_id, loss, True, last_backward)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
+        """Run the graph of one micro-batch backward; gradients of inputs come as messages, contiguous."""
+        grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        return tuple(None if grad is None else grad.contiguous() for grad in grads), groups
+
+    def _take_work(self) -> Callable[[], None]:
+        """What torch's stage asks for after a backward pass: the rest of it, which is what was put off."""
+        work, self._work = self._work, []
+        return lambda: WeightPhase.run(work)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The step's backward passes are over: complete ``.grad``.
+
+        Raises:
+            ValueError: The schedule was made with ``scale_grads=True``.
+        """
+        if grad_scale_factor != 1:
+            raise ValueError(
+                "pipeline: scale_grads=True divides .grad at the end of every step, what earlier steps have accumulated"
+                " too; give the schedule scale_grads=False, and a loss that counts 1 / micro-batches"
+            )
+        for engine in self._engines:
+            engine.release()
+
+
+def _shown(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{shape} {dtype}" for shape, dtype in tensors)
+
+
+def _differentiable(tensors: Tensors, wanted: bool) -> tuple[torch.Tensor, ...]:
+    given = tensors if isinstance(tensors, tuple) else (tensors,)
+    return tuple(
+        torch.empty(one.shape, dtype=one.dtype, device="meta", requires_grad=wanted and one.is_floating_point())
+        for one in given
+    )

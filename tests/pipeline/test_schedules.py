@@ -1,0 +1,275 @@
+"""Schedules over stages on grids: gradients of accumulated steps equal serial torch; what each phase issues is counted.
+
+The oracle is litgpt's own model in one process, in plain torch. Gradients come out of the parallel stages as whole
+tensors, under the names of the whole model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from litgpt.config import Config
+from litgpt.model import GPT
+from torch.utils.checkpoint import checkpoint
+
+import axo
+from axo.nn.elsewhere import Elsewhere
+from axo.overlap import record
+from axo.overlap.weight_phase import WeightPhase
+from axo.pipeline.cut import part_of
+from tests.gpt import LLAMA, NEOX
+from tests.launcher import rank_outcomes, run_ranks
+from tests.nn.support import my_rows, serial_seed
+
+ROWS, TOKENS, STEPS = 16, 8, 2
+FOUR = {**LLAMA, "n_layer": 4, "n_embd": 32, "intermediate_size": 48, "n_head": 4, "n_query_groups": 2}
+EIGHT = {**FOUR, "n_layer": 8}
+# Sums in another order, in fp32: within 1e-6 of the largest gradient here. A wrong weight of a step is off by a half.
+LIMIT = 1e-5
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(40 + step)
+    return tuple(torch.randint(100, (ROWS, TOKENS), generator=generator) for _ in range(2))
+
+
+def serial_gradients(config, tie=False):
+    """Gradients of two accumulated steps, and the mean loss of each."""
+    model = GPT(Config(**config))
+    if tie:
+        model.lm_head.weight = model.transformer.wte.weight
+    serial_seed()
+    model.apply(model._init_weights)
+    losses = []
+    for step in range(STEPS):
+        ids, targets = batch(step)
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        losses.append(loss.item())
+    return {name: parameter.grad for name, parameter in model.named_parameters()}, losses
+
+
+def build(comms, name, config, *, microbatches=8, cuts="even", tie=False, gather_cache="all", zero=0, recompute=False):
+    """(this rank's part of the model, the schedule)."""
+    config = Config(**config)
+    with torch.device("meta"):
+        model = GPT(config)
+    if tie:
+        model.lm_head.weight = model.transformer.wte.weight
+    axo.parallelize(model, comms, gather_cache=gather_cache, zero=zero)
+    modules = axo.pipeline.split(model, comms, cuts, **axo.pipeline.layout(name))
+    serial_seed()
+    axo.init_weights(model, model._init_weights)
+    for block in model.transformer.h if recompute else ():
+        if not isinstance(block, Elsewhere):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    parts = comms.grid.z * comms.grid.data
+    stages = axo.pipeline.stages(modules, comms, rows=ROWS // microbatches // parts, tokens=TOKENS)
+    of_rows = axo.nn.CrossEntropyLoss(comms=comms, columns=config.padded_vocab_size)
+    loss = lambda logits, targets: of_rows(logits.flatten(0, 1), targets.flatten())  # noqa: E731
+    return model, axo.pipeline.schedule(name, stages, microbatches=microbatches, loss=loss)
+
+
+def accumulate(comms, schedule):
+    """Two steps into the same gradients; this rank's mean loss of each, where it has the last stage."""
+    found = []
+    for step in range(STEPS):
+        ids, targets = (my_rows(comms, tensor) for tensor in batch(step))
+        losses = []
+        schedule.step(ids, target=targets, losses=losses)
+        if losses:
+            found.append(torch.stack(losses).sum().item())
+    return found
+
+
+def compare(comms, model, expected, label):
+    """Each gradient of this stage, whole, against the serial one."""
+    seen, renamed = set(), part_of(model).renamed
+    for own, parameter in model.named_parameters():
+        name = renamed.get(own, own)
+        assert parameter.grad is not None, f"{label}: {name} has no gradient"
+        whole = axo.unshard_grad(parameter)
+        scale = expected[name].abs().max().item() + 1e-12
+        worst = (whole - expected[name]).abs().max().item() / scale
+        assert worst <= LIMIT, f"{label}: {name} is off by {worst:.1e} of its largest gradient"
+        seen.add(name)
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, seen)
+    assert set().union(*everywhere) == set(expected), f"{label}: some gradients are on no stage"
+
+
+def schedules_on(grid, stages, names, config, options):
+    dist.init_process_group("axo")
+    comms = axo.connect(grid, pipeline=stages)
+    torch.manual_seed(1000 + comms.rank)  # of no consequence: first values are those of the first rank of all
+    expected, losses = serial_gradients(config, options.get("tie", False))
+    for name in names:
+        model, schedule = build(comms, name, config, **options)
+        mine = accumulate(comms, schedule)
+        compare(comms, model, expected, f"{name} on {grid}")
+        if mine and comms.grid.z * comms.grid.data == 1:
+            assert mine == pytest.approx(losses, abs=1e-5), f"{name}: losses {mine} against {losses}"
+        norm = axo.clip_grad_norm_(model.parameters(), 1.0)
+        total = torch.stack([grad.double().square().sum() for grad in expected.values()]).sum().sqrt().item()
+        assert norm.item() == pytest.approx(total, rel=1e-5), f"{name}: norm {norm.item()} against {total}"
+        if options.get("zero"):
+            torch.optim.SGD(model.parameters(), 0.1).step()
+    comms.close()
+
+
+@pytest.mark.parametrize(
+    ("grid", "names", "config", "options"),
+    [
+        ("1x1x1x1", axo.pipeline.SCHEDULES, FOUR, {}),
+        ("2x1x1x1", ["1f1b", "zero-bubble"], {**NEOX, "n_layer": 4, "n_embd": 32, "n_head": 4}, {}),
+        ("1x2x1x1", ["gpipe", "zbv"], FOUR, {"tie": True}),
+        ("1x1x2x1", ["interleaved-1f1b", "zbv"], FOUR, {}),
+        ("1x1x1x2", ["looped-bfs", "dualpipev"], FOUR, {"zero": 1}),
+    ],
+)
+def test_gradients_of_accumulated_steps_equal_serial(grid, names, config, options):
+    run_ranks(schedules_on, 2 * axo.Grid.parse(grid).world_size, grid, 2, names, config, options, timeout=120)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("config", [FOUR, {**NEOX, "n_layer": 4, "n_embd": 32, "n_head": 4}], ids=["llama", "neox"])
+@pytest.mark.parametrize("grid", ["1x1x1x1", "2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2"])
+def test_every_schedule_on_every_axis(grid, config):
+    for options in ({}, {"recompute": True}, {"gather_cache": "none", "microbatches": 4}):
+        world = 2 * axo.Grid.parse(grid).world_size
+        run_ranks(schedules_on, world, grid, 2, axo.pipeline.SCHEDULES, config, options, timeout=240)
+
+
+@pytest.mark.soak
+def test_every_schedule_on_four_stages():
+    for options in ({"tie": True}, {"cuts": [1, 2, 5]}):
+        names = axo.pipeline.SCHEDULES if "tie" in options else ["gpipe", "1f1b"]
+        run_ranks(schedules_on, 4, "1x1x1x1", 4, names, EIGHT, options, timeout=240)
+
+
+# --- what is issued, and when -------------------------------------------------------------------------------------
+
+
+def phases(recompute):
+    """Counts of one step of zero bubble: (collectives of the weight phases, products by phase and layer)."""
+    dist.init_process_group("axo")
+    comms = axo.connect("2x1x2x1", pipeline=2)
+    model, schedule = build(comms, "zero-bubble", FOUR, recompute=recompute)
+    weights = [name for name, parameter in model.named_parameters() if parameter.dim() == 2]
+    ids, targets = (my_rows(comms, tensor) for tensor in batch(0))
+    run, inside, products, events = WeightPhase.run, [], Counter(), []
+
+    def counted(work):
+        before = len(events)
+        with axo.count_collectives() as counts:
+            run(work)
+        inside.append(counts.total().calls)
+        products.update(event.op for event in events[before:] if event.what == "compute")
+
+    for _ in range(2):
+        inside.clear()
+        products.clear()
+        WeightPhase.run = staticmethod(counted)
+        try:
+            with axo.count_collectives() as counts, record(model) as events:
+                schedule.step(ids, target=targets)
+        finally:
+            WeightPhase.run = staticmethod(run)
+        assert sum(inside) == 0, f"{sum(inside)} collectives in {len(inside)} weight phases"
+        layers = sum("wte" not in name for name in weights)  # the embedding has no product
+        assert products == {"dW": 8 * layers}, products
+        of_step = Counter(event.op for event in events if event.what == "compute")
+        forward = of_step.pop("forward")
+        assert of_step == {"dW": 8 * layers, "dI": 8 * layers} and forward >= 8 * layers, of_step
+        gathers, scatters = counts["all_gather", "z"].calls, counts["reduce_scatter", "z"].calls
+        assert gathers == scatters == len(weights), f"{gathers} gathers, {scatters} scatters, {len(weights)} weights"
+        torch.optim.SGD(model.parameters(), 0.1).step()
+
+
+def test_zero_bubbles_weight_phase_computes_and_nothing_else():
+    run_ranks(phases, 8, False, timeout=120)
+
+
+@pytest.mark.soak
+def test_zero_bubble_with_recomputation():
+    run_ranks(phases, 8, True, timeout=240)
+
+
+def gathers_by_cache(name):
+    dist.init_process_group("axo")
+    comms = axo.connect("1x1x2x1", pipeline=2)
+    found = []
+    for cache in ("all", "none"):
+        model, schedule = build(comms, name, FOUR, gather_cache=cache)
+        ids, targets = (my_rows(comms, tensor) for tensor in batch(0))
+        with axo.count_collectives() as counts:
+            schedule.step(ids, target=targets)
+        weights = sum(parameter.dim() == 2 for parameter in model.parameters())
+        table = hasattr(model.transformer.wte, "weight")
+        found.append((counts["all_gather", "z"].calls, counts["reduce_scatter", "z"].calls, weights, table))
+    return found
+
+
+def test_weights_are_gathered_once_a_step_and_gradients_reduced_once():
+    for (gathers, scatters, weights, _), (again, same, _, table) in run_ranks(gathers_by_cache, 4, "1f1b"):
+        assert gathers == scatters == same == weights
+        assert again == 8 * (2 * weights - table)  # the table is not wanted in backward
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+def wrong(case):
+    comms = axo.connect("1x1x1x1", pipeline=2, timeout=20)
+    config = {**FOUR, "n_layer": 1} if case == "too few blocks" else FOUR
+    options = {
+        "few": {"microbatches": 1},
+        "uneven rounds": {"microbatches": 5},
+        "too few cuts": {"cuts": []},
+        "beyond": {"cuts": [4]},
+        "words": {"cuts": "best"},
+    }
+    if case == "again":
+        model, _ = build(comms, "1f1b", FOUR)
+        axo.pipeline.split(model, comms)
+    elif case == "other model":
+        axo.pipeline.split(axo.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), comms, plan="auto"), comms)
+    elif case == "serial":
+        axo.pipeline.split(GPT(Config(**FOUR)), comms)
+    elif case == "rows":
+        _, schedule = build(comms, "1f1b", FOUR)
+        schedule.step(batch(0)[0][:7], target=batch(0)[1][:7])
+    elif case == "scaled":
+        model, schedule = build(comms, "1f1b", FOUR)
+        schedule.scale_grads = True
+        accumulate(comms, schedule)
+    else:
+        name = {"uneven rounds": "interleaved-1f1b", "name": "2f2b"}.get(case, "1f1b")
+        build(comms, name, config, **options.get(case, {}))
+
+
+MESSAGES = {
+    "few": "microbatches=1 are fewer than the 2 stages that '1f1b' must fill; use at least 2",
+    "uneven rounds": "microbatches=5 do not divide into 2; use a multiple of 2",
+    "name": "schedule='2f2b' is not known; use one of gpipe, 1f1b",
+    "too few blocks": "1 blocks over 2 stages leave a stage without layers; use at most 1 stages",
+    "too few cuts": "cuts=[] must be 1 whole numbers for 2 stages",
+    "beyond": "cuts=[4] leave a stage without layers, or go beyond the 4 blocks; they must rise from 1 to 3",
+    "words": "cuts='best' is not known; use 'even'",
+    "again": "the model has been split already",
+    "other model": "a Sequential cannot be cut into stages by itself: known are litgpt.GPT",
+    "serial": "the model holds no layer of this grid; call axo.parallelize(model, comms) first",
+    "rows": "inputs have 7 rows, and 8 micro-batches of 2 rows were announced; pass 16",
+    "scaled": "scale_grads=True divides .grad at the end of every step",
+}
+
+
+def test_bad_input_is_one_error_on_every_rank():
+    for case, message in MESSAGES.items():
+        for outcome in rank_outcomes(wrong, 2, case):
+            assert outcome.error in ("ValueError", "Refused") and message in outcome.message, outcome.describe()
