@@ -91,13 +91,18 @@ class Rank:
         local = _whole_number("LOCAL_RANK", rank)
         return cls(rank, world, local, _whole_number("LOCAL_WORLD_SIZE", world))
 
-    def check_grid(self, what: str, grid: Grid) -> None:
-        """Check that as many ranks were started as ``grid`` has.
+    def check_grid(self, what: str, grid: Grid, stages: int = 1) -> None:
+        """Check that as many ranks were started as ``grid`` has, in each of ``stages`` stages of a pipeline.
 
         Raises:
             ValueError: Others; ``what`` asked, and a grid that fits is named.
         """
-        if self.world_size != grid.world_size:
+        if stages > 1 and self.world_size != stages * grid.world_size:
+            raise ValueError(
+                f"{what}: grid {grid} in pipeline={stages} stages has {stages * grid.world_size} ranks, but"
+                f" {self.world_size} were started; start {stages * grid.world_size}"
+            )
+        if stages == 1 and self.world_size != grid.world_size:
             cubes = (other for other in Grid.all(self.world_size) if other.data == 1)
             even = min(cubes, key=lambda other: (other.x + other.y + other.z, -other.x, -other.y))
             raise ValueError(

@@ -26,6 +26,7 @@ from torch import nn
 from axo.checkpoint import safetensors
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
 from axo.checkpoint.state import communicators, placement_of
+from axo.nn.elsewhere import is_stage
 from axo.sharding import unshard
 
 
@@ -63,6 +64,11 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
 
 def _problem(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+    if is_stage(model):
+        return (
+            "save_pretrained: this model is one stage of a pipeline; save a checkpoint (axo.checkpoint.save), and load"
+            " it without stages"
+        )
     if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return (
             f"save_pretrained: {type(model).__qualname__} has no config of Hugging Face's; use axo.checkpoint.save, or,"

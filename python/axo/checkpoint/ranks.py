@@ -23,7 +23,12 @@ def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
                 f"checkpoint: {dist.get_world_size()} ranks, and the model has no parallel layer; pass comms="
             )
         return None
-    return comms.checkpoint_group if comms.grid.world_size > 1 else None
+    return comms.checkpoint_group if comms.everyone.size > 1 else None
+
+
+def number_of(comms: Communicators | None) -> int:
+    """This rank's number among those of all stages."""
+    return 0 if comms is None else comms.stage * comms.grid.world_size + comms.rank
 
 
 def rank_in(group: dist.ProcessGroup | None) -> int:

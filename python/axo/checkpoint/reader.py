@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
+from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.comm.connect import Communicators
 
@@ -80,15 +80,16 @@ def load(
     except (ValueError, OSError) as error:
         problem = str(error)
     found = agree(group, problem, found, path=given)  # rank 0's: another rank might find a newer one
+    others = _Elsewhere.of(model, optimizer, comms, group)
     try:
-        work = _open(found, model, optimizer, strict, verify)
+        work = _open(found, model, optimizer, strict, verify, others)
     except (ValueError, OSError) as error:
         problem = str(error)
     agree(group, problem)
     assert work is not None
     loaded = Loaded(work.path)
     try:
-        loaded = work.read(0 if comms is None else comms.rank, rng)
+        loaded = work.read(number_of(comms), rng)
     except ValueError as error:
         problem = str(error)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -97,10 +98,37 @@ def load(
     return loaded
 
 
+@dataclass(frozen=True)
+class _Elsewhere:
+    """What the other stages of a pipeline hold: the shapes of their tensors, and the parameters of their optimizers."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    optimized: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, model: nn.Module, optimizer: Optimizer | None, comms: Communicators | None, group: Any) -> _Elsewhere:
+        """Collective where there are several stages."""
+        if comms is None or comms.stages == 1:
+            return cls()
+        entries, aliases = state.model_entries(model)
+        shapes = _shapes(entries, state.MODEL)
+        shapes |= {alias: shapes[name] for alias, name in aliases.items()}
+        optimized: set[str] = set()
+        if optimizer is not None:
+            names = {id(parameter) for parameter in model.parameters()}
+            if all(id(one) in names for each in optimizer.param_groups for one in each["params"]):  # else refused later
+                optimized = {name for each in state.parameter_names(model, optimizer) for name in each}
+        told = share(group, (shapes, optimized))
+        joined: dict[str, tuple[int, ...]] = {}
+        for theirs, _ in told:
+            joined |= theirs
+        return cls(joined, frozenset().union(*(theirs for _, theirs in told)))
+
+
 class _File:
     """A plain state_dict, to be read into the model."""
 
-    def __init__(self, path: Path, model: nn.Module, strict: bool) -> None:
+    def __init__(self, path: Path, model: nn.Module, strict: bool, others: _Elsewhere) -> None:
         self.path, self.model, self.strict = path, model, strict
         self.values = read_state_dict(path)
         shapes = {name: tuple(value.shape) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
@@ -109,7 +137,7 @@ class _File:
             for name, value in model.state_dict(keep_vars=True).items()
             if isinstance(value, torch.Tensor)
         }
-        compare(path, "the model", shapes, wanted, strict)
+        compare(path, "the model", shapes, {**others.shapes, **wanted}, strict)
 
     def read(self, rank: int, rng: bool) -> Loaded:
         own = self.model.state_dict(keep_vars=True)
@@ -125,7 +153,15 @@ class _File:
 class _Folder:
     """A checkpoint, to be read into model and optimizer."""
 
-    def __init__(self, path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        strict: bool,
+        verify: bool,
+        others: _Elsewhere,
+    ) -> None:
         self.path, self.model, self.optimizer, self.verify = path, model, optimizer, verify
         self.metadata = read_metadata(path, verify)
         self.head = read_bytes(path, self.metadata, state.HEAD, verify)
@@ -134,21 +170,21 @@ class _Folder:
         saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
         wanted = _shapes(self.entries, state.MODEL)
         wanted |= {alias: wanted[name] for alias, name in aliases.items()}
-        compare(path, "the model", saved, wanted, strict)
+        compare(path, "the model", saved, {**others.shapes, **wanted}, strict)
         self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
         if optimizer is not None:
-            self._add_optimizer(optimizer)
+            self._add_optimizer(optimizer, others)
 
     def _known(self, entry: str) -> bool:
         name = entry.removeprefix(f"{state.MODEL}/")
         return entry in self.metadata.state_dict_metadata or name in self.head["aliases"]
 
-    def _add_optimizer(self, optimizer: Optimizer) -> None:
+    def _add_optimizer(self, optimizer: Optimizer, others: _Elsewhere) -> None:
         if state.OPTIMIZER not in self.metadata.state_dict_metadata:
             raise ValueError(f"checkpoint: {self.path} holds no optimizer; load without one")
         groups = read_bytes(self.path, self.metadata, state.OPTIMIZER, self.verify)["groups"]
         saved = {name for group in groups for name in group["params"]}
-        wanted = {name for group in state.parameter_names(self.model, optimizer) for name in group}
+        wanted = others.optimized.union(*state.parameter_names(self.model, optimizer))
         compare(self.path, "the optimizer", dict.fromkeys(saved, ()), dict.fromkeys(wanted, ()), True)
         self.entries |= state.optimizer_targets(self.model, optimizer, self.metadata)
 
@@ -182,15 +218,17 @@ def _find(path: Path) -> Path:
     return path if path.is_file() else folders.resolve(path)
 
 
-def _open(path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool) -> _File | _Folder:
+def _open(
+    path: Path, model: nn.Module, optimizer: Optimizer | None, strict: bool, verify: bool, others: _Elsewhere
+) -> _File | _Folder:
     meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if meta:
         raise ValueError(
             f"checkpoint: {meta[0]!r} has no storage (meta device); call model.to_empty(device=...) before load"
         )
     if not path.is_file():
-        return _Folder(path, model, optimizer, strict, verify)
-    file = _File(path, model, strict)
+        return _Folder(path, model, optimizer, strict, verify, others)
+    file = _File(path, model, strict, others)
     if optimizer is not None:
         raise ValueError(f"checkpoint: {path} is a plain state_dict and holds no optimizer; load without one")
     return file

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from axo.checkpoint.parts import Parts
 from axo.nn.dropout import Dropout
+from axo.nn.elsewhere import renamed
 from axo.placement import Placement
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
@@ -53,11 +54,18 @@ def placement_of(tensor: torch.Tensor) -> Placement | None:
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
-    """The entries of a model's ``state_dict``, and names that stand for a tensor already listed under another."""
+    """The entries of a model's ``state_dict``, and names that stand for a tensor already listed under another.
+
+    A tensor that two stages of a pipeline hold has one entry, that of the whole model.
+    """
     entries: dict[str, Any] = {}
     first: dict[int, str] = {}
     aliases: dict[str, str] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    in_whole = renamed(model)
+    for own, value in model.state_dict(keep_vars=True).items():
+        name = in_whole.get(own, own)
+        if name != own:
+            aliases[own] = name
         if not isinstance(value, torch.Tensor):
             entries[f"{MODEL}/{name}"] = value
         elif id(value) in first:
@@ -82,7 +90,8 @@ def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     Raises:
         ValueError: The optimizer holds a parameter that is not the model's.
     """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    in_whole = renamed(model)
+    names = {id(parameter): in_whole.get(name, name) for name, parameter in model.named_parameters()}
     found = []
     for number, group in enumerate(optimizer.param_groups):
         missing = [tuple(parameter.shape) for parameter in group["params"] if id(parameter) not in names]
@@ -167,6 +176,22 @@ def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata
                 device = parameter.device if saved.size else torch.device("cpu")
                 entries[entry] = Parts(torch.zeros(shape, dtype=saved.properties.dtype, device=device), placement)
     return entries
+
+
+def join_optimizers(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The ``optimizer`` entries of the stages of a pipeline as one: groups with the same options become one group."""
+    groups: list[dict[str, Any]] = []
+    values: dict[str, Any] = {}
+    for saved in of_stages:
+        values |= saved["values"]
+        for group in saved["groups"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            same = [one for one in groups if options == {key: value for key, value in one.items() if key != "params"}]
+            if same:
+                same[0]["params"] += [name for name in group["params"] if name not in same[0]["params"]]
+            else:
+                groups.append(options | {"params": list(group["params"])})
+    return {"groups": groups, "values": values}
 
 
 def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts, SavePlanner
-from axo.checkpoint.ranks import agree, checkpoint_group, rank_in, share
+from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 
@@ -144,6 +144,8 @@ def save(
     except (ValueError, OSError) as error:
         problem = str(error)
     agree(group, problem, folder=str(final.parent), name=name, step=step, keep=keep, run=run)
+    if comms is not None and comms.stages > 1:
+        _join_stages(entries, group)
     if rank_in(group) == 0:
         try:
             part = folders.Part(final, run)
@@ -209,15 +211,26 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
 def _entries(
     model: nn.Module, optimizer: Optimizer | None, step: int, extra: dict[str, Any] | None, comms: Communicators | None
 ) -> dict[str, Any]:
-    rank = 0 if comms is None else comms.rank
+    rank = number_of(comms)
     entries, aliases = state.model_entries(model)
     if optimizer is not None:
         entries |= state.optimizer_entries(model, optimizer)
     entries[f"{state.RNG}/{rank}"] = state.rng_state()
-    grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.grid.world_size)
+    grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.everyone.size)
     dropout = state.dropout_state(model)
     entries[state.HEAD] = head(step, grid=grid, ranks=ranks, aliases=aliases, dropout=dropout, extra=extra)
     return entries
+
+
+def _join_stages(entries: dict[str, Any], group: dist.ProcessGroup | None) -> None:
+    """Make what is no tensor say the same on all stages: that of the whole model."""
+    mine = entries[state.HEAD]
+    told = share(group, (mine["aliases"], mine["dropout"], entries.get(state.OPTIMIZER)))
+    for aliases, dropout, _ in told:
+        mine["aliases"] |= aliases
+        mine["dropout"] |= dropout
+    if state.OPTIMIZER in entries:
+        entries[state.OPTIMIZER] = state.join_optimizers([saved for _, _, saved in told if saved is not None])
 
 
 def head(

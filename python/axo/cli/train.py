@@ -34,7 +34,7 @@ def train(**given: Any) -> None:
     config = TrainConfig(**given)
     rank = Rank.from_environment()
     if rank is not None:
-        rank.check_grid("train", config.grid)  # before what takes seconds to import
+        rank.check_grid("train", config.grid, config.pipeline)  # before what takes seconds to import
     from axo.train import run
 
     outcome = run(config)

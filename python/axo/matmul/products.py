@@ -344,8 +344,9 @@ def _agreed(comms: Communicators) -> tuple[str, dict[str, Any]]:
     if comms.grid.world_size == 1 or not dist.is_initialized():  # nobody to agree with (axo.comm.recording)
         return mode, {}
     # Of these ranks: other stages, and grids on other parts of the world, count for themselves.
-    first = comms.ranks[comms.stage * comms.grid.world_size]
-    store = dist.PrefixStore(f"axo/tune/{first}", dist.distributed_c10d._get_default_store())
+    first = comms.stage * comms.grid.world_size
+    mine = hash(tuple(comms.ranks[first : first + comms.grid.world_size]))  # of integers: the same on all ranks
+    store = dist.PrefixStore(f"axo/tune/{mine}", dist.distributed_c10d._get_default_store())
     # How many grids have had layers in this process: equal on all ranks, since they build the same.
     key = f"grid{store.add(f'grids/{comms.rank}', 1)}"
     if comms.rank == 0:

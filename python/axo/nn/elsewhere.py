@@ -19,6 +19,8 @@ class Elsewhere(nn.Module):
         gives: What a call returns: ``"input"``, ``"tuple"`` (of the input alone), or ``"zero"``, for what is added.
     """
 
+    stands_for: nn.Module | None
+
     def __init__(self, stands_for: nn.Module | None = None, gives: str = "input") -> None:
         super().__init__()
         self.__dict__["stands_for"] = stands_for  # no child: its names are not of this stage
@@ -30,8 +32,7 @@ class Elsewhere(nn.Module):
         return (first,) if self.gives == "tuple" else first
 
     def extra_repr(self) -> str:
-        stands_for: Any = self.__dict__["stands_for"]
-        return "" if stands_for is None else type(stands_for).__name__
+        return "" if self.stands_for is None else type(self.stands_for).__name__
 
 
 def set_shared(model: nn.Module, names: dict[str, str], others: dict[str, str]) -> None:

@@ -32,7 +32,8 @@ class WeightPhase:
     @contextmanager
     def opened(self) -> Iterator[Work]:
         """Let layers put products off inside the block; gives where they go."""
-        self._work = work = []
+        work: Work = []
+        self._work = work
         try:
             yield work
         finally:

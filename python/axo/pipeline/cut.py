@@ -137,6 +137,11 @@ def split(
         raise ValueError("pipeline: the model has been split already; build it again")
     if not any(isinstance(module, ParallelLayer) and module.comms is comms for module in model.modules()):
         raise ValueError("pipeline: the model holds no layer of this grid; call axo.parallelize(model, comms) first")
+    if comms.arrangement.name != "axonn":
+        raise Refused(
+            f"pipeline: stages of algorithm={comms.arrangement.name!r} are not supported; use algorithm='axonn', or"
+            " pipeline=1"
+        )
     family = family_of(model)
     stages = comms.stages * stages_per_rank
     blocks: Any = model.get_submodule(family.blocks)

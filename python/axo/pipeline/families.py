@@ -72,8 +72,9 @@ def _name(kind: type) -> str:
 
 def _litgpt(model: Any, first: bool, last: bool) -> None:
     """What GPT.forward itself does to embeddings and to logits belongs to the stages that have them."""
-    changes = {} if first else {"scale_embeddings": False}
-    changes |= {} if last else {"final_logit_softcapping": None}
+    changes: dict[str, Any] = {} if first else {"scale_embeddings": False}
+    if not last:
+        changes["final_logit_softcapping"] = None
     if any(getattr(model.config, name) != value for name, value in changes.items()):
         model.config = copy.copy(model.config)
         for name, value in changes.items():

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import torch
 
-from axo import checkpoint
+from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
+from axo.pipeline.cut import bounds_of
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
 from axo.train.config import KEPT, PRECISIONS, TrainConfig
@@ -54,6 +55,8 @@ def check(config: TrainConfig) -> None:
             f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
             f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
         )
+    if config.pipeline > 1:
+        _check_pipeline(config, model.n_layer, rows.count // config.accumulate)
     vocabulary = data.BYTE_VOCABULARY
     if config.tokenizer is not None:
         vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
@@ -71,11 +74,30 @@ def check(config: TrainConfig) -> None:
         open_batches(config, data.ByteCorpus(files))
 
 
+def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
+    """Check the options of stages; ``rows`` are a rank's in one piece."""
+    if config.algorithm != "axonn":
+        raise ValueError(f"train: pipeline={config.pipeline} wants algorithm='axonn', got {config.algorithm!r}")
+    if config.offload != "none":
+        raise ValueError(
+            f"train: offload={config.offload!r} with pipeline={config.pipeline} is not supported; leave one out"
+        )
+    stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
+    bounds_of(blocks, stages, "even")
+    pipeline.check_microbatches(config.schedule, config.microbatches, config.pipeline)
+    if rows % config.microbatches:
+        raise ValueError(
+            f"train: microbatches={config.microbatches} do not divide the {rows} rows of a rank in a piece"
+            f" (batch-size={config.batch_size} over z*data={config.grid.z * config.grid.data}, in"
+            f" accumulate={config.accumulate} pieces); use a divisor of {rows}, or another batch-size"
+        )
+
+
 def _check_device(config: TrainConfig) -> None:
     place = check_device("train", config.device)
-    if place.index is not None and config.grid.world_size > 1:
+    if place.index is not None and config.ranks > 1:
         raise ValueError(
-            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.grid.world_size} ranks;"
+            f"train: device={config.device!r} is one device, and grid {config.grid} has {config.ranks} ranks;"
             f" use device={place.type!r}, which gives each rank its own"
         )
 

@@ -82,6 +82,11 @@ class TrainConfig:
     )  # fmt: skip
     grid: Grid = _option(Grid, RANKS, "Ranks on each axis.", metavar="XxYxZxDATA", text=str, read=Grid.parse)
     algorithm: str = _option("axonn", RANKS, "axonn; tesseract where x = y (z is its depth); summa: tesseract, z = 1.")
+    pipeline: int = _option(1, RANKS, "Stages, each of them a grid.", least=1)
+    schedule: str = _option(
+        "1f1b", RANKS, "Of the stages: gpipe, 1f1b, looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."
+    )
+    microbatches: int = _option(8, RANKS, "Micro-batches that fill the stages in each piece.", least=1)
     threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
     data: tuple[str, ...] = _option(
         (), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...", text=list[str], read=tuple
@@ -133,6 +138,11 @@ class TrainConfig:
         None, OUTPUT, "Dense peak of a rank's device, for MFU.", least=0, open_below=True
     )
     compare_serial: bool = _option(False, OUTPUT, "Train on one rank without Axo too, and compare.")
+
+    @property
+    def ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.grid.world_size * self.pipeline
 
     @property
     def last_lr(self) -> float:

@@ -57,7 +57,7 @@ class TrainLog:
         kept = _lines_before(self.path, start)
         self._file = open(self.path, "w", encoding="utf-8")
         self._file.writelines(kept)
-        self._ranks = config.grid.world_size
+        self._ranks = config.ranks
         self._flops = _Flops.of(config, shape)
         device = device_name(config.device)
         self._peak = config.peak_tflops or peak_tflops(device, config.precision)
@@ -69,6 +69,7 @@ class TrainLog:
                 "tokens": tokens,
                 "versions": versions(),
                 "grid": str(config.grid),
+                "pipeline": config.pipeline,
                 "ranks": self._ranks,
                 "transport": transport,
                 "device": device,

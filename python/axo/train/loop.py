@@ -7,6 +7,9 @@ One step, on a rank with D data ranks (z*data; Tesseract: x*z*data) and n tokens
                      backward                                    gradients come back averaged over the D ranks
     clip the gradient norm, AdamW
 
+With stages a piece is one step of a schedule of ``axo.pipeline``, whose micro-batches go through the stages; the last
+stage has the losses.
+
 The weight D/n makes unequal local batches exact: what counts is tokens, not ranks. One all-reduce of a few doubles a
 step brings the loss of all ranks and each axis' blocked time together. Reading a loss waits for the device, so that is
 left to the lines of the log. Not here: files, pictures, terminals (``log``, ``plot``, ``progress``), launching
@@ -27,6 +30,7 @@ import torch
 from litgpt.model import GPT
 
 import axo
+from axo import pipeline
 from axo.errors import user_message
 from axo.grid import AXES
 from axo.train import data, models
@@ -77,11 +81,14 @@ class Trainer:
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
         offload = offload_of(config)
-        self.model = build_model(config, comms) if model is None else model
+        self.model, modules = build_model(config, comms) if model is None else (model, [])
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
+        self._schedule = self._build_schedule(modules) if modules else None
+        self._weight = 0.0  # of a token's loss in the piece under way
+        self._total: torch.Tensor  # of this rank's token losses
         adamw = offload.adamw if offload.optimizer or offload.parameters else torch.optim.AdamW
         self.optimizer = build_optimizer(self.model, config, adamw)
         self.scaler = axo.GradScaler(enabled=scales(config), comms=comms)
@@ -105,7 +112,7 @@ class Trainer:
                 write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
             except OSError as error:  # a full disk is no reason to end a run
                 print(f"axo train: the trace is not written: {user_message(error)}", file=sys.stderr)
-        self.comms.world.barrier()  # or the others would wait for rank 0 inside the next step
+        self.comms.everyone.barrier()  # or the others would wait for rank 0 inside the next step
         return step
 
     def step(self, index: int) -> Step:
@@ -126,10 +133,10 @@ class Trainer:
             + [now - before for now, before in zip(self._blocked(), blocked, strict=True)]
         )
         self.comms.poll()  # the host has seen the end of the step: a NaN may be rows that a peer never sent
-        world = self.comms.grid.world_size
+        world = self.comms.everyone.size
         step = Step(
             index=index,
-            loss=total[0] / (world // self.comms.data_ranks) / counted,  # as many ranks hold the same rows
+            loss=total[0] / (self.comms.grid.world_size // self.comms.data_ranks) / counted,  # so many have these rows
             lr=lr,
             grad_norm=float(norm),
             seconds=time.perf_counter() - started,
@@ -152,7 +159,8 @@ class Trainer:
                 target of -100 counts for nothing.
 
         Returns:
-            The sum of this rank's token losses, and the tokens of all data ranks that count.
+            The sum of this rank's token losses (0 on a rank without the last stage), and the tokens of all data ranks
+            that count.
         """
         grid, ranks = self.comms.grid, self.comms.data_ranks
         count = (targets != -100).sum().reshape(1)
@@ -160,16 +168,38 @@ class Trainer:
             if grid.size(axis) > 1:
                 self.comms.axis(axis).all_reduce(count)
         tokens = int(count)
-        total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        self._total = torch.zeros((), dtype=torch.float64, device=targets.device)
+        self._weight = ranks / tokens
         pieces = self.config.accumulate
         for piece_in, piece_out in zip(inputs.tensor_split(pieces), targets.tensor_split(pieces), strict=True):
+            if self._schedule is not None:
+                self._schedule.step(piece_in, target=piece_out)
+                continue
             with autocast(self.config):
                 logits = self.model(piece_in)
-            loss = self.loss(logits.flatten(0, 1), piece_out.flatten())
-            self.scaler.scale(loss * (ranks / tokens)).backward()
-            total += loss.detach().double()
+            loss = self._loss_of(logits, piece_out)
+            loss.backward()
             del logits, loss  # or they would stay while the next piece makes its own
-        return total, tokens
+        return self._total, tokens
+
+    def _loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """What backward begins with, (rows, seq_len, V/Gx), (rows, seq_len) -> a scalar."""
+        loss = self.loss(logits.flatten(0, 1), targets.flatten())
+        self._total += loss.detach().double()
+        return self.scaler.scale(loss * self._weight)
+
+    def _build_schedule(self, modules: list[torch.nn.Module]) -> pipeline.Schedule:
+        config = self.config
+        stages = pipeline.stages(
+            modules,
+            self.comms,
+            rows=self.rows.count // config.accumulate // config.microbatches,
+            tokens=config.seq_len,
+            forward_context=partial(autocast, config),
+        )
+        return pipeline.schedule(
+            config.schedule, stages, microbatches=config.microbatches, loss=self._loss_of, mean=False
+        )
 
     def update(self) -> torch.Tensor:
         """Clip the gradients, step, and drop them; their norm before clipping."""
@@ -188,8 +218,8 @@ class Trainer:
 
     def _share(self, values: list[float]) -> list[float]:
         vector = torch.tensor(values, dtype=torch.float64, device=self.comms.device)
-        if self.comms.grid.world_size > 1:
-            self.comms.world.all_reduce(vector)
+        if self.comms.everyone.size > 1:
+            self.comms.everyone.all_reduce(vector)
         return vector.tolist()
 
 
@@ -219,14 +249,20 @@ def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
     return model
 
 
-def build_model(config: TrainConfig, comms: axo.Communicators) -> GPT:
+def build_model(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, list[torch.nn.Module]]:
     """Build the run's model as this rank's shards; the whole model never exists on a rank.
+
+    Returns:
+        The model, or this rank's part of it; and its stages, where there are several.
 
     Raises:
         ValueError: The plan cannot split this configuration on this grid.
     """
     model = build_shards(config, comms)
+    modules: list[torch.nn.Module] = []
+    if config.pipeline > 1:
+        modules = pipeline.split(model, comms, **pipeline.layout(config.schedule))
     torch.manual_seed(config.seed)
     axo.init_weights(model, model._init_weights, offload=offload_of(config))  # LitGPT's own, layer by layer
     finish_model(model, config)
-    return model
+    return model, modules

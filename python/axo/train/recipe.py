@@ -96,6 +96,8 @@ def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
         model.to(torch.bfloat16)
     if config.recompute:
         for block in model.get_submodule("transformer.h").children():
+            if not any(True for _ in block.parameters()):
+                continue  # another stage has it
             block.forward = partial(  # type: ignore[method-assign]
                 checkpoint, block.forward, use_reentrant=False, context_fn=partial(_keeping, config.recompute_keeps)
             )

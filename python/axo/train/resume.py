@@ -88,7 +88,7 @@ class Checkpoints:
     def _newest(self) -> Path | None:
         """This run's newest checkpoint. Rank 0 looks: the others might see the folder later."""
         mine = others = None
-        if self._trainer.comms.rank == 0:
+        if self._trainer.comms.everyone.rank == 0:
             mine, others = checkpoint.latest(self._folder, run=self._run.id), checkpoint.latest(self._folder)
         found, other = (checkpoint.share_path(self._trainer.comms, path) for path in (mine, others))
         if found is None and other is not None:

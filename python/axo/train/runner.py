@@ -76,7 +76,7 @@ def run(config: TrainConfig) -> Outcome | None:
     open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
     return launch_local(
         train_rank,
-        config.grid.world_size,
+        config.ranks,
         config,
         fork=torch.device(config.device).type == "cpu",
         terminate=saves(config),
@@ -92,9 +92,9 @@ def check_devices(config: TrainConfig) -> None:
     if torch.device(config.device).type == "cpu":
         return
     count = torch.accelerator.device_count()
-    if config.grid.world_size > count:
+    if config.ranks > count:
         raise ValueError(
-            f"train: grid {config.grid} has {config.grid.world_size} ranks and this machine {count} of device"
+            f"train: grid {_shown(config)} has {config.ranks} ranks and this machine {count} of device"
             f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
         )
 
@@ -107,12 +107,12 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     """
     rank = Rank.from_environment()
     assert rank is not None
-    rank.check_grid("train", config.grid)
+    rank.check_grid("train", config.grid, config.pipeline)
     set_threads(config.threads, rank.local_world_size)
     batches, problem = _prepare(config)
     with ExitStack() as held:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
-        with axo.connect(config.grid, device=config.device) as comms:
+        with axo.connect(config.grid, device=config.device, pipeline=config.pipeline) as comms:
             agree(comms, problem)
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
@@ -139,7 +139,7 @@ def agree(comms: axo.Communicators, problem: str) -> None:
     mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
     text = problem.encode()[:_MESSAGE_BYTES]
     mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    theirs = comms.world.all_gather(mine.to(comms.device)).cpu()
+    theirs = comms.everyone.all_gather(mine.to(comms.device)).cpu()
     messages = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in theirs]
     wrong = {rank: message for rank, message in enumerate(messages) if message}
     if wrong:
@@ -161,10 +161,10 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
     checkpoints = Checkpoints(config, trainer, run)
     start, losses = checkpoints.resume()
     log, display = None, None
-    if comms.rank == 0:
+    if comms.everyone.rank == 0:
         shape = models.shape_of(models.resolve(config.model, config.model_overrides))
         log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
-        display = Display(Console(), f"axo {config.grid}", config.steps)
+        display = Display(Console(), f"axo {_shown(config)}", config.steps)
     started, stopped = time.perf_counter(), False
     with display or nullcontext(), checkpoints:
         for step in trainer.run(start):
@@ -199,7 +199,7 @@ def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> 
     plot.draw(
         out / plot.PLOT_NAME,
         losses,
-        title=f"{config.model} on {config.grid}",
+        title=f"{config.model} on {_shown(config)}",
         subtitle=_subtitle(config, training.start, seconds),
         vocabulary=vocabulary,
         serial=serial,
@@ -219,13 +219,17 @@ def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> 
     )
 
 
+def _shown(config: TrainConfig) -> str:
+    return str(config.grid) if config.pipeline == 1 else f"{config.grid} in {config.pipeline} stages"
+
+
 def _tail(losses: list[float]) -> float:
     tail = losses[-TAIL:]
     return sum(tail) / len(tail)
 
 
 def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
-    ranks = config.grid.world_size
+    ranks = config.ranks
     took = f"{config.steps} steps" if start else f"{config.steps} steps in {seconds:.0f} s"
     return (
         f"{ranks} rank{'s' if ranks > 1 else ''} · {config.precision} · {config.batch_size} rows of "

@@ -131,15 +131,16 @@ def _layers(issued: list[Observed], events: Events) -> dict[int, str]:
 
 def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
     """All ranks' spans on rank 0, None elsewhere. Every rank must call it."""
-    if comms.grid.world_size == 1:
+    everyone = comms.everyone
+    if everyone.size == 1:
         return [mine]
     text = torch.tensor(list(json.dumps([vars(span) for span in mine]).encode()), dtype=torch.uint8)
     length = torch.tensor([text.numel()], dtype=torch.int64)
-    lengths = comms.world.all_gather(length.to(comms.device)).tolist()
+    lengths = everyone.all_gather(length.to(comms.device)).tolist()
     padded = torch.zeros(1, max(lengths), dtype=torch.uint8)
     padded[0, : text.numel()] = text
-    theirs = comms.world.all_gather(padded.to(comms.device)).cpu()
-    if comms.rank != 0:
+    theirs = everyone.all_gather(padded.to(comms.device)).cpu()
+    if everyone.rank != 0:
         return None
     rows = (bytes(row[:length].tolist()) for row, length in zip(theirs, lengths, strict=True))
     return [[Span(**span) for span in json.loads(row)] for row in rows]

@@ -1,0 +1,82 @@
+"""Training runs in stages: losses equal the serial run's; checkpoints load on other stages, other grids and on none."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from axo import checkpoint
+from axo.grid import Grid
+from axo.train import TrainConfig, models, runner
+from axo.train.check import check, open_batches, open_corpus
+from axo.train.serial import train_serial
+from tests.launcher import run_ranks
+from tests.train.test_train import SMALL, small, text
+
+__all__ = ["text"]  # a fixture
+
+TIED = {**SMALL, "n_layer": 4}
+
+
+def losses_of(config: TrainConfig) -> list[float]:
+    outcome = runner.train_rank(config)
+    return outcome.losses if outcome else []
+
+
+def staged(text: str, **options: Any) -> TrainConfig:
+    usual = {"model_overrides": TIED, "batch_size": 16, "seq_len": 16, "steps": 4, "microbatches": 4}
+    return small(text, **(usual | options))
+
+
+@pytest.mark.parametrize(
+    ("grid", "schedule", "options"),
+    [("1x1x2x1", "zero-bubble", {"recompute": True}), ("1x2x1x1", "1f1b", {"accumulate": 2, "goldfish_k": 4})],
+)
+def test_losses_equal_serial(text: str, grid: str, schedule: str, options: dict[str, Any]) -> None:
+    config = staged(text, grid=Grid.parse(grid), pipeline=2, schedule=schedule, **options)
+    found = run_ranks(losses_of, 4, config)[0]
+    expected = list(train_serial(config, open_batches(config, open_corpus(config))))
+    assert found == pytest.approx(expected, abs=1e-4) and len(found) == 4
+    header = json.loads((Path(config.out) / "log.jsonl").read_text().splitlines()[0])
+    assert (header["ranks"], header["pipeline"]) == (4, 2)
+
+
+def test_any_stages_load_what_any_stages_saved(text: str, tmp_path: Path) -> None:
+    """Three steps in two stages; then three more in one stage, in stages in a V, and on another grid: one curve."""
+    at_once = run_ranks(losses_of, 1, staged(text, steps=6, out=str(tmp_path / "a")))[0]
+    out = tmp_path / "b"
+    config = staged(text, steps=6, save_every=3, keep=9, out=str(out), pipeline=2, grid=Grid(1, 1, 2, 1))
+    assert run_ranks(losses_of, 4, config)[0] == pytest.approx(at_once, abs=1e-4)
+    saved = out / "checkpoints" / "step-00000003"
+    again = dataclasses.replace(config, save_every=0, resume=str(saved))
+    curves = {
+        "one stage": (2, {"pipeline": 1, "grid": Grid(2, 1, 1, 1)}),
+        "in a V": (2, {"schedule": "zbv", "grid": Grid()}),
+    }
+    for what, (ranks, options) in curves.items():
+        assert run_ranks(losses_of, ranks, dataclasses.replace(again, **options))[0] == pytest.approx(
+            at_once, abs=1e-4
+        ), what
+    whole = checkpoint.consolidate(saved, tmp_path / "whole.pth")
+    values = torch.load(whole)
+    serial = models.build_empty(models.resolve(config.model, config.model_overrides)).state_dict()
+    assert {name: value.shape for name, value in values.items()} == {name: each.shape for name, each in serial.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"schedule": "2f2b"}, r"schedule='2f2b' is not known; use one of gpipe"),
+        ({"microbatches": 1}, r"microbatches=1 are fewer than the 2 stages"),
+        ({"microbatches": 3}, r"microbatches=3 do not divide the 16 rows of a rank in a piece"),
+        ({"schedule": "zbv", "pipeline": 4}, r"4 blocks over 8 stages leave a stage without layers; use at most 4"),
+    ],
+)
+def test_options_are_checked_before_ranks_start(text: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check(staged(text, **({"pipeline": 2} | change)))
