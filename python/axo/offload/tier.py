@@ -7,9 +7,6 @@ A mapped file costs no memory of its own: the kernel keeps its pages in memory w
 and drops them when there is not. The file has no name, so nothing is left however a process ends. Its whole length is
 reserved on the disk before it is used, so a full disk is an error of that call and never one of a later write.
 
-In a control group with a memory limit the kernel cannot drop pages that are not yet written out, and may end the
-process before it has written them. So what was changed is written out, and waited for, each eighth of the limit.
-
 Not here: what lies there, and when it is copied.
 """
 
@@ -28,7 +25,6 @@ import torch
 _libc = ctypes.CDLL(None, use_errno=True)
 PAGE = mmap.PAGESIZE
 _KEPT_PASSES = 2
-_MS_SYNC = 4
 
 
 class Tier(Protocol):
@@ -64,9 +60,6 @@ class MappedFiles:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder).absolute()
         self._held = 0
-        limit = memory_limit()
-        self._most_unwritten = None if limit is None else limit // 8
-        self._changed: list[tuple[int, int]] = []  # addresses and bytes
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             os.close(_nameless_file(self.folder))
@@ -102,33 +95,6 @@ class MappedFiles:
 
     def rest(self, tensor: torch.Tensor) -> None:
         _advise(tensor, mmap.MADV_DONTNEED)  # of a mapped file: the pages stay in the file, the process lets them go
-        if self._most_unwritten is None:
-            return
-        self._changed.append((tensor.data_ptr(), tensor.nbytes))
-        if sum(size for _, size in self._changed) > self._most_unwritten:
-            for address, size in self._changed:  # one that is no longer mapped is an error without consequence
-                start = address // PAGE * PAGE
-                _libc.msync(ctypes.c_void_p(start), ctypes.c_size_t(address + size - start), _MS_SYNC)
-            self._changed.clear()
-
-
-def memory_limit() -> int | None:
-    """Bytes that the control groups of this process allow it, the tightest; None: they set no limit."""
-    limits: list[str] = []
-    try:
-        for line in Path("/proc/self/cgroup").read_text().splitlines():
-            _, controllers, path = line.split(":", 2)
-            if "memory" in controllers.split(","):
-                lines = Path(f"/sys/fs/cgroup/memory{path}/memory.stat").read_text().splitlines()
-                limits += [each.split()[1] for each in lines if each.startswith("hierarchical_memory_limit")]
-            elif not controllers:
-                group = Path(f"/sys/fs/cgroup{path}")
-                files = [folder / "memory.max" for folder in (group, *group.parents)]
-                limits += [file.read_text().strip() for file in files if file.exists()]
-    except (OSError, ValueError):  # seen from inside a container that shows other paths
-        return None
-    numbers = [int(limit) for limit in limits if limit.isdecimal() and int(limit) < 1 << 60]
-    return min(numbers, default=None)
 
 
 class PinnedMemory:
