@@ -3,10 +3,10 @@
     axo bench plan_validation --seconds 200          again, until it says that all grids are measured
 
 Four "hosts" of two CPU ranks on this machine (axo.comm.hosts.simulate); what leaves one is held to --limit bytes a
-second by sleeping, so that a step is communication for the most part and other load on the machine matters little. First what
-`axo profile` measures is measured on the same ranks and the same link, and kept as a machine file; nothing is fitted to
-the 20 results. Then every grid trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the slowest rank's
-seconds, the median of the counted steps of all passes.
+second by sleeping, so that a step is communication for the most part and other load on the machine matters little.
+First what `axo profile` measures is measured on the same ranks and the same link, and kept as a machine file; nothing
+is fitted to the 20 results. Then every grid trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the
+slowest rank's seconds, the median of the counted steps of all passes.
 
 Predictions: the planner's closed form, the simulator, and the closed form with one bandwidth for every axis, without
 placement. What is measured already stays in --state, so a run of limited time goes on where the last one ended.

@@ -114,7 +114,7 @@ def test_roles_are_shapes_and_every_axis_has_peers() -> None:
     case = config("4x2x8x4", batch_size=32)
     roles = dryrun.representatives(case)
     assert sum(roles.values()) == case.grid.world_size
-    assert {0, 1, 3, 4, 8, 56, 64, 192, 255} <= set(roles)
+    assert {0, 1, 3, 4, 8, 64} <= set(roles)
     assert dryrun.representatives(config("2x2x2x1")).keys() == set(range(8))
 
 

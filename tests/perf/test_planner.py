@@ -71,10 +71,14 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     assert held.gathered == pytest.approx(2 * 2 * 12 * 7168**2, rel=1e-3)  # biases are not gathered with them
     rows, h = 8 * 2048, 7168
     last = 4 * rows * h + 8 * rows + 2 * rows * h + 2 * rows * 50304 + (8 + 8) * rows
-    assert held.kept == 32 * 4 * rows * h + last + 8 * rows
-    begins, ends = held.weights + held.optimizer + held.gathered + held.kept + held.working, 18 * shard
-    assert held.moments == {"backward begins": begins, "backward ends": pytest.approx(ends)}
-    assert held.total == max(begins, ends) * (1 + memory.SLACK) + memory.RESERVED
+    assert held.kept == 32 * 4 * rows * h + 8 * rows
+    assert held.head == last + 2 * rows * h + 2 * 50304 * h, "saved, its input's gradient, the gathered weight"
+    assert held.under_way == 2 * 50304 * h, "the head's gradient, the largest, on its way to z"
+    early = held.weights + held.optimizer + held.gathered + held.kept + held.under_way
+    ends = pytest.approx(18 * shard)
+    moments = {"at the loss": early + held.head, "blocks run backward": early + held.working, "backward ends": ends}
+    assert held.moments == moments
+    assert held.total == max(held.moments.values()) * (1 + memory.SLACK) + memory.RESERVED
     several = memory.estimate(asked.workload, Grid(z=64), Run(2**20, micro_batches=2))
     assert several.accumulates and several.kept < held.kept, "gradients of the first micro-batch are there too"
     for stage in (0, 1, 2):

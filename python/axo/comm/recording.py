@@ -6,14 +6,16 @@
 
 Tensors without values (``torch._subclasses.FakeTensor``) keep their shapes. For tensors with values every peer holds
 what this rank holds: a sum is the size times it, a gather repeats it. So checks that ranks agree pass, and code that
-reads values goes on. A pending operation counts as under way until somebody waits for it, and keeps its tensors till
-then. Not here: what the collectives cost, and anything that depends on what peers really hold.
+reads values goes on. A pending operation counts as under way until somebody waits for it or two later ones of its
+communicator have been issued, and keeps its tensors till then. Not here: what the collectives cost, and anything that
+depends on what peers really hold.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from axo.comm.work import Work
 from axo.grid import Grid
 
 TRANSPORT = "recording"
+_AT_ONCE = 2  # operations of one communicator that count as under way
 _INSIDE = ("axo.comm.", "axo.overlap.", "axo.matmul.", "axo.nn.", "torch.")
 
 
@@ -92,6 +95,7 @@ class RecordingCommunicator(Communicator):
     def __init__(self, rank: int, size: int, *, name: str, axis: str, issued: list[Issued]) -> None:
         super().__init__(None, name=name, axis=axis)
         self.rank, self.size, self.transport, self.issued = rank, size, TRANSPORT, issued
+        self._under_way: deque[_UnderWay] = deque()
 
     def all_reduce(
         self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
@@ -200,7 +204,11 @@ class RecordingCommunicator(Communicator):
         if not async_op:
             watch.add(self.axis, start, None)
             return target
-        return self._pending(Work(self, _UnderWay(source, target), target, ()), target, True)
+        self._under_way.append(_UnderWay(source, target))
+        work = Work(self, self._under_way[-1], target, ())
+        if len(self._under_way) > _AT_ONCE:
+            self._under_way.popleft().wait()
+        return self._pending(work, target, True)
 
 
 _NOT_RECORDED = (

@@ -6,15 +6,18 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
     weights    w S             gradients  w S             optimizer  2 w S (AdamW's moments)
                with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data
     buckets    c S             gradients as they are reduced; at the end of backward .grad is made of them
+    under way  the first bucket that goes over data, and a layer's gradient between its product and z
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
                two blocks (OAG gathers the next one ahead), or the largest layer
     kept       s r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
     working    of backward: the tensors that a checkpointed block saves when it runs again, and the gradients that flow
-               through its largest layer; that of the logits takes their place
+               through its largest layer
+    head       the last norm, head and loss: what they save (logits: c r V / Gx, in which their gradient is put), the
+               gathered weight, the gradient of their input
 
-Two moments are compared. When backward begins everything saved is there, and gradients only where earlier micro-batches
-left them (``zero_grad`` drops them). When it ends nothing saved is left, and gradients are there twice: in buckets and
-in .grad.
+Three moments are compared. When the loss is there, everything saved is there too, and gradients only where earlier
+micro-batches left them (``zero_grad`` drops them). When blocks run backward, what the head held is gone. When backward
+ends nothing saved is left, and gradients are there twice: in buckets and in .grad.
 
 Saved tensors are counted from the layers: a linear layer saves its input in c, a norm its own in s and its statistics,
 attention q, k, v, its output and a logarithm a head, an activation what its derivative needs; what two layers read is
@@ -24,6 +27,7 @@ The allocator's waste is a flat share (`SLACK`), the communication library's and
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from axo.grid import Grid
@@ -34,6 +38,7 @@ from axo.perf.workload import Block, Layer, Workload
 
 GIB = 2.0**30
 FP32 = 4  # bytes; of statistics
+IN_FLIGHT = 1  # layers whose gradients are computed or being scattered over z at the fullest moment
 SLACK = 0.05
 RESERVED = 2 * GIB
 
@@ -52,14 +57,20 @@ class Memory:
     gathered: float
     kept: float
     working: float
+    head: float
+    under_way: float
     accumulates: bool = False
 
     @property
     def moments(self) -> dict[str, float]:
-        """Bytes at the two moments of which one is the fullest."""
+        """Bytes at the three moments of which one is the fullest."""
         always = self.weights + self.optimizer
-        begins = always + self.gathered + self.kept + self.working + self.gradients * self.accumulates
-        return {"backward begins": begins, "backward ends": always + self.gradients + self.buckets}
+        early = always + self.gathered + self.kept + self.under_way + self.gradients * self.accumulates
+        return {
+            "at the loss": early + self.head,
+            "blocks run backward": early + self.working,
+            "backward ends": always + self.gradients + self.buckets,
+        }
 
     @property
     def total(self) -> float:
@@ -75,16 +86,22 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up."""
     rows = chunk(run.group_rows(grid), grid.z)
     shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
-    kept = working = 0.0
+    kept = working = head = largest = 0.0
     for block in workload.blocks:
         all_saved = sum(saved(layer, grid, rows, run) for layer in block.layers)
-        if block.checkpointed:
-            kept += block.repeat * block_input(block, grid, rows, run)
-        else:
-            kept += block.repeat * all_saved
-        head = any(layer.kind == "loss" for layer in block.layers)
-        flowing = max(gradients_through(layer, grid, rows, run, head=head) for layer in block.layers)
-        working = max(working, flowing + all_saved * block.checkpointed)
+        linear = [layer for layer in block.layers if layer.kind == "linear"]
+        largest = max(largest, *(float(layer.parameters) for layer in linear), 0.0)
+        if any(layer.kind == "loss" for layer in block.layers):
+            flowing = sum(run.itemsize * rows * chunk(layer.in_features, grid.y) for layer in linear)
+            head += all_saved + flowing + _read(linear, grid, run)
+            continue
+        flows = [
+            gradients_through(layer, grid, rows, run)
+            for layer in block.layers
+            if not (block.checkpointed and layer.kind == "norm")  # when a norm's turn comes half of the block is gone
+        ]
+        kept += block.repeat * (block_input(block, grid, rows, run) if block.checkpointed else all_saved)
+        working = max(working, max(flows) + all_saved * block.checkpointed)
     reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
     copied = run.itemsize != run.weights and not silent
@@ -96,21 +113,31 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
         gathered=gathered(workload, grid, run),
         kept=kept,
         working=working,
+        head=head,
+        under_way=(min(run.itemsize * shard, run.bucket_bytes) if grid.data > 1 else 0.0)
+        + (IN_FLIGHT * run.itemsize * largest / (grid.x * grid.y) if grid.z > 1 else 0.0),
         accumulates=run.micro_batches > 1 or silent,
     )
 
 
 def gathered(workload: Workload, grid: Grid, run: Run) -> float:
-    """Bytes of weights as products read them: gathered over z, or cast where z does not cut them."""
+    """Bytes of the blocks' weights as products read them: gathered over z, or cast where z does not cut them."""
+    blocks = [block for block in workload.blocks if all(layer.kind != "loss" for layer in block.layers)]
+    linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in blocks]
+    if run.cached_gathers:
+        every = sum(block.repeat * _read(layers, grid, run) for block, layers in zip(blocks, linear, strict=True))
+        copied = run.itemsize * workload.copied(grid) / (grid.x * grid.y) if every else 0.0
+        return run.cached_gathers * (every + copied)
+    if grid.z > 1 and "oag" in run.overlap:
+        return 2.0 * max(_read(layers, grid, run) for layers in linear)
+    return max(_read([layer], grid, run) for layers in linear for layer in layers)
+
+
+def _read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
+    """Bytes of these layers' weights as products read them, on top of the shards."""
     if grid.z == 1 and run.itemsize == run.weights:
         return 0.0
-    share = run.itemsize / (grid.x * grid.y)
-    if run.cached_gathers:
-        return share * run.cached_gathers * (workload.parameters + workload.copied(grid))
-    linear = [[layer.parameters for layer in block.layers if layer.kind == "linear"] for block in workload.blocks]
-    if grid.z > 1 and "oag" in run.overlap:
-        return share * 2.0 * max(sum(sizes) for sizes in linear)
-    return share * max(max(sizes, default=0) for sizes in linear)
+    return run.itemsize * sum(layer.parameters for layer in layers) / (grid.x * grid.y)
 
 
 def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
@@ -119,16 +146,16 @@ def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
     return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
 
 
-def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run, *, head: bool = False) -> float:
-    """Bytes of the gradients of one layer's input and output while its backward runs.
-
-    ``head``: that of the output lies in the logits (``inplace_backward`` of the loss).
-    """
+def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+    """Bytes of the gradients of one layer's input and output while its backward runs."""
+    if layer.kind == "norm" and layer.over == "y":  # its own and the residual's; temporaries, but in torch's kernel
+        temporaries = 0 if layer.norm == "layernorm" and grid.y == 1 else 3 * FP32
+        return (2 * run.stream + temporaries) * rows * layer.rows * chunk(layer.in_features, grid.y)
     if layer.kind != "linear":
         return 0.0
     inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
-    output = 0 if head else chunk(layer.out_features, outside)
-    return run.itemsize * rows * layer.rows * layer.experts * (chunk(layer.in_features, inside) + output)
+    width = chunk(layer.in_features, inside) + chunk(layer.out_features, outside)
+    return run.itemsize * rows * layer.rows * layer.experts * width
 
 
 def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:

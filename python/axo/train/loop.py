@@ -178,8 +178,8 @@ class Trainer:
             with autocast(self.config):
                 logits = self.model(piece_in)
             loss = self._loss_of(logits, piece_out)
+            del logits  # backward lets them go as soon as the head is done, if nobody else holds them
             loss.backward()
-            del logits, loss  # or they would stay while the next piece makes its own
         return self._total, tokens
 
     def _loss_of(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
