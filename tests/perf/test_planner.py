@@ -4,8 +4,10 @@ Oracles: counts of ordered grids; memory and batch limits by hand; the cold proc
 machine is shared).
 """
 
+import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -40,6 +42,17 @@ def test_32768_gpus_in_a_cold_process_without_torch() -> None:
     assert planning < 1.0 and whole < 2.0, done.stdout
 
 
+@pytest.mark.soak
+def test_the_search_of_32768_gpus_takes_less_than_ten_seconds() -> None:
+    asked = planner.Request(readers.read("gpt-320b"), machine.load("frontier"), 32768, 2**24, 2e12, search=True)
+    started = time.process_time()
+    made = planner.plan(asked)
+    seconds = time.process_time() - started
+    line = {"proof": "search of recomputation, ZeRO and micro-batches", "grids": 816, "seconds": round(seconds, 1)}
+    print("\n" + json.dumps(line | {"best": str(made.best.grid)}))
+    assert len(made.ranked) + len(made.left_out) == 816 and seconds < 10
+
+
 def test_every_grid_is_ranked_or_has_a_reason() -> None:
     made = planner.plan(request())
     assert len(made.ranked) + len(made.left_out) == len(list(Grid.all(64)))
@@ -72,7 +85,8 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     rows, h = 8 * 2048, 7168
     last = 4 * rows * h + 8 * rows + 2 * rows * h + 2 * rows * 50304 + (8 + 8) * rows
     assert held.kept == 32 * 4 * rows * h + 8 * rows
-    assert held.head == last + 2 * rows * h + 2 * 50304 * h, "saved, its input's gradient, the gathered weight"
+    head = last + 2 * rows * h + 2 * 50304 * h - held.gathered / 2
+    assert held.head == head, "saved, its input's gradient, the gathered weight, less a block that is gathered later"
     assert held.under_way == 2 * 50304 * h, "the head's gradient, the largest, on its way to z"
     early = held.weights + held.optimizer + held.gathered + held.kept + held.under_way
     ends = pytest.approx(18 * shard)

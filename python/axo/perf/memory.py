@@ -10,8 +10,8 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
                two blocks (OAG gathers the next one ahead), or the largest layer
     kept       s r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
-    working    of backward: the tensors that a checkpointed block saves when it runs again, and the gradients that flow
-               through its largest layer
+    working    of backward: the tensors that a checkpointed block saves when it runs again, its output and the gradient
+               of that, and the gradients that flow through its largest layer
     head       the last norm, head and loss: what they save (logits: c r V / Gx, in which their gradient is put), the
                gathered weight, the gradient of their input
 
@@ -101,7 +101,11 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
             if not (block.checkpointed and layer.kind == "norm")  # when a norm's turn comes half of the block is gone
         ]
         kept += block.repeat * (block_input(block, grid, rows, run) if block.checkpointed else all_saved)
-        working = max(working, max(flows) + all_saved * block.checkpointed)
+        again = all_saved + 2 * block_input(block, grid, rows, run)  # with its output, and the gradient of that
+        working = max(working, max(flows) + again * block.checkpointed)
+    read = gathered(workload, grid, run)
+    if head and grid.z > 1 and "oag" in run.overlap and not run.cached_gathers:
+        head -= read / 2  # of the two blocks that are gathered at a time one has not been asked for yet
     reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
     copied = run.itemsize != run.weights and not silent
@@ -110,7 +114,7 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
         gradients=run.weights * shard * reduced,
         optimizer=2.0 * run.weights * shard * run.optimizer_share(grid),
         buckets=run.itemsize * shard * reduced if copied else 0.0,
-        gathered=gathered(workload, grid, run),
+        gathered=read,
         kept=kept,
         working=working,
         head=head,
