@@ -1,7 +1,7 @@
 """The planner's memory against the peak of a dry run, which follows every storage of a step through the engine.
 
-5% either way, 6% for two of the 32 cases. The dry run itself is held to real ranks in ``test_dryrun.py``, the saved tensors to autograd in
-``tests/perf/test_memory.py``.
+5% either way, 6% for two of the 32 cases. The dry run itself is held to real ranks in ``test_dryrun.py``, the saved
+tensors to autograd in ``tests/perf/test_memory.py``.
 """
 
 import json
