@@ -115,6 +115,12 @@ class Communicator {
   // Ends every pending operation of this communicator on every rank with Aborted(reason), from any thread, also while
   // another one waits. Idempotent: the first reason stays. Never waits for a peer.
   virtual void abort(const std::string& reason) = 0;
+  // The same, of a rank that an error of its own ends: its peers get PeerLost of this rank, and `error` ("raised
+  // ValueError: bad batch") says what happened to it.
+  virtual void give_up(const std::string& error) = 0;
+  // Of operations that set none, and of splits, from here on; what is pending keeps the one it has. Returns the one
+  // before.
+  virtual Milliseconds set_timeout(Milliseconds timeout) = 0;
   // What ended this communicator, here or at a peer that has told, as a waiter was or would be told; null while it
   // takes operations, and after a shutdown in peace. For a thread that watches; never waits.
   virtual std::exception_ptr failure() = 0;

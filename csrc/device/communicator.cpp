@@ -45,6 +45,11 @@ class Impl final : public DeviceCommunicator {
   void abort(const std::string& reason) override {
     core_->fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted: " + reason)));
   }
+  void give_up(const std::string& error) override {
+    const std::string who = "rank " + std::to_string(rank()) + " ";
+    core_->fail(std::make_exception_ptr(PeerLost("communicator '" + name() + "': " + who + error, rank())));
+  }
+  Milliseconds set_timeout(Milliseconds timeout) override { return core_->set_timeout(timeout); }
   std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 

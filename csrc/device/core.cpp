@@ -39,7 +39,8 @@ DeviceCore::DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<S
       store_(std::move(store)),
       key_(std::move(key)),
       member_{options.name, rank, size},
-      options_(std::move(options)) {
+      options_(std::move(options)),
+      timeout_(options_.timeout) {
   options_.context.reset();  // held once, above
 }
 
@@ -82,7 +83,7 @@ void DeviceCore::prepare() {
   if (!peers_) peers_ = std::make_shared<DevicePeers>(store_, key_, rank(), size());
   flight_ = std::make_shared<FlightRecorder>(member_);
   if (store_ && size() > 1 && check_wanted(options_)) {
-    order_check_ = std::make_unique<OrderCheck>(store_, key_, member_.name, rank(), size(), options_.timeout);
+    order_check_ = std::make_unique<OrderCheck>(store_, key_, member_.name, rank(), size(), timeout());
   }
   context_->watchdog().watch(shared_from_this());
 }
@@ -107,6 +108,7 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   DeviceOptions options = options_;
   options.cancelled.reset();  // of the parent's making
   options.name = name;
+  options.timeout = timeout();
   const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
   std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));
   try {
@@ -154,6 +156,11 @@ void DeviceCore::check_usable() const {
   } catch (const std::exception& e) {
     throw Aborted("communicator '" + member_.name + "' is aborted: " + e.what());
   }
+}
+
+Milliseconds DeviceCore::set_timeout(Milliseconds timeout) {
+  if (order_check_) order_check_->set_timeout(timeout);
+  return timeout_.exchange(timeout);
 }
 
 std::exception_ptr DeviceCore::failure() const {

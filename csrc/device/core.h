@@ -30,7 +30,8 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   int size() const { return member_.size; }
   const Member& member() const { return member_; }
   const std::string& key() const { return key_; }
-  Milliseconds timeout() const { return options_.timeout; }
+  Milliseconds timeout() const { return timeout_.load(); }
+  Milliseconds set_timeout(Milliseconds timeout);
   bool timing() const { return options_.timing; }
   DeviceContext& context() const { return *context_; }
   const std::shared_ptr<DeviceContext>& shared_context() const { return context_; }
@@ -77,7 +78,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // enter() and leave() around `library_call`, within the communicator's own timeout.
   template <class LibraryCall>
   void call(const char* function, const LibraryCall& library_call) {
-    enter(function, deadline_after(options_.timeout));
+    enter(function, deadline_after(timeout()));
     leave(library_call());
   }
   std::exception_ptr error_from(int result, const char* function) const;
@@ -107,6 +108,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // The library writes the handle into `slot_`, also at the end of a call that has failed; `making_` while it may.
   NcclComm slot_ = nullptr;
   std::atomic<bool> making_{false};
+  std::atomic<Milliseconds> timeout_;
   std::atomic<NcclComm> comm_{nullptr};
   GpuStream stream_ = nullptr;
   void* scratch_ = nullptr;

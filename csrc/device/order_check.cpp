@@ -60,16 +60,17 @@ std::uint64_t OrderCheck::publish(const std::string& text, const Positions& posi
 
 std::string OrderCheck::fetch(const std::string& key, int peer, const std::string& what, const std::string& text,
                               const std::function<void()>& cancelled, const std::function<void()>& while_waiting) {
-  const auto end = deadline_after(timeout_);
+  const Milliseconds timeout = timeout_;
+  const auto end = deadline_after(timeout);
   while (true) {
     try {
-      return store_->get(key, timeout_ < Milliseconds::zero() ? kPatience : std::min(kPatience, timeout_));
+      return store_->get(key, timeout < Milliseconds::zero() ? kPatience : std::min(kPatience, timeout));
     } catch (const Timeout&) {
     }
     cancelled();
     if (std::chrono::steady_clock::now() >= end) {
       throw Timeout(what + " of '" + name_ + "' (" + text + "): rank " + std::to_string(peer) +
-                    " has not arrived after " + std::to_string(timeout_.count()) + " ms");
+                    " has not arrived after " + std::to_string(timeout.count()) + " ms");
     }
     while_waiting();
   }

@@ -9,6 +9,7 @@
 // It leaves one key an operation and rank in the store: for debugging, not for long runs.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <map>
@@ -44,6 +45,7 @@ class OrderCheck {
   void publish_send(const Operation& send);
   void verify_recv(const Operation& recv, const std::function<void()>& cancelled);
   std::uint64_t issued() const { return issued_; }
+  void set_timeout(Milliseconds timeout) { timeout_.store(timeout); }
 
  private:
   std::string fetch(const std::string& key, int peer, const std::string& what, const std::string& text,
@@ -54,7 +56,7 @@ class OrderCheck {
   std::shared_ptr<Store> store_;
   std::string key_, name_;
   int rank_, size_;
-  Milliseconds timeout_;
+  std::atomic<Milliseconds> timeout_;
   std::uint64_t issued_ = 0;
   std::map<int, std::uint64_t> sent_, received_;
 };

@@ -29,7 +29,9 @@ class HostCommunicator final : public RequestCommunicator {
     return core ? std::make_shared<HostCommunicator>(std::move(core)) : nullptr;
   }
 
-  void abort(const std::string& reason) override { core_->abort(reason); }
+  void abort(const std::string& reason) override { core_->abort({FailureKind::aborted, -1, reason}); }
+  void give_up(const std::string& error) override { core_->abort({FailureKind::peer_lost, rank(), error}); }
+  Milliseconds set_timeout(Milliseconds timeout) override { return core_->set_timeout(timeout); }
   std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 
@@ -46,7 +48,7 @@ class HostCommunicator final : public RequestCommunicator {
         work->wait();
       } catch (...) {
         // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
-        if (!work->is_completed()) core_->abort(work->describe() + " was interrupted");
+        if (!work->is_completed()) abort(work->describe() + " was interrupted");
         throw;
       }
     } else {

@@ -28,6 +28,7 @@ Operation HostWork::operation() const {
 HostCore::HostCore(Membership membership)
     : engine_(ProgressEngine::get()),
       m_(std::move(membership)),
+      timeout_(m_.timeout),
       layout_(size()),
       base_(m_.segment->base()),
       flight_(std::make_shared<FlightRecorder>(m_.member, layout_.header(base_)->id)),
@@ -245,11 +246,13 @@ void HostCore::look_at_peers() {
 }
 
 // The communicator has failed at this rank: everything pending ends, and the peers are told why.
-void HostCore::fail(const Failure& failure) {
+void HostCore::fail(const Failure& failure) { fail(failure, failure); }
+
+void HostCore::fail(const Failure& failure, const Failure& here) {
   {
     std::lock_guard<std::mutex> lock(failure_mutex_);
     if (failure_.kind != FailureKind::none) return;
-    failure_ = failure;
+    failure_ = here;
   }
   AbortRecord& record = state(rank()).abort;
   record.kind = failure.kind;
@@ -301,13 +304,13 @@ void HostCore::end_all() {
   messages_.clear();
 }
 
-void HostCore::abort(const std::string& reason) {
+void HostCore::abort(const Failure& failure) {
   // Until this rank has left: a shutdown that waits for pending operations is one of those whom an abort frees.
   if (engine_.forked() || state(rank()).left.load(std::memory_order_acquire) != 0) return;
   while (!enter()) std::this_thread::yield();  // a step is short
   if (!failed_.load()) {
     take_incoming();
-    fail({FailureKind::aborted, -1, reason});
+    fail(failure, {FailureKind::aborted, -1, failure.text});  // here nobody is lost
   }
   leave_and_complete();
 }

@@ -33,7 +33,8 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
   int rank() const { return m_.member.rank; }
   int size() const { return m_.member.size; }
   const Member& member() const { return m_.member; }
-  Milliseconds timeout() const { return m_.timeout; }
+  Milliseconds timeout() const { return timeout_.load(); }
+  Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
   ProgressEngine& engine() const { return engine_; }
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
 
@@ -46,7 +47,8 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
   void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
-  void abort(const std::string& reason);
+  // Of this rank's own accord, from any thread.
+  void abort(const Failure& failure);
   std::exception_ptr failure();
   // Waits for pending operations, then tells the peers.
   void shutdown();
@@ -64,6 +66,7 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
 
  private:
   friend class Messages;
+  void fail(const Failure& failure, const Failure& here);  // what is said to the peers, and on this rank
   bool enter();
   void leave();
   bool leave_and_complete();
@@ -82,6 +85,7 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
 
   ProgressEngine& engine_;
   Membership m_;
+  std::atomic<Milliseconds> timeout_;
   Layout layout_;
   char* base_;
 

@@ -57,7 +57,9 @@ class HostsCommunicator final : public RequestCommunicator {
 
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
 
-  void abort(const std::string& reason) override { core_->abort(reason); }
+  void abort(const std::string& reason) override { core_->abort({FailureKind::aborted, -1, reason}); }
+  void give_up(const std::string& error) override { core_->abort({FailureKind::peer_lost, rank(), error}); }
+  Milliseconds set_timeout(Milliseconds timeout) override { return core_->set_timeout(timeout); }
   std::exception_ptr failure() override { return core_->failure(); }
   void shutdown() override { core_->shutdown(); }
 
@@ -81,7 +83,7 @@ class HostsCommunicator final : public RequestCommunicator {
       work->wait();
     } catch (...) {
       // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
-      if (!work->is_completed()) core_->abort(work->describe() + " was interrupted");
+      if (!work->is_completed()) abort(work->describe() + " was interrupted");
       while (!work->is_completed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
       throw;
     }
@@ -142,7 +144,7 @@ std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const
                                                           std::move(map),
                                                           {name, rank, static_cast<int>(wire.size())},
                                                           number,
-                                                          parent.timeout});
+                                                          core_->timeout()});
   }
   gather_bytes("");  // from here on its frames find it, at every rank
   return made;

@@ -16,7 +16,7 @@ constexpr std::chrono::seconds kReason{2};  // for the reason of an end whose co
 }  // namespace
 
 HostsWork::HostsWork(std::shared_ptr<Core> core, Request r, const CallOptions& options)
-    : WorkState(std::move(r), options, core->membership().timeout), core_(std::move(core)) {}
+    : WorkState(std::move(r), options, core->timeout()), core_(std::move(core)) {}
 
 const Member& HostsWork::member() const { return core_->membership().member; }
 
@@ -28,6 +28,7 @@ void HostsWork::wait_until(Clock::time_point deadline) {
 Core::Core(Membership membership)
     : engine_(ProgressEngine::get()),
       m_(std::move(membership)),
+      timeout_(m_.timeout),
       flight_(std::make_shared<FlightRecorder>(m_.member, m_.number)),
       peers_(m_.map.wire.size()) {}
 
@@ -413,6 +414,9 @@ void Core::submit_inside(const HostsWorkPtr& work) {
 void Core::fail(Lock& lock, const Failure& failure, bool tell) {
   if (failed()) return;
   failure_ = failure;
+  if (tell && failure.kind == FailureKind::peer_lost && failure.peer == m_.member.rank) {
+    failure_ = {FailureKind::aborted, -1, failure.text};  // this rank has given up; here nobody is lost
+  }
   receives_.clear();
   flight_->failure(failure.kind == FailureKind::peer_lost ? rank_text(failure.peer) + " " + failure.text
                                                           : failure.text);
@@ -465,10 +469,15 @@ void Core::fail_split(const std::exception_ptr& error) {
   }  // another exception, such as an interrupt, is the caller's
 }
 
-void Core::abort(const std::string& reason) {
+Milliseconds Core::set_timeout(Milliseconds timeout) {
+  if (m_.inner) m_.inner->set_timeout(timeout);  // of a split inside the host
+  return timeout_.exchange(timeout);
+}
+
+void Core::abort(const Failure& failure) {
   if (engine_.forked()) return;
   Lock lock(mutex_);
-  if (!ended_) fail(lock, {FailureKind::aborted, -1, reason});  // else the others' operations are not its affair
+  if (!ended_) fail(lock, failure);  // else the others' operations are not its affair
 }
 
 void Core::shutdown() {

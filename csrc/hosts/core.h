@@ -97,7 +97,10 @@ class Core final : public Sink, public ProgressClient, public GroupLauncher, pub
   void check_not_forked(const char* what) const;
   // Takes the operations of a call, or of a group; one that cannot be taken any more ends with its error.
   void launch(const std::vector<WorkStatePtr>& works) override;
-  void abort(const std::string& reason);
+  Milliseconds timeout() const { return timeout_.load(); }
+  Milliseconds set_timeout(Milliseconds timeout);
+  // Of this rank's own accord, from any thread.
+  void abort(const Failure& failure);
   std::exception_ptr failure() const;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
@@ -166,6 +169,7 @@ class Core final : public Sink, public ProgressClient, public GroupLauncher, pub
 
   ProgressEngine& engine_;  // of the process that made this
   const Membership m_;
+  std::atomic<Milliseconds> timeout_;
   const std::shared_ptr<FlightRecorder> flight_;
 
   mutable std::mutex mutex_;

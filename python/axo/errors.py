@@ -17,7 +17,9 @@ class Error(RuntimeError):
 
 
 class PeerLost(Error):
-    """A peer process died or left while an operation needed it.
+    """A peer died, left, or ended with an error of its own while an operation needed it; the message says which error.
+
+    One class for all three: what a program can do is the same, and a rank that raises may die of it at any moment.
 
     Attributes:
         peer: Its rank in the communicator, or -1 when unknown.
@@ -38,6 +40,12 @@ class Mismatch(Error):
 
 class Aborted(Error):
     """The communicator was aborted, by this rank or by another."""
+
+
+def raised(error: BaseException) -> str:
+    """What a rank has raised, as the end of a sentence that begins with the rank: the first line of it."""
+    lines = str(error).strip().splitlines()
+    return f"raised {type(error).__name__}" + (f": {lines[0]}" if lines else "")
 
 
 def user_message(error: BaseException) -> str | None:

@@ -86,6 +86,8 @@ class Rank:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
         rank, world = _whole_number("RANK"), _whole_number("WORLD_SIZE")
+        if world < 1:
+            raise ValueError(f"WORLD_SIZE={world} is no number of ranks; a launcher, such as torchrun, sets it")
         if rank >= world:
             raise ValueError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; use 0 to {world - 1}")
         local = _whole_number("LOCAL_RANK", rank)

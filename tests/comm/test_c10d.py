@@ -249,7 +249,7 @@ def from_any_rank(backend):
         assert not work.is_completed()
         with pytest.raises(RuntimeError, match="sourceRank"):
             work._source_rank()
-        with pytest.raises(axo.PeerLost, match="recv.*from any rank, tag 0"):  # all others leave
+        with pytest.raises(axo.PeerLost, match=r"recv.*from any rank, tag 0"):  # all others leave
             work.wait()
     return came
 

@@ -5,6 +5,7 @@ What goes wrong must end on every rank with one clear error, soon, and leave not
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -379,7 +380,8 @@ def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
     result = subprocess.run([*command, f"{tmp_path}/told"], capture_output=True, text=True, timeout=120)
     assert result.returncode != 0
     for rank in (0, 2):
-        assert "rank 1 raised ValueError: bad batch" in (tmp_path / f"told{rank}").read_text()
+        told = (tmp_path / f"told{rank}").read_text()
+        assert re.match(r"PeerLost all_reduce.* rank 1 \(process \d+\) raised ValueError: bad batch", told), told
     report = result.stderr[result.stderr.index("Root Cause") :]
     assert "rank      : 1 " in report and "ValueError: bad batch" in report, report
 

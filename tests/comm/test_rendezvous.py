@@ -5,6 +5,8 @@ tests/integrations/litgpt/test_kills.py does it with torchrun.
 """
 
 import os
+import re
+import resource
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 import axo
+from axo.comm import connect, hosts
 from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
 from tests.launcher import rank_outcomes, run_ranks
@@ -104,8 +107,85 @@ def test_a_rank_that_gives_up_is_told_to_those_who_wait():
     outcomes = rank_outcomes(one_gives_up, 3)
     assert outcomes[1].error == "ValueError"
     for outcome in (outcomes[0], outcomes[2]):
-        assert outcome.error == "Aborted" and "rank 1 raised ValueError: connect: device_options" in outcome.message
+        assert outcome.error == "PeerLost" and "rank 1 raised ValueError: connect: device_options" in outcome.message
         assert outcome.seconds < 30  # not the 60 s of meeting_timeout
+
+
+def replace_in_rank_1(where, action):
+    if os.environ["RANK"] == "1":
+        place, name = {
+            "gather": (hosts, "_met"),
+            "core": (hosts._C, "create_host_communicator"),
+            "split": (connect.Communicators, "_line"),
+        }[where]
+        setattr(place, name, action)
+
+
+def one_stalls(where, folder):
+    """Rank 1 has met the others in connect's first meeting, and comes to no later one."""
+
+    def stall(*_):
+        while len(os.listdir(folder)) < 2:
+            time.sleep(0.05)
+        os._exit(0)
+
+    replace_in_rank_1(where, stall)
+    start = time.monotonic()
+    with pytest.raises(Timeout) as caught:
+        axo.connect("3x1x1x1", meeting_timeout=3)
+    seconds = time.monotonic() - start
+    open(f"{folder}/{os.environ['RANK']}", "w").close()
+    return str(caught.value), seconds
+
+
+@pytest.mark.parametrize("where", ["gather", "core", "split"])
+def test_the_meeting_timeout_bounds_every_meeting(where, tmp_path):
+    outcomes = rank_outcomes(one_stalls, 3, where, str(tmp_path))
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.ok, outcome.describe() + outcome.traceback
+        message, seconds = outcome.value
+        assert seconds < 25, message  # it was the 600 s of an operation
+        assert "1" in message.partition("; ")[2] or "ranks [1] have not come" in message, message
+
+
+def one_raises(where):
+    def fail(*_):
+        raise ValueError("no way")
+
+    def raise_file_limit(*arguments):
+        """May open no more files than it needs until its peers' come."""
+        limit = len(os.listdir("/proc/self/fd")) + 3
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+        return create(*arguments)
+
+    create = hosts._C.create_host_communicator
+    if where == "files":
+        replace_in_rank_1("core", raise_file_limit)
+    else:
+        replace_in_rank_1(where, fail)
+    axo.connect("3x1x1x1")
+
+
+@pytest.mark.parametrize("where", ["core", "split", "files"])
+def test_a_rank_that_raises_between_meetings_is_lost_to_its_peers_with_its_error(where):
+    outcomes = rank_outcomes(one_raises, 3, where)
+    cause = {"files": "Error: rendezvous of 'world': this process may not open"}.get(where, "ValueError: no way")
+    assert f"{outcomes[1].error}: {outcomes[1].message}".startswith(cause), outcomes[1].describe()
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error == "PeerLost" and outcome.seconds < 30, outcome.describe()
+        assert re.search(r"rank 1( \(process \d+\))? raised " + re.escape(cause), outcome.message), outcome.describe()
+
+
+def limits_after_connect():
+    comms = axo.connect("2x1x1x1", timeout=500, meeting_timeout=100)
+    again = axo.connect("2x1x1x1", timeout=400)  # over the first one's process group
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    lines = (comms.x, comms.world, again.x)  # the two worlds are the process group's one
+    return [line.set_timeout(1) for line in lines], backend.options._timeout.total_seconds()
+
+
+def test_operations_keep_their_own_time_limit():
+    assert run_ranks(limits_after_connect, 2) == [([500, 500, 400], 500)] * 2
 
 
 def port_of_nobody():
@@ -118,9 +198,10 @@ def port_of_nobody():
     [
         ({"RANK": "abc"}, ValueError, r"RANK='abc' is not a whole number of at least 0"),
         ({"RANK": "-1"}, ValueError, r"RANK='-1' is not a whole number of at least 0"),
-        ({"WORLD_SIZE": "0"}, ValueError, r"RANK=1 is not a rank of WORLD_SIZE=0"),
+        ({"WORLD_SIZE": "0"}, ValueError, r"WORLD_SIZE=0 is no number of ranks"),
         ({"RANK": "2"}, ValueError, r"RANK=2 is not a rank of WORLD_SIZE=2; use 0 to 1"),
         ({"MASTER_PORT": "70000"}, ValueError, r"MASTER_PORT='70000' do not name a place to meet"),
+        ({"MASTER_PORT": "0"}, ValueError, r"MASTER_PORT='0' do not name a place to meet"),
         ({"MASTER_ADDR": ""}, ValueError, r"MASTER_ADDR='' and MASTER_PORT='\d+' do not name a place to meet"),
         ({}, Timeout, r"connect \(rank 1 of 2\): no store answers at 127.0.0.1:\d+ within 1 s \(.*refused"),
         ({"MASTER_ADDR": "no-such-host.invalid"}, Timeout, r"no store answers at no-such-host.invalid:\d+ within 1 s"),
@@ -138,6 +219,47 @@ def test_a_bad_start_is_one_error_soon(environment, error, message, monkeypatch)
         axo.connect("2x1x1x1", meeting_timeout=1)
     assert time.monotonic() - start < 15  # a busy machine; torch's own tries took a minute and more
     assert "frame #" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [("0", "another program listens at 127.0.0.1"), ("1", "what listens there does not answer as a store does")],
+)
+def test_a_stranger_at_the_port_is_one_error_soon(rank, message, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(silent.getsockname()[1])}
+        for name, value in (here | {"RANK": rank, "WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+        start = time.monotonic()
+        with pytest.raises(Timeout, match=message):
+            axo.connect("2x1x1x1", meeting_timeout=1)
+        assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"grid": None}, "connect: grid=None is not a grid; pass a text such as '2x2x2x1', or an axo.Grid"),
+        ({"grid": (1, 1, 1, 1)}, r"connect: grid=\(1, 1, 1, 1\) is not a grid"),
+        ({"timeout": None}, "connect: timeout=None is not a number of seconds"),
+        ({"timeout": "5"}, "connect: timeout='5' is not a number of seconds"),
+        ({"meeting_timeout": True}, "connect: meeting_timeout=True is not a number of seconds"),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        axo.connect(**({"grid": "1x1x1x1"} | arguments))
+
+
+def one_asks_for_a_wrong_time():
+    axo.connect("2x1x1x1", timeout=-1 if os.environ["RANK"] == "1" else 600)
+
+
+def test_a_wrong_time_is_told_to_those_who_wait():
+    first, second = rank_outcomes(one_asks_for_a_wrong_time, 2)
+    assert second.error == "ValueError" and "timeout=-1" in second.message
+    assert first.error == "PeerLost" and "rank 1 raised ValueError: connect: timeout=-1" in first.message
 
 
 LATE = """

@@ -205,6 +205,23 @@ TEST(abort_frees_every_waiter_on_every_rank) {
   });
 }
 
+TEST(a_rank_that_gives_up_is_lost_to_its_peers_with_its_error) {
+  Meet all(2);
+  ranks(2, [&](Rank& me) {
+    Comm comm = me.connect();
+    float x = 1;
+    if (me.rank == 0) {
+      auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      CHECK_THROWS(axo::PeerLost, "rank 1 raised ValueError: bad batch", work->synchronize(axo::kNoTimeout));
+    } else {
+      comm->give_up("raised ValueError: bad batch");
+      CHECK_THROWS(axo::Aborted, "raised ValueError: bad batch", comm->barrier(me.on_stream()));
+    }
+    all.here();
+    comm->shutdown();
+  });
+}
+
 TEST(abort_frees_a_launch_that_hangs) {
   ranks(1, [](Rank& me) {
     Comm comm = me.connect();

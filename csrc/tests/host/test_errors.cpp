@@ -156,6 +156,44 @@ TEST(abort_frees_every_waiter) {
   });
 }
 
+TEST(a_rank_that_gives_up_is_lost_to_its_peers_with_its_error) {
+  ranks::with_threads(3, [](Comm c) {
+    Comm idle = c->split(0, c->rank(), "idle");
+    std::vector<float> data(100000, 1.0f);
+    all_reduce(c, data);
+    const std::string who = "rank 2 (process " + std::to_string(::getpid()) + ") raised ValueError: bad batch";
+    if (c->rank() == 2) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      for (const Comm& each : {c, idle}) each->give_up("raised ValueError: bad batch");
+      CHECK_THROWS(Aborted, "raised ValueError: bad batch", all_reduce(c, data));
+      return;
+    }
+    try {
+      all_reduce(c, data);
+      CHECK(false);
+    } catch (const PeerLost& e) {
+      CHECK_EQ(e.peer(), 2);
+      CHECK(std::string(e.what()).find(who) != std::string::npos);
+    }
+    CHECK_THROWS(Aborted, "raised ValueError: bad batch", all_reduce(c, data));
+    while (idle->failure() == nullptr) std::this_thread::yield();
+    CHECK_THROWS(PeerLost, who, all_reduce(idle, data));  // nothing was pending here
+  });
+}
+
+TEST(a_time_limit_holds_for_what_begins_after_it) {
+  ranks::with_threads(2, [](Comm c) {
+    const Milliseconds before = c->set_timeout(Milliseconds(50));
+    CHECK_EQ(c->set_timeout(before).count(), 50);
+    if (c->rank() == 1) {
+      while (c->failure() == nullptr) std::this_thread::yield();
+      return;
+    }
+    c->set_timeout(Milliseconds(50));
+    CHECK_THROWS(Timeout, "timed out after 0.", c->split(0, 0, "part"));
+  });
+}
+
 TEST(long_reasons_end_with_a_whole_character) {
   CHECK_EQ(clipped("a\u00fcb", 3), "a\u00fc");
   CHECK_EQ(clipped("a\u00fcb", 2), "a");

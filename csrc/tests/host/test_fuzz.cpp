@@ -246,7 +246,7 @@ TEST(fuzz_shared_segment) {
       }
       for (int i = 0; i < 4; ++i) core->progress(i == 3);
     }
-    core->abort("end");
+    core->abort({FailureKind::aborted, -1, "end"});
     core->release();
   });
 }

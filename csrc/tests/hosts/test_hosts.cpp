@@ -271,6 +271,23 @@ TEST(hosts_abort_does_not_wait_behind_unread_frames) {
   });
 }
 
+TEST(hosts_a_rank_that_gives_up_is_lost_to_its_peers_with_its_error) {
+  on_hosts(4, 2, [](Comm c, Net&) {
+    c->barrier(blocking());
+    if (c->rank() == 3) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      return c->give_up("raised ValueError: bad batch");
+    }
+    try {
+      c->barrier(blocking());
+      CHECK(false);
+    } catch (const PeerLost& e) {
+      CHECK_EQ(e.peer(), 3);
+      CHECK(std::string(e.what()).find("rank 3 (host host1) raised ValueError: bad batch") != std::string::npos);
+    }
+  });
+}
+
 // Rank 1 leaves and then calls abort, which is not its affair any more; rank 0 frees its own shutdown.
 TEST(hosts_abort_after_and_during_shutdown) {
   on_hosts(2, 1, [](Comm c, Net&) {

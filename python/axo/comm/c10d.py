@@ -39,7 +39,7 @@ def _create_backend(options: Any, backend_options: Any) -> Any:
     """What torch calls for each new process group: torch's _DistributedBackendOptions in, a c10d Backend out."""
     from axo.comm.connect import create_c10d_backend
 
-    return create_c10d_backend(options)
+    return create_c10d_backend(options, backend_options)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -16,7 +16,6 @@ values.
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import time
 import weakref
@@ -44,7 +43,7 @@ from axo.comm.memory import (
     scaled,
 )
 from axo.comm.work import Work, open_group
-from axo.errors import Error, Mismatch
+from axo.errors import Error, Mismatch, raised
 from axo.launch import CONSEQUENCES, record_failure
 
 __all__ = ["Communicator", "group"]
@@ -132,6 +131,15 @@ class Communicator:
         """End every pending operation of this communicator, on every rank, with ``Aborted(reason)``. Never blocks."""
         if self._core is not None:
             self._core.abort(reason)
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank ends with ``error``: its peers' operations end with ``PeerLost`` that says so. Never blocks."""
+        if self._core is not None:
+            self._core.give_up(raised(error))
+
+    def set_timeout(self, seconds: float) -> float:
+        """Set the time limit of operations and splits that begin from here on; return the one before, in seconds."""
+        return 0.0 if self._core is None else self._core.set_timeout(int(seconds * 1000)) / 1000
 
     def close(self) -> None:
         """Wait for this rank's pending operations, leave the peers, release memory. May be called again."""
@@ -515,11 +523,8 @@ def _close_all() -> None:
 
 
 def tell_of(error: BaseException, communicators: Iterable[Communicator]) -> None:
-    """This rank ends with ``error``: leave it for torchrun's report, and end the peers' operations with its words."""
-    if isinstance(error, CONSEQUENCES):
-        reason = str(error)
-    else:
+    """This rank ends with ``error``: leave it for torchrun's report, and tell the peers."""
+    if not isinstance(error, CONSEQUENCES):
         record_failure(error)
-        reason = f"rank {os.environ.get('RANK', '0')} raised {type(error).__name__}: {error}"
     for communicator in list(communicators):
-        communicator.abort(reason)
+        communicator.give_up(error)

@@ -15,7 +15,9 @@ means, ``rank``, ``coords``, ``world`` and the four axes among it, is then said 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -27,7 +29,7 @@ from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions, ask_for_launch_order
 from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
-from axo.comm.rendezvous import gather, give_up, launchers_store, store_of_this_start
+from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
 from axo.grid import AXES, Coords, Grid
 from axo.launch import Rank
@@ -108,7 +110,7 @@ class Communicators:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind is None:
+        if kind is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif error is not None:
             # Not a process group's own communicator: the program may go on with that.
@@ -330,7 +332,7 @@ def connect(
         device: What to move: ``"cpu"``, or ``"cuda"`` for NVIDIA's and AMD's GPUs. Without an index it is the GPU that
             LOCAL_RANK names; it becomes torch's current device.
         timeout: Of each operation, in seconds.
-        meeting_timeout: How long a rank waits here for the others to come, in seconds; at most ``timeout``.
+        meeting_timeout: How long this call waits for other ranks, in all that it does, in seconds; at most ``timeout``.
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
         pipeline: Stages: the world then has ``pipeline`` times the ranks of the grid, stage after stage.
         group: Ranks of torch.distributed that make up the world here, each of which calls this; the others do not.
@@ -340,19 +342,26 @@ def connect(
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
             an AXO_FLIGHT_DIR that is no folder, or this rank is not of ``group``.
         axo.Error: Another variable of the environment means nothing.
-        axo.Timeout: A rank did not come; names it.
+        axo.Timeout: A rank did not come; names it. axo.PeerLost: One died or raised meanwhile; names it, and its error.
     """
-    seconds = _in_seconds("timeout", timeout)
-    meeting = min(seconds, _in_seconds("meeting_timeout", meeting_timeout))
+    seconds, meeting, wrong = _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S, None
+    try:
+        seconds, meeting = _in_seconds("timeout", timeout), _in_seconds("meeting_timeout", meeting_timeout)
+    except ValueError as error:
+        wrong = error  # which the other ranks are told of below
+    left = TimeLeft(min(seconds, meeting))
     owns_process_group = not dist.is_initialized()
     started = Rank.from_environment() if owns_process_group else None
     if owns_process_group and group is not None:
         raise ValueError("connect: group= is of torch.distributed, which is not initialised; leave it out")
     if owns_process_group and started is None:
+        if wrong is not None:
+            raise wrong
+        check_settings()
         return _connect_alone(_grid(grid), _checked_device(device, device_options), _stages(pipeline))
     if started is not None:
         rank, world_size = started.rank, started.world_size
-        store = launchers_store(rank, world_size, meeting)
+        store = launchers_store(rank, world_size, left())
     else:
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         store = dist.distributed_c10d._get_default_store()
@@ -360,21 +369,28 @@ def connect(
         raise ValueError(f"connect: rank {dist.get_rank()} is not of the group given; only its ranks call connect")
     if group is not None:
         store = dist.PrefixStore(f"axo/part/{'-'.join(map(str, dist.get_process_group_ranks(group)))}", store)
-    store = store_of_this_start(store, rank, world_size, meeting)
+    store = store_of_this_start(store, rank, world_size, left())
     who = f"connect (rank {rank} of {world_size})"
     try:
+        if wrong is not None:
+            raise wrong
         place = _checked_device(device, device_options)
         check_settings()
         mine = f"{_grid(grid)} {_stages(pipeline)}"
     except Exception as error:
-        give_up(store, _MEETING, rank, f"rank {rank} raised {type(error).__name__}: {error}")
+        give_up(store, next_round(store, _MEETING, rank), rank, error)
         raise
     # Every rank learns every rank's grid first, so that all of them raise the same error.
     hint = " (meeting_timeout=... waits longer)"
-    grid, stages = _same_grid(gather(store, _MEETING, rank, world_size, meeting, who, mine, hint))
+    grid, stages = _same_grid(gather(store, _MEETING, rank, world_size, left(), who, mine, hint))
     if started is not None:
         dist.init_process_group(
-            _backends(place), store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=seconds)
+            _backends(place),
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=seconds),
+            pg_options=BackendOptions(left()),
         )
     if world_size == 1:
         everyone = alone("world", place)
@@ -387,8 +403,18 @@ def connect(
             place,
             seconds,
             device_options or DeviceOptions(),
+            meeting=left(),
         )
-    return Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
+    before = everyone.set_timeout(left())
+    try:
+        comms = Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
+    except Exception as error:
+        everyone.give_up(error)  # peers wait for this rank, there or in an axis
+        raise
+    for line in (comms.world, comms.pipeline, comms.x, comms.y, comms.z, comms.data):
+        line.set_timeout(seconds)
+    everyone.set_timeout(before)
+    return comms
 
 
 def _stages(pipeline: int) -> int:
@@ -398,6 +424,8 @@ def _stages(pipeline: int) -> int:
 
 
 def _grid(grid: Grid | str) -> Grid:
+    if not isinstance(grid, Grid | str):
+        raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")
     return Grid.parse(grid) if isinstance(grid, str) else grid
 
 
@@ -466,19 +494,32 @@ def _connect_alone(grid: Grid, device: torch.device, stages: int) -> Communicato
 
 
 def _in_seconds(name: str, time: float | timedelta) -> float:
-    seconds = time.total_seconds() if isinstance(time, timedelta) else float(time)
+    number = isinstance(time, int | float) and not isinstance(time, bool)
+    seconds = time.total_seconds() if isinstance(time, timedelta) else float(time) if number else math.nan
     if not 1e-3 <= seconds <= _LONGEST_S:
-        raise ValueError(f"connect: {name}={time} is not a number of seconds from 0.001 to {_LONGEST_S:g} (30 years)")
+        raise ValueError(f"connect: {name}={time!r} is not a number of seconds from 0.001 to {_LONGEST_S:g} (30 years)")
     return seconds
 
 
-def create_c10d_backend(options: Any) -> Any:
+@dataclass(frozen=True)
+class BackendOptions:
+    """What ``connect`` tells the backend of the process group that it makes.
+
+    Attributes:
+        meeting: How long its ranks may take to meet, in seconds.
+    """
+
+    meeting: float
+
+
+def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> Any:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
     ask_for_launch_order()  # a communicator of GPUs may follow
-    timeout_ms = int(options.timeout.total_seconds() * 1000)
+    seconds = options.timeout.total_seconds()
     key = f"axo/{options.group_id or 'default'}"
     name = str(options.group_id) if options.global_ranks_in_group else "world"  # the default group has no list
     rank, size = options.group_rank, options.group_size
-    store = store_of_this_start(options.store, rank, size, options.timeout.total_seconds())
-    core = create_core(store, key, rank, size, name, timeout_ms, options.global_ranks_in_group)
-    return _C.C10dBackend(store, key, core, timeout_ms)
+    meeting = own.meeting if isinstance(own, BackendOptions) else seconds
+    store = store_of_this_start(options.store, rank, size, meeting)
+    core = create_core(store, key, rank, size, name, seconds, options.global_ranks_in_group, meeting=meeting)
+    return _C.C10dBackend(store, key, core, int(seconds * 1000))

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from axo.comm.extension import _C
 from axo.comm.flight import arm
-from axo.comm.rendezvous import gather
-from axo.errors import Error
+from axo.comm.rendezvous import TimeLeft, gather, give_up, given_up, next_round
+from axo.errors import Error, PeerLost, Timeout
 
-_MEETING_TIMEOUT_MS = 60_000
+_GLOO_MEETS_S = 60.0
 
 
 def check_settings() -> None:
@@ -63,29 +63,57 @@ def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) ->
 
 
 def create_core(
-    store: Any, key: str, rank: int, size: int, name: str, timeout_ms: int, members: Sequence[int] = ()
+    store: Any,
+    key: str,
+    rank: int,
+    size: int,
+    name: str,
+    seconds: float,
+    members: Sequence[int] = (),
+    *,
+    meeting: float | None = None,
 ) -> Any:
     """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
 
+    ``seconds``: the time limit of its operations; ``meeting``: that of this call, None: the same.
     ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
 
     Raises:
-        Timeout: Ranks have not come; names them. PeerLost: One came and died. Error: The hosts cannot reach each other.
+        Timeout: Ranks have not come; names them. PeerLost: One came and died, or gave up. Error: The hosts cannot reach
+            each other.
     """
     check_settings()
+    core = _met(store, key, rank, size, name, TimeLeft(seconds if meeting is None else meeting), members)
+    core.set_timeout(int(seconds * 1000))
+    return core
+
+
+def _met(store: Any, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]) -> Any:
     if size == 1:
-        return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
+        return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
     # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
     place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
-    round_ = f"{place}/{store.add(f'{place}/{rank}', 1)}"
+    round_ = next_round(store, place, rank)
     who = f"communicator {name!r} (rank {rank} of {size})"
-    told = gather(
-        store, f"{round_}/host", rank, size, timeout_ms / 1000, who, f"{_C.host_name()}\n{_C.host_identity()}"
-    )
+    told = gather(store, f"{round_}/host", rank, size, left(), who, f"{_C.host_name()}\n{_C.host_identity()}")
     names, identities = ([text.split("\n")[field] for text in told] for field in (0, 1))
-    if len(set(identities)) == 1:
-        return _C.create_host_communicator(store, key, rank, size, name, timeout_ms)
-    meeting = timedelta(milliseconds=min(timeout_ms, _MEETING_TIMEOUT_MS) if timeout_ms > 0 else _MEETING_TIMEOUT_MS)
+    try:
+        if len(set(identities)) == 1:
+            return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
+        return _between_hosts(store, round_, rank, size, name, left, names, identities)
+    except (PeerLost, Timeout):
+        if (gone := given_up(store, round_, who)) is not None:
+            raise gone from None
+        raise
+    except Exception as error:
+        give_up(store, round_, rank, error)
+        raise
+
+
+def _between_hosts(
+    store: Any, round_: str, rank: int, size: int, name: str, left: TimeLeft, names: list[str], identities: list[str]
+) -> Any:
+    meeting = timedelta(seconds=min(left(), _GLOO_MEETS_S))
     try:
         gloo = _gloo(dist.PrefixStore(f"{round_}/gloo", store), rank, size, meeting, identities)
     except RuntimeError as error:
@@ -93,7 +121,7 @@ def create_core(
             f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(dict.fromkeys(names))} do not reach"
             f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
         ) from None
-    return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, timeout_ms)
+    return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, int(left() * 1000))
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:

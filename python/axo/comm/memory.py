@@ -8,6 +8,7 @@ exact either way. It checks; it does not move.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
@@ -221,6 +222,15 @@ def _empty_on_device(
         return torch.empty(shape, dtype=dtype, device=comms.device)
     memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
     return torch.from_dlpack(memory).view(dtype).view(shape)
+
+
+def physical_memory(device: torch.device) -> int | None:
+    """Bytes of memory that a device has, whoever uses them; None where that is not known (meta, for example)."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if device.type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(device).total_memory
+    return None
 
 
 def shared_block(size: int) -> Any:

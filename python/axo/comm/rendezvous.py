@@ -33,12 +33,27 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from axo.errors import Aborted, PeerLost, Timeout
+from axo.errors import PeerLost, Timeout, raised
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05  # between looks at the store
 _CLOSER_LOOK_S = 0.25  # between looks at who has come, and who has died
 _EXITING = 4  # PF_EXITING in a thread's flags: set before the kernel frees the process's memory
 _NOT_COME = "they died at start-up, or call something else first"
+
+
+class TimeLeft:
+    """How long a rank may still wait, where several waits share one limit.
+
+    Args:
+        seconds: The limit, from now on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._end = time.monotonic() + seconds
+
+    def __call__(self) -> float:
+        """Seconds, at least 0.1: what has come already is still found."""
+        return max(self._end - time.monotonic(), 0.1)
 
 
 def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
@@ -49,28 +64,45 @@ def launchers_store(rank: int, world_size: int, seconds: float) -> dist.Store:
             ranks have come.
     """
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
-    if not address or not port.isdecimal() or int(port) >= 1 << 16:
+    if not address or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(
             f"connect: RANK and WORLD_SIZE are set, but MASTER_ADDR={address!r} and MASTER_PORT={port!r} do not name a"
             " place to meet; start the ranks with torchrun, or set all four"
         )
     who = f"connect (rank {rank} of {world_size})"
     opens = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    start = time.monotonic()
+    left = TimeLeft(seconds)
     problem = _wait_for_listener(address, int(port), opens, seconds)
     if problem:
         raise Timeout(
-            f"{who}: no store answers at {address}:{port} within {seconds:g} s ({problem}); MASTER_ADDR and MASTER_PORT"
-            " name the host of rank 0 and a port that is open there"
+            f"{who}: no store answers at {address}:{port} within {seconds:.3g} s ({problem}); MASTER_ADDR and"
+            " MASTER_PORT name the host of rank 0 and a port that is open there"
         )
-    left = max(seconds - (time.monotonic() - start), 0.1)
-    try:
-        return next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=left))))[0]
-    except RuntimeError as error:
-        raise Timeout(
-            f"{who}: not all ranks reached the store at {address}:{port} within {seconds:g} s; a rank died at start-up,"
-            f" or never came ({str(error).splitlines()[0]})"
-        ) from None
+    limit = left()
+    opened: list[dist.Store | Exception] = []
+
+    def open_store() -> None:
+        try:
+            opened.append(next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=limit))))[0])
+        except Exception as error:
+            opened.append(error)
+
+    # On a thread: where a stranger listens at that port and is silent, torch waits without a limit.
+    thread = threading.Thread(target=open_store, name="axo store", daemon=True)
+    thread.start()
+    thread.join(limit + 1)
+    found = opened[0] if opened else None
+    if isinstance(found, dist.Store):
+        return found
+    if found is not None and not isinstance(found, RuntimeError):
+        raise found
+    why = "what listens there does not answer as a store does" if found is None else str(found).splitlines()[0]
+    if "EADDRINUSE" in why:
+        raise Timeout(f"{who}: another program listens at {address}:{port}; give a MASTER_PORT that is free there")
+    raise Timeout(
+        f"{who}: not all ranks reached the store at {address}:{port} within {seconds:.3g} s; a rank died at start-up,"
+        f" or never came ({why})"
+    )
 
 
 def _wait_for_listener(address: str, port: int, opens: bool, seconds: float) -> str:
@@ -102,10 +134,10 @@ def gather(
     ``who`` begins every error; ``hint`` ends that of a rank that did not come.
 
     Raises:
-        Timeout: Ranks have not come within ``seconds``; names them. PeerLost: One came and died meanwhile.
-        Aborted: One gave up; says why.
+        Timeout: Ranks have not come within ``seconds``; names them. PeerLost: One came and died meanwhile, or gave up;
+            says why.
     """
-    round_ = _next_round(store, place, rank)
+    round_ = next_round(store, place, rank)
     keys = [f"{round_}/{other}" for other in range(size)]
     store.set(keys[rank], f"{process_alive()}\n{text}")
     closer_look = 0.0  # at each rank; it costs the store a question a rank
@@ -116,30 +148,36 @@ def gather(
         if late or waited >= closer_look:
             closer_look = waited + _CLOSER_LOOK_S * (1 + size // 32)
             arrived = {other: store.get(key).decode() for other, key in enumerate(keys) if store.check([key])}
-            if store.check([f"{round_}/gave up"]):
-                why = store.get(f"{round_}/gave up").decode()
-                if why:
-                    raise Aborted(f"{who}: {why}")
-                late = True
+            if (gone := given_up(store, round_, who)) is not None:
+                raise gone
+            late = late or store.check([f"{round_}/late"])
             lost = [other for other, told in arrived.items() if process_gone(told.partition("\n")[0])]
             if lost and not late:
                 process = arrived[lost[0]].partition(" ")[0]
                 died = f"rank {lost[0]} (process {process}) died before all had come; waited {waited:.3f} s"
                 raise PeerLost(f"{who}: {died}", lost[0])
             if late and len(arrived) < size:
-                store.set(f"{round_}/gave up", "")
+                store.set(f"{round_}/late", "")
                 missing = [other for other in range(size) if other not in arrived]
                 raise Timeout(f"{who}: ranks {missing} have not come within {waited:.3g} s; {_NOT_COME}{hint}")
     raise AssertionError("looks do not end")
 
 
-def give_up(store: dist.Store, place: str, rank: int, why: str) -> None:
-    """Instead of ``gather``: tell those who wait there, or will, why this rank does not come."""
-    store.set(f"{_next_round(store, place, rank)}/gave up", why)
+def give_up(store: dist.Store, round_: str, rank: int, error: Exception) -> None:
+    """Tell those who wait in this round, or will, what this rank has raised."""
+    store.set(f"{round_}/gave up", f"{rank} {raised(error)}")
 
 
-def _next_round(store: dist.Store, place: str, rank: int) -> str:
-    # How many times this rank has met here: equal on all ranks, since to meet is collective.
+def given_up(store: dist.Store, round_: str, who: str) -> PeerLost | None:
+    """What the others of a round get when a rank has given up in it; None: none has."""
+    if not store.check([f"{round_}/gave up"]):
+        return None
+    rank, _, error = store.get(f"{round_}/gave up").decode().partition(" ")
+    return PeerLost(f"{who}: rank {rank} {error}", int(rank))
+
+
+def next_round(store: dist.Store, place: str, rank: int) -> str:
+    """Where these ranks meet now: how often this one has met at ``place``, equal on all since to meet is collective."""
     return f"{place}/{store.add(f'{place}/{rank}', 1)}"
 
 
@@ -186,7 +224,7 @@ def _lead(store: dist.Store, world_size: int, seconds: float) -> str:
             break
         if waited >= seconds:
             raise Timeout(
-                f"connect (rank 0 of {world_size}): ranks {sorted(missing)} have not come within {seconds:g} s;"
+                f"connect (rank 0 of {world_size}): ranks {sorted(missing)} have not come within {seconds:.3g} s;"
                 f" {_NOT_COME}"
             )
     return name
@@ -200,8 +238,8 @@ def _follow(store: dist.Store, rank: int, world_size: int, seconds: float) -> st
             break
         if waited >= seconds:
             raise Timeout(
-                f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:g} s; it died at start-up,"
-                " or calls something else first"
+                f"connect (rank {rank} of {world_size}): rank 0 has not come within {seconds:.3g} s; it died at"
+                " start-up, or calls something else first"
             )
     name = store.get(f"axo/start/{word}").decode()
     store.set(f"axo/come/{name}/{rank}", "1")
