@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from torch import nn
 
 import axo
 from axo.checkpoint import CheckpointError, consolidate, latest, load, save, writer
-from axo.checkpoint.folder import complete, name_of
+from axo.checkpoint.folder import complete, name_of, write_file
+from axo.checkpoint.parts import Parts
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -265,7 +267,7 @@ def test_plain_dcp_reads_it_and_what_has_no_checksums_is_read(tmp_path: Path) ->
     weight = {"model/1.weight": torch.zeros(5, 3)}
     dcp.load(weight, checkpoint_id=path, no_dist=True)
     assert weight["model/1.weight"].eq(7).all()
-    from axo.checkpoint.parts import Parts, SavePlanner
+    from axo.checkpoint.parts import SavePlanner
     from axo.checkpoint.writer import head
 
     entries = {f"model/{name}": Parts(value) for name, value in filled(8.0).state_dict().items()}
@@ -294,6 +296,47 @@ def test_an_asynchronous_save_holds_what_was_given_when_it_was_called(
     again = torch.optim.SGD(other.parameters(), lr=0.1)
     assert load(tmp_path, other, again).extra == {"losses": [1.0]}
     assert value_of(other) == 1.0 and again.param_groups[0]["lr"] == 0.5
+
+
+def steps_after(grid: str, zero: int, folder: str, source: int) -> tuple[str, list[str]]:
+    """What a step says after this rank has loaded the plain state dict of rank ``source`` into a new optimizer."""
+    comms = axo.connect(grid)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = axo.parallelize(serial, comms, plan="auto", zero=zero)
+
+    def step(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).sum().backward()
+        optimizer.step()
+
+    first, second = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    step(first)
+    torch.save(first.state_dict(), f"{folder}/{comms.rank}.pth")
+    comms.world.barrier()
+    second.load_state_dict(torch.load(f"{folder}/{comms.rank if source < 0 else source}.pth", weights_only=True))
+    problem = ""
+    try:
+        step(second)
+    except ValueError as error:
+        problem = str(error)
+    save(f"{folder}/saved", model, first)
+    load(f"{folder}/saved", model, second)
+    step(second)
+    return problem, sorted(key for group in second.param_groups for key in group if key.startswith("axo"))
+
+
+@pytest.mark.parametrize(
+    ("grid", "zero", "refused"), [("2x1x1x1", 0, "x=0 of 2"), ("1x1x1x2", 0, ""), ("1x1x1x2", 1, "data=0 of 2")]
+)
+def test_the_plain_state_of_another_ranks_optimizer_is_refused(
+    tmp_path: Path, grid: str, zero: int, refused: str
+) -> None:
+    """Its shapes fit, so torch loads it. Along an axis that splits nothing it is right, and taken."""
+    first, second = run_ranks(steps_after, 2, grid, zero, str(tmp_path), 0)
+    assert first == ("", [])
+    assert second[1] == [] and (f"saved with the shards of {refused}, and this rank" in second[0]) is bool(refused)
+    assert run_ranks(steps_after, 2, grid, zero, str(tmp_path), -1) == [("", [])] * 2
 
 
 # Left over
@@ -368,3 +411,151 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path) -> None:
     consolidate(good, tmp_path / "m.pth")
     assert "is a file; give a folder" in tell(lambda: consolidate(tmp_path / "m.pth", tmp_path / "readme"))
     assert names_in(tmp_path) == ["dangling", "empty.pth", "fifo", "good", "m.pth", "readme"]
+
+
+def test_without_locks_a_run_of_this_host_is_refused_and_others_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system such as Lustre without -o flock."""
+
+    def none(descriptor: int) -> bool:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("axo.checkpoint.folder.lock", none)
+    with pytest.warns(UserWarning, match=r"has no locks \(Function not implemented\).*last taken by nobody"):
+        run = axo.checkpoint.Run(tmp_path)
+    assert f"in use by process {os.getpid()} on" in tell(lambda: axo.checkpoint.Run(tmp_path, resume=True))
+    run.close()
+    (tmp_path / ".axo-lock").write_text("process 1 on elsewhere\n")
+    with pytest.warns(UserWarning, match="last taken by process 1 on elsewhere"):
+        assert axo.checkpoint.Run(tmp_path, resume=True).id == run.id
+
+
+def run_out_of_memory(folder: str) -> str:
+    comms = axo.connect("1x1x2x1")
+    model = nn.Sequential(axo.nn.Linear(8, 8, comms=comms))
+    if comms.rank == 1:
+
+        def fail(self: Any) -> Any:
+            raise RuntimeError("[enforce fail] can't allocate memory: 12 bytes\nframe #0")
+
+        Parts.staged = fail  # type: ignore[method-assign]
+    return tell(lambda: save(folder, model, async_=True))
+
+
+def test_a_rank_without_memory_for_its_copy_is_told_on_every_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(run_out_of_memory, 2, str(tmp_path))
+    assert first == second and first.startswith("rank 1: checkpoint: async_=True has no memory for a copy ("), first
+    assert names_in(tmp_path) == []
+
+
+def test_what_fails_half_way_leaves_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = save(tmp_path / "good", filled(1.0)).path
+    before = sorted(tmp_path.rglob("*"))
+
+    def full(*args: Any, **options: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", full)
+        assert "No space left" in tell(lambda: save(tmp_path / "good", filled(2.0), step=2))
+        with pytest.raises(OSError, match="No space left"):
+            write_file(tmp_path / "small.json", "{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        for name in ("m.pth", "m.safetensors"):
+            assert "No space left" in tell(lambda name=name: consolidate(good, tmp_path / name))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_no_model_or_optimizer_or_cannot_be_written_is_named_before_anything_is(tmp_path: Path) -> None:
+    model, other = filled(1.0), nn.Module()
+    other.register_buffer("s", torch.eye(3).to_sparse())
+    quantized = nn.Module()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized.register_buffer("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
+    with torch.device("meta"):
+        empty = filled(1.0)
+    optimizer = torch.optim.Adam(model.parameters())
+    for call, part in {
+        lambda: save(tmp_path, None): "model is a NoneType, not an nn.Module",  # type: ignore[arg-type]
+        lambda: load(tmp_path, model.state_dict()): "model is a OrderedDict, not",  # type: ignore[arg-type]
+        lambda: save(tmp_path, model, 5): "optimizer is a int, not a torch.optim.Optimizer",  # type: ignore[arg-type]
+        lambda: save(tmp_path, model, [optimizer]): "optimizer is a list, not",  # type: ignore[arg-type]
+        lambda: save(tmp_path, empty): "'0.weight' has no storage (meta device) and cannot be saved",
+        lambda: save(tmp_path, nn.LazyLinear(3)): "'weight' has no shape yet and cannot be saved",
+        lambda: save(tmp_path, other): "'s' is sparse_coo and cannot be saved; use .to_dense()",
+        lambda: save(tmp_path, quantized): "'q' is quantized (torch.qint8) and cannot be saved",
+        lambda: save(tmp_path, model, extra={"p": tmp_path}): "(it holds a pathlib.PosixPath); use numbers",
+        lambda: save(tmp_path, model, extra={"p": lambda: 1}): "(Can't pickle local object",
+        lambda: save(tmp_path, model, name="a\nb"): "signs that cannot be printed",
+        lambda: save(tmp_path, model, name=name_of(5), step=7): "is that of another step than 7",
+        lambda: save("a\0b", model): "names no folder",
+        lambda: load(None, model): "path=None: the path is empty",  # type: ignore[arg-type]
+        lambda: consolidate(None, tmp_path): "source=None is empty",  # type: ignore[arg-type]
+        lambda: axo.checkpoint.Run(""): "folder='' names no folder",
+    }.items():
+        assert part in tell(call), part
+    assert names_in(tmp_path) == []
+    save(tmp_path, model, name=name_of(7), step=7)
+    torch.save(model.state_dict(), tmp_path / "m.pth")
+    assert "step=-1 is not a step" in tell(lambda: consolidate(tmp_path / "m.pth", tmp_path / "b", step=-1))
+    with axo.checkpoint.Run(tmp_path, resume=True):
+        assert "is in use by process" in tell(lambda: axo.checkpoint.Run(tmp_path, resume=True))
+    axo.checkpoint.Run(tmp_path, resume=True).close()
+
+
+def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert tell(lambda: save("runs", filled(1.0))) == "checkpoint: runs cannot be used: No such file or directory"
+
+
+def test_what_is_read_is_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer format, another optimizer, and dtypes that would cut values off; Lightning's files are taken."""
+    model = filled(1.5)
+    with monkeypatch.context() as patch:
+        patch.setattr("axo.checkpoint.state.FORMAT", 99)
+        newer = save(tmp_path / "newer", model).path
+    for call in (lambda: load(newer, model), lambda: consolidate(newer, tmp_path / "m.pth")):
+        assert "was written by a newer Axo (format 99, this one reads up to 2)" in tell(call)
+
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), torch.optim.Adam(model.parameters())]
+    for optimizer, other in (optimizers, reversed(optimizers)):
+        path = save(tmp_path / type(optimizer).__name__, model, optimizer).path
+        kinds = f"that was saved is {type(optimizer).__name__}, and this is {type(other).__name__} (it lacks "
+        assert kinds in tell(lambda path=path, other=other: load(path, model, other))
+    adamw = torch.optim.AdamW(model.parameters())
+    load(tmp_path / "Adam", model, adamw)  # the same options and state
+    assert adamw.param_groups[0]["betas"] == (0.9, 0.999)
+
+    floats, whole = nn.Module(), nn.Module()
+    floats.register_buffer("b", torch.tensor([1.5]))
+    whole.register_buffer("b", torch.tensor([1]))
+    path = save(tmp_path / "floats", floats).path
+    torch.save({"state_dict": floats.state_dict()}, tmp_path / "lightning.ckpt")
+    for source in (path, tmp_path / "lightning.ckpt"):
+        message = tell(lambda source=source: load(source, whole))
+        assert "1 tensors would be lost (b is torch.float32 there and torch.int64 here)" in message, message
+        floats.b.zero_()
+        load(source, floats)
+        assert floats.b.item() == 1.5
+    load(save(tmp_path / "whole", whole).path, floats)
+    assert floats.b.item() == 1.0
+
+
+def test_consolidate_says_that_the_disk_is_full(tmp_path: Path) -> None:
+    script = (
+        "import resource, signal, sys, torch, axo\n"
+        "axo.checkpoint.save('a', torch.nn.Linear(1000, 500))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))\n"
+        "for name in ('m.pth', 'm.safetensors'):\n"
+        "    try: axo.checkpoint.consolidate('a', name)\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2 and all("cannot be written: " in line and "File too large" in line for line in lines), done
+    assert names_in(tmp_path) == ["a"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
-from axo.checkpoint.reader import read_state_dict, shapes_of
+from axo.checkpoint.reader import read_head, read_state_dict, shapes_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.checkpoint.writer import Target, head, write
 
@@ -45,8 +45,10 @@ def consolidate(
         ValueError: The source is neither, or the result cannot hold what was asked.
     """
     for what, given in (("source", source), ("out", out)):
-        if not os.fspath(given):
-            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
+        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
+            raise ValueError(f"consolidate: {what}={given!r} is empty; name a file or a folder")
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
     source, out = Path(source), Path(out)
     if source.is_file():
         return _to_checkpoint(source, out, step)
@@ -58,6 +60,8 @@ def consolidate(
         _to_file(path, metadata, out, optimizer)
     except OSError as error:
         raise ValueError(f"consolidate: {out} cannot be written: {error.strerror}") from None
+    except RuntimeError as error:  # torch's, of files that do not fit
+        raise ValueError(f"consolidate: {out} cannot be written: {state.reason(error)}") from None
     return out
 
 
@@ -76,7 +80,7 @@ def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
         found = {kind: dict(_tensors(path, metadata, kind, Path(scratch) / kind)) for kind in kinds}
-        about = read_bytes(path, metadata, state.HEAD)
+        about = read_head(path, metadata)
         model = found[state.MODEL]
         model |= {alias: model[name] for alias, name in about["aliases"].items()}
         whole: Any = model
@@ -86,8 +90,11 @@ def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
             saved = read_bytes(path, metadata, state.OPTIMIZER)
             plain = _plain_optimizer(found[state.OPTIMIZER], saved)
             whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
-        torch.save(whole, unfinished)
-        os.replace(unfinished, out)
+        try:
+            torch.save(whole, unfinished)
+            os.replace(unfinished, out)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +134,7 @@ def _dtype(metadata: Metadata, entry: str) -> torch.dtype:
 
 
 def _to_safetensors(path: Path, metadata: Metadata, out: Path) -> None:
-    aliases = read_bytes(path, metadata, state.HEAD)["aliases"]
+    aliases = read_head(path, metadata)["aliases"]
     shapes = shapes_of(metadata, state.MODEL)
     described = {name: (_dtype(metadata, f"{state.MODEL}/{name}"), shape) for name, shape in shapes.items()}
 

@@ -64,6 +64,12 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def step_of(name: str) -> int | None:
+    """The step whose checkpoint has this name; None: the name is of none."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a folder with DCP's metadata in it."""
     return (path / METADATA).is_file()
@@ -179,11 +185,17 @@ class Part:
         token = secrets.token_hex(4)
         self.path = final.with_name(f".{final.name}.{token}.part")
         new = final.with_name(f".{final.name}.{token}.new")  # gets the other name when the lock is held
+        self._lock = -1
         new.mkdir()
-        self._lock = os.open(new / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):
-            lock(self._lock)
-        os.rename(new, self.path)
+        try:
+            self._lock = os.open(new / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):
+                lock(self._lock)
+            os.rename(new, self.path)
+        except OSError:
+            shutil.rmtree(new, ignore_errors=True)
+            self.close()
+            raise
 
     def commit(self, step: int, metadata: str) -> None:
         """Give what was written its name, durably; an earlier checkpoint of that name is replaced.
@@ -276,11 +288,14 @@ def make_folder(folder: Path) -> None:
 def write_file(path: Path, text: str) -> None:
     """Write a small file, whole or not at all."""
     new = path.with_name(f".{path.name}.new")
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(new, path)
+    try:
+        with open(new, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(new, path)
+    finally:
+        new.unlink(missing_ok=True)
     _sync(path.parent)
 
 

@@ -46,10 +46,11 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         ValueError: The model has no configuration of Hugging Face's, ranks were given different arguments, or rank 0
             could not write; the same on every rank.
     """
-    folder = Path(folder).absolute()
+    given, folder = os.fspath(folder), Path(folder).absolute()
     group = checkpoint_group(communicators(model))
     tensors = _tensors(model)
-    agree(group, _problem(model, tensors), folder=str(folder), max_file_bytes=max_file_bytes)
+    problem = _problem(model, tensors) if given else "save_pretrained: the folder is empty; name one"
+    agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
     files = _split(tensors, max_file_bytes)
     writes, problem = rank_in(group) == 0, ""
     if writes:

@@ -70,12 +70,14 @@ def load(
         ValueError: Not a checkpoint, incomplete, or of another model (names which tensors and shapes), and nothing has
             changed; or damaged (names file and tensor), and the model holds what was read before. On every rank.
     """
+    state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
-    given, problem, found, work = os.path.abspath(path), "", None, None
+    given, problem, found, work = "", "", None, None
     try:
-        if not os.fspath(path):
-            raise ValueError("checkpoint: the path is empty; name a checkpoint or a folder of them")
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
+        given = os.path.abspath(path)
         found = _find(Path(given)) if rank_in(group) == 0 else None
     except (ValueError, OSError) as error:
         problem = str(error)
@@ -138,6 +140,8 @@ class _File:
             if isinstance(value, torch.Tensor)
         }
         compare(path, "the model", shapes, {**others.shapes, **wanted}, strict)
+        dtypes = {name: value.dtype for name, value in self.values.items() if isinstance(value, torch.Tensor)}
+        _check_casts(path, dtypes, model.state_dict(keep_vars=True))
 
     def read(self, rank: int, rng: bool) -> Loaded:
         own = self.model.state_dict(keep_vars=True)
@@ -164,13 +168,15 @@ class _Folder:
     ) -> None:
         self.path, self.model, self.optimizer, self.verify = path, model, optimizer, verify
         self.metadata = read_metadata(path, verify)
-        self.head = read_bytes(path, self.metadata, state.HEAD, verify)
+        self.head = read_head(path, self.metadata, verify)
         self.entries, aliases = state.model_entries(model)
         saved = shapes_of(self.metadata, state.MODEL)
         saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
         wanted = _shapes(self.entries, state.MODEL)
         wanted |= {alias: wanted[name] for alias, name in aliases.items()}
         compare(path, "the model", saved, {**others.shapes, **wanted}, strict)
+        parts = {entry: value.local for entry, value in self.entries.items() if isinstance(value, Parts)}
+        _check_casts(path, _dtypes(self.metadata), parts)
         self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
         if optimizer is not None:
             self._add_optimizer(optimizer, others)
@@ -212,6 +218,21 @@ class _Folder:
         if entry in self.metadata.state_dict_metadata:
             return entry
         return f"{state.MODEL}/{self.head['aliases'][entry.removeprefix(f'{state.MODEL}/')]}"
+
+
+def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, Any]:
+    """The entry that says what the others are.
+
+    Raises:
+        ValueError: It is damaged, or of a newer format.
+    """
+    head: dict[str, Any] = read_bytes(path, metadata, state.HEAD, verify)
+    if head["format"] > state.FORMAT:
+        raise ValueError(
+            f"checkpoint: {path} was written by a newer Axo (format {head['format']}, this one reads up to"
+            f" {state.FORMAT}); update Axo"
+        )
+    return head
 
 
 def _find(path: Path) -> Path:
@@ -275,6 +296,30 @@ def compare(
         raise ValueError(f"checkpoint: {path} is of another model: " + "; ".join(problems))
 
 
+def _dtypes(metadata: Metadata) -> dict[str, torch.dtype]:
+    return {
+        entry: saved.properties.dtype
+        for entry, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+
+
+def _check_casts(path: Path, saved: Mapping[str, torch.dtype], wanted: Mapping[str, Any]) -> None:
+    """Refuse what would cut off fractions, imaginary parts or all but a truth value.
+
+    Raises:
+        ValueError: Names the first few.
+    """
+    lossy = [
+        f"{name.removeprefix(f'{state.MODEL}/')} is {saved[name]} there and {tensor.dtype} here"
+        for name, tensor in wanted.items()
+        if name in saved and isinstance(tensor, torch.Tensor) and not torch.can_cast(saved[name], tensor.dtype)
+    ]
+    if lossy:
+        listed = "; ".join(_listed(lossy, "values of %d tensors would be lost"))
+        raise ValueError(f"checkpoint: {path}: {listed}; make the model with a dtype that holds them")
+
+
 def _shape(shape: Iterable[int]) -> str:
     return f"[{', '.join(map(str, shape))}]" if shape else ""
 
@@ -299,10 +344,11 @@ def read_state_dict(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except Exception as error:  # pickle, zip, safetensors: each with classes of its own
-        why = (str(error).splitlines() or ["it is empty" if not path.stat().st_size else type(error).__name__])[0]
+        why = state.reason(error) if path.stat().st_size else "it is empty"
         raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({why})") from None
-    if isinstance(values, Mapping) and isinstance(values.get("model"), Mapping):
-        values = values["model"]  # what litgpt and consolidate(optimizer=True) write
+    for key in ("model", "state_dict"):  # what litgpt and consolidate(optimizer=True), and what Lightning write
+        if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):
+            values = values[key]
     if not isinstance(values, Mapping) or not any(isinstance(value, torch.Tensor) for value in values.values()):
         raise ValueError(f"checkpoint: {path} holds no state_dict (name -> tensor)")
     return dict(values)

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
+import warnings
 from pathlib import Path
 
 from axo.checkpoint import folder as folders
@@ -27,7 +29,8 @@ _LOCK = ".axo-lock"
 class Run:
     """A run's hold on ``folder``. Every rank makes it, with the same arguments.
 
-    The lock is released by ``close`` and by death. A file system without locks has none.
+    The lock is released by ``close`` and by death. On a file system without locks a run of this host is still noticed,
+    and a warning says that one of another host would not be.
 
     Args:
         folder: The run's own; made if it does not exist.
@@ -58,19 +61,30 @@ class Run:
         problem, found = "", ""
         if rank_in(group) == 0:
             try:
+                if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+                    raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
                 found = self._take(Path(folder), Path(checkpoints or folder), resume, overwrite)
             except ValueError as error:
                 problem = str(error)
             except OSError as error:
                 problem = f"checkpoint: {folder} cannot be written to: {error.strerror}"
-            if problem:
-                self.close()
-        where = os.path.abspath(folder)
-        self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
+        where = str(folder)
+        try:
+            self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """Release the lock. May be called again."""
         if self._lock >= 0:
+            os.ftruncate(self._lock, 0)
             os.close(self._lock)
             self._lock = -1
 
@@ -91,12 +105,22 @@ class Run:
 
     def _hold(self, folder: Path) -> None:
         self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        owner = os.read(self._lock, 1000).decode(errors="replace").strip()
         try:
             free = folders.lock(self._lock)
-        except OSError:
-            return
+        except OSError as error:
+            free = not _lives_here(owner)
+            if free:
+                warnings.warn(
+                    f"axo: the file system of {folder} has no locks ({error.strerror}): nothing keeps a run on another"
+                    f" host from writing there too (last taken by {owner or 'nobody'})",
+                    UserWarning,
+                    stacklevel=4,
+                )
         if not free:
-            owner = os.read(self._lock, 1000).decode(errors="replace").strip() or "another process"
+            os.close(self._lock)
+            self._lock = -1
+            owner = owner or "another process"
             raise ValueError(f"checkpoint: {folder} is in use by {owner}; wait until it ends, or give another folder")
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -105,6 +129,12 @@ class Run:
         identity = secrets.token_hex(8)
         folders.write_file(folder / IDENTITY, json.dumps({"run": identity}) + "\n")
         return identity
+
+
+def _lives_here(owner: str) -> bool:
+    """Whether what holds a folder is a process of this host that lives."""
+    found = re.fullmatch(r"process (\d+) on (.+)", owner)
+    return found is not None and found[2] == socket.gethostname() and Path("/proc", found[1]).exists()
 
 
 def _identity(folder: Path) -> str | None:

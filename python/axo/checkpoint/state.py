@@ -11,6 +11,7 @@ Not here: files; state whose shape is another and whose parameter is split (Adaf
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,9 +24,54 @@ from torch.optim import Optimizer
 from axo.checkpoint.parts import Parts
 from axo.nn.dropout import Dropout
 from axo.nn.elsewhere import renamed
+from axo.overlap import optimizer_state
 from axo.placement import Placement
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
+FORMAT = 2
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def check_kinds(model: Any, optimizer: Any) -> None:
+    """Check that these are what ``save`` and ``load`` take.
+
+    Raises:
+        ValueError: One is not.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"checkpoint: model is a {type(model).__name__}, not an nn.Module; give the model itself")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(
+            f"checkpoint: optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer; give the optimizer"
+            " itself, and other arguments by name (step=100)"
+        )
+
+
+def reason(error: BaseException) -> str:
+    """Why torch could not read or write something, in a few words: its own texts run over many lines."""
+    text = _COLOUR.sub("", str(error)).strip()
+    if found := re.search(r"GLOBAL (\S+)", text):
+        return f"it holds a {found[1]}"
+    return re.split(r"\n|(?<=\w)\. ", text)[0].rstrip(". ") or type(error).__name__
+
+
+def check_storage(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor has bytes of its own to write.
+
+    Raises:
+        ValueError: It has none, or torch keeps them in another way.
+    """
+    if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
+        what, hint = "has no shape yet", "run the model once"
+    elif tensor.is_meta:
+        what, hint = "has no storage (meta device)", "call model.to_empty(device=...) and fill it"
+    elif tensor.layout is not torch.strided:
+        what, hint = f"is {str(tensor.layout).removeprefix('torch.')}", "use .to_dense()"
+    elif tensor.is_quantized:
+        what, hint = f"is quantized ({tensor.dtype})", "save its .int_repr() and scale"
+    else:
+        return
+    raise ValueError(f"checkpoint: {name!r} {what} and cannot be saved; {hint} first")
 
 
 def communicators(model: nn.Module) -> Any:
@@ -72,6 +118,7 @@ def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
             aliases[name] = first[id(value)]
         else:
             first[id(value)] = name
+            check_storage(name, value)
             entries[f"{MODEL}/{name}"] = Parts(value, placement_of(value))
     return entries, aliases
 
@@ -126,10 +173,10 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                         f" {type(value).__name__}, which is neither a tensor nor a plain value"
                     )
     options = [
-        {key: value for key, value in group.items() if key != "params"} | {"params": of_group}
+        optimizer_state.without(group) | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
-    entries[OPTIMIZER] = {"groups": options, "values": values}
+    entries[OPTIMIZER] = {"kind": type(optimizer).__name__, "groups": options, "values": values}
     return entries
 
 
@@ -198,7 +245,7 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
     """Give the optimizer the state that was read, and each group the options of the group that had its parameters.
 
     Raises:
-        ValueError: A group's parameters were in several groups.
+        ValueError: A group's parameters were in several groups, or it is the state of another kind of optimizer.
     """
     saved = loaded[OPTIMIZER]
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
@@ -211,7 +258,16 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
                 f"checkpoint: the parameters of the optimizer's group {number} were in groups"
                 f" {sorted(map(str, sources))} when the checkpoint was saved; build the same groups"
             )
-        options = dict(saved["groups"][next(iter(sources))]) if sources else dict(optimizer.param_groups[number])
+        own = dict(optimizer.param_groups[number])
+        options = dict(saved["groups"][next(iter(sources))]) if sources else own
+        lacks = [repr(option) for option in own if option not in options]
+        kind = saved.get("kind", "another optimizer")
+        if lacks and kind != type(optimizer).__name__:
+            raise ValueError(
+                f"checkpoint: the optimizer that was saved is {kind}, and this is {type(optimizer).__name__} (it lacks"
+                f" {', '.join(lacks[:3])}); use the same, or load without one"
+            )
+        options = own | options  # the same class of another version of torch may have had fewer
         options["params"] = list(range(index, index + len(of_group)))
         groups.append(options)
         for name in of_group:

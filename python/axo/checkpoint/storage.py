@@ -3,7 +3,8 @@
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
 into the parameter where the whole part lies together in it. Other entries, and checkpoints that have no checksums, are
-read with ``torch.load``. A second thread hashes what has just been read, or is being written.
+read with ``torch.load``. A second thread hashes what is being written, or has been read: it runs behind the reading,
+over all entries, so that the two wait for each other only at the end.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -13,9 +14,12 @@ from __future__ import annotations
 import io
 import os
 import pickle
+from collections import deque
 from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Future as Pending
 from itertools import groupby
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -34,7 +38,9 @@ from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import LoadPlanner
 
-_BLOCK = 2 << 20  # bytes that are read before their hashing begins
+_BLOCK = 8 << 20  # bytes that are read before their hashing begins: long against the hand-over
+_BEHIND = 8  # entries that may wait to be hashed: they hold memory
+_SMALL = 256 << 10  # bytes that are hashed at once: they are in the cache, and a hand-over takes longer
 _WRONG = (
     "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
     " as it is"
@@ -92,12 +98,14 @@ def _write(
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             tensor = tensor.clone()  # torch.save writes whole storages
         located = _Locate(file, tensor)
-        checksum = beside.submit(xxhash.xxh3_64_hexdigest, _bytes_of(tensor))
+        bytes_of = _bytes_of(tensor)
+        hashing = beside.submit(xxhash.xxh3_64_hexdigest, bytes_of) if tensor.nbytes > _SMALL else None
         torch.save(tensor, located)  # type: ignore[arg-type]
         checked = None
         if tensor.nbytes:
             assert located.position is not None, "torch.save copied the tensor's bytes before it wrote them"
-            checked = located.position, tensor.nbytes, checksum.result()
+            checksum = hashing.result() if hashing is not None else xxhash.xxh3_64_hexdigest(bytes_of)
+            checked = located.position, tensor.nbytes, checksum
     length = file.tell() - start
     info = _StorageInfo(name, start, length)
     info.checked = checked  # type: ignore[attr-defined] # DCP keeps what it does not know
@@ -177,38 +185,91 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
         requests.setdefault(item.storage_index, []).append(item)
     places = [(metadata.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
-    with torch.no_grad(), ThreadPoolExecutor(1) as beside:
+    with torch.no_grad(), _Reader(path, verify) as reader:
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
-            with open(path / name, "rb") as file:
+            with open(path / name, "rb", buffering=0) as file:
                 for info, index in of_file:
-                    try:
-                        _read(file, info, metadata, planner, requests[index], beside if verify else None)
-                    except _Damaged as error:
-                        at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
-                        raise ValueError(f"checkpoint: {path} is damaged: {name}, {index.fqn}{at}: {error}") from None
+                    reader.begin(name, index)
+                    _read(reader, file, info, metadata, planner, requests[index])
 
 
-class _Damaged(Exception):
-    """The bytes of an entry are not what was written."""
+class _Reader:
+    """Reads bytes of files, and compares their checksums on a second thread, some way behind.
+
+    Raises, at the latest where its block ends:
+        ValueError: Bytes are missing, or are not those that were written; names file and entry.
+    """
+
+    def __init__(self, path: Path, verify: bool) -> None:
+        self._path, self._verify = path, verify
+        self._thread = ThreadPoolExecutor(1)
+        self._due: deque[tuple[Pending[str], str, str]] = deque()  # checksum, what it should be, of what
+        self._entry = ""
+
+    def __enter__(self) -> _Reader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self.settle(0)
+        finally:
+            self._thread.shutdown(cancel_futures=True)
+
+    def begin(self, file: str, index: MetadataIndex) -> None:
+        """What is read from here on belongs to this entry."""
+        at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
+        self._entry = f"{file}, {index.fqn}{at}"
+
+    def fill(self, file: io.RawIOBase, position: int, view: memoryview, checksum: str | None) -> None:
+        """Read into ``view``, which must stay as it is until the checksum has been compared."""
+        hasher, done = xxhash.xxh3_64(), 0
+        hashed = self._verify and checksum is not None
+        beside = hashed and len(view) > _SMALL
+        file.seek(position)
+        while done < len(view):
+            count = file.readinto(view[done : done + _BLOCK])
+            if not count:
+                raise self.damaged("the file ends within it")
+            if beside:
+                self._thread.submit(hasher.update, view[done : done + count])
+            done += count
+        if hashed and not beside:
+            if xxhash.xxh3_64_hexdigest(view) != checksum:
+                raise self.damaged(_WRONG)
+        elif hashed:
+            self._due.append((self._thread.submit(hasher.hexdigest), checksum or "", self._entry))
+            self.settle(_BEHIND)
+
+    def settle(self, behind: int) -> None:
+        """Wait until no more than ``behind`` entries are to be compared."""
+        while len(self._due) > behind:
+            found, expected, entry = self._due.popleft()
+            if found.result() != expected:
+                raise self.damaged(_WRONG, entry)
+
+    def damaged(self, why: str, entry: str | None = None) -> ValueError:
+        return ValueError(f"checkpoint: {self._path} is damaged: {entry or self._entry}: {why}")
 
 
 def _read(
-    file: BinaryIO,
+    reader: _Reader,
+    file: io.RawIOBase,
     info: Any,
     metadata: Metadata,
     planner: LoadPlanner,
     items: list[ReadItem],
-    beside: Executor | None,
 ) -> None:
     """Read one stored entry, for all that want something of it."""
     position, size, checksum = getattr(info, "checked", None) or (info.offset, info.length, None)
     if position == info.offset:
         data = np.empty(size, np.uint8)
-        _fill(file, position, data.data, checksum, beside)
+        reader.fill(file, position, data.data, checksum)
+        reader.settle(0)  # before anything is made of it
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
-            raise _Damaged(f"it cannot be read ({str(error).split(chr(10))[0]})") from None
+            raise reader.damaged(f"it cannot be read ({str(error).split(chr(10))[0]})") from None
         if items[0].type == LoadItemType.BYTE_IO:
             planner.state_dict[items[0].dest_index.fqn] = value
             return
@@ -219,23 +280,9 @@ def _read(
         target = planner.resolve_tensor(items[0])
         whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
         if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
-            _fill(file, position, _bytes_of(target), checksum, beside)
+            reader.fill(file, position, _bytes_of(target), checksum)
             return
         value = torch.empty(sizes, dtype=saved.properties.dtype)
-        _fill(file, position, _bytes_of(value), checksum, beside)
+        reader.fill(file, position, _bytes_of(value), checksum)
     for item in items:
         planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
-
-
-def _fill(file: BinaryIO, position: int, view: memoryview, checksum: str | None, beside: Executor | None) -> None:
-    """Read into ``view``; compare the checksum if there is one and a thread for it."""
-    hasher = xxhash.xxh3_64()
-    file.seek(position)
-    for start in range(0, len(view), _BLOCK):
-        block = view[start : start + _BLOCK]
-        if file.readinto(block) != len(block):  # type: ignore[attr-defined] # a BufferedReader's
-            raise _Damaged("the file ends within it")
-        if beside is not None and checksum is not None:
-            beside.submit(hasher.update, block)
-    if beside is not None and checksum not in (None, beside.submit(hasher.hexdigest).result()):
-        raise _Damaged(_WRONG)

@@ -33,8 +33,6 @@ from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, sh
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 
-FORMAT = 2
-
 
 class CheckpointError(RuntimeError):
     """A save failed on some rank; the same on every rank. Earlier checkpoints are as they were."""
@@ -130,8 +128,10 @@ def save(
         ValueError: The arguments are wrong or differ between ranks, what has that name may not be replaced, or a
             state cannot be saved; on every rank, and nothing has been written.
         CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
+        axo.PeerLost, axo.Timeout: A rank has died, or does not come.
     """
     _pending.wait()
+    state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
@@ -141,8 +141,10 @@ def save(
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         problem = str(error)
+    except OSError as error:
+        problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
     agree(group, problem, folder=str(final.parent), name=name, step=step, keep=keep, run=run)
     if comms is not None and comms.stages > 1:
         _join_stages(entries, group)
@@ -154,8 +156,7 @@ def save(
     try:
         path = agree(group, problem, part and part.path)
         if async_:
-            for key, value in entries.items():
-                entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(value)
+            agree(group, _stage(entries))
     except BaseException:
         if part is not None:
             part.close()
@@ -180,18 +181,32 @@ def save(
     return handle
 
 
+def _stage(entries: dict[str, Any]) -> str:
+    """Replace the entries by copies in host memory. Returns what went wrong, "" where nothing did."""
+    try:
+        for key, value in entries.items():
+            entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(value)
+    except (MemoryError, RuntimeError) as error:
+        entries.clear()
+        why = (str(error).splitlines() or [type(error).__name__])[0]
+        return f"checkpoint: async_=True has no memory for a copy ({why}); save without it"
+    return ""
+
+
 def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
-    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+    if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in os.fspath(folder):
         raise ValueError(f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
     if name is not None and (
-        not isinstance(name, str) or name in ("", "..") or name[0] == "." or set(name) & set("/\0")
+        not isinstance(name, str) or name in ("", "..") or name[0] == "." or "/" in name or not name.isprintable()
     ):
         raise ValueError(
-            f"checkpoint: name={name!r} is not the name of a folder in {folder}; use one without '/' and without a"
-            " leading dot"
+            f"checkpoint: name={name!r} is not the name of a folder in {folder}; use one without '/', without a leading"
+            " dot and without signs that cannot be printed"
         )
+    if name is not None and folders.step_of(name) not in (None, step):
+        raise ValueError(f"checkpoint: name={name!r} is that of another step than {step}; leave it out, or use another")
     if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
     if run is not None and (not isinstance(run, str) or not run):
@@ -203,7 +218,7 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
         torch.load(buffer, weights_only=True)
     except Exception as error:  # pickle's own, and torch's for classes that it does not load
         raise ValueError(
-            f"checkpoint: extra holds what cannot be read back safely ({str(error).splitlines()[0]}); use numbers,"
+            f"checkpoint: extra holds what cannot be read back safely ({state.reason(error)}); use numbers,"
             " strings, lists, dicts and tensors, such as a state_dict"
         ) from None
 
@@ -244,7 +259,7 @@ def head(
 ) -> dict[str, Any]:
     """The entry that says what the others are."""
     return {
-        "format": FORMAT,
+        "format": state.FORMAT,
         "step": step,
         "grid": grid,
         "ranks": ranks,

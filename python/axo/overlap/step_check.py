@@ -5,6 +5,8 @@ its last forward pass in training was not followed by a backward, or gradients s
 ``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
 model goes. After a step nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
 
+The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``).
+
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
 
@@ -25,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
+from axo.overlap import optimizer_state
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -33,11 +36,17 @@ if TYPE_CHECKING:
 def watch(engine: Engine) -> None:
     """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
     seen = weakref.ref(engine)
+    marked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def check(optimizer: Any, args: Any, options: Any) -> None:
         engine = seen()
         if engine is None:
             return
+        if engine.comms.grid.world_size > 1:
+            optimizer_state.check(optimizer)
+            if optimizer not in marked:
+                marked.add(optimizer)
+                optimizer_state.mark(optimizer)
         engine.gradients.forget_zeroed()
         if not (engine.gradients.deferred or engine.awaits_backward):
             return

@@ -24,6 +24,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
+from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement
 from axo.sharding import unshard
 
@@ -72,7 +73,8 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None) -> dict[str, Any]:
                 whole = _whole(value, placement)
             if keep is not None:
                 kept.setdefault(index, {})[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
-    return {"state": kept, "param_groups": local["param_groups"]} if keep is not None else {}
+    groups = [shards_said.without(group) for group in local["param_groups"]]
+    return {"state": kept, "param_groups": groups} if keep is not None else {}
 
 
 def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
