@@ -27,7 +27,7 @@ from axo.overlap.buckets import Buckets
 from axo.overlap.events import Events
 from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
 from axo.overlap.gradients import Gradients
-from axo.overlap.options import Overlap, cache_limits
+from axo.overlap.options import Overlap, cache_limits, idle_limit
 from axo.overlap.pool import Pool
 from axo.overlap.step_check import check_same_inputs
 from axo.overlap.zero import Zero
@@ -73,7 +73,7 @@ class Engine:
     ) -> None:
         self.comms, self.overlap, self.reduce_dtype = comms, overlap, reduce_dtype
         self.zero = Zero(self, zero) if zero and comms.grid.data > 1 else None
-        self.pool = Pool()
+        self.pool = Pool(idle_limit(overlap.idle_bytes))
         self.gathers = Gathers(self, *cache_limits(overlap.gather_cache))
         scatter = self.zero is not None and zero == 2
         self.gradients = Gradients(self, Buckets(self, overlap.bucket_bytes, scatter=scatter))

@@ -1,7 +1,8 @@
 """Buffers for collectives, used again and again; on the CPU in memory that the transport reads where it lies.
 
 A buffer is free when nobody but the pool refers to its memory: no owner has to give it back, and a gradient that is a
-view of one stays what it is as long as somebody holds it. What no step wants any more is given back.
+view of one stays what it is as long as somebody holds it. What no step wants any more is given back, and what is free
+between steps beyond a limit: the largest first.
 """
 
 from __future__ import annotations
@@ -34,9 +35,14 @@ _FREE = _references(_Entry(object()))  # the entry's own reference, and those of
 
 
 class Pool:
-    """Buffers of one engine, by size."""
+    """Buffers of one engine, by size.
 
-    def __init__(self) -> None:
+    Args:
+        idle_limit: Bytes of free buffers that may stay from one pass to the next.
+    """
+
+    def __init__(self, idle_limit: float = math.inf) -> None:
+        self._idle_limit = idle_limit
         self._entries: dict[int, list[_Entry]] = {}
         self._passes = 0
 
@@ -56,7 +62,7 @@ class Pool:
         return torch.frombuffer(entry.memory, dtype=dtype).view(shape)
 
     def end_of_pass(self) -> None:
-        """Give back what the last passes have not used."""
+        """Give back what the last passes have not used, and what is beyond the limit."""
         self._passes += 1
         for size, entries in list(self._entries.items()):
             kept = [
@@ -64,3 +70,16 @@ class Pool:
             ]
             if len(kept) != len(entries):
                 self._entries[size] = kept
+        beyond = self.idle_bytes() - self._idle_limit
+        for size in sorted(self._entries, reverse=True) if beyond > 0 else ():
+            entries = self._entries[size]
+            free = [each for each in entries if _references(each) == _FREE]
+            gone = free[: math.ceil(max(beyond, 0) / size)]
+            self._entries[size] = [each for each in entries if each not in gone]
+            beyond -= size * len(gone)
+
+    def idle_bytes(self) -> int:
+        """Bytes of the buffers that are free."""
+        return sum(
+            size * sum(_references(each) == _FREE for each in entries) for size, entries in self._entries.items()
+        )
