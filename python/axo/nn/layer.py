@@ -11,6 +11,7 @@ Not here: any arithmetic of a layer.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
@@ -19,6 +20,7 @@ from torch import nn
 
 from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators
+from axo.comm.memory import physical_memory
 from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
@@ -60,10 +62,28 @@ class ParallelLayer(nn.Module):
         self.placements = placements
 
     def _add_parameters(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
-        """Register an empty shard for each placement."""
-        for name, placement in self.placements.items():
-            shape = placement.local_shape(self.comms.grid, self.comms.coords)
-            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        """Register an empty shard for each placement.
+
+        Raises:
+            MemoryError: This rank's shards are larger than the memory of their device, or there is too little left.
+        """
+        place, dtype = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
+        shapes = {name: each.local_shape(self.comms.grid, self.comms.coords) for name, each in self.placements.items()}
+        size, room = sum(map(math.prod, shapes.values())) * dtype.itemsize, physical_memory(place)
+        wrong = (
+            f"{self.label()}: this rank's part takes {size / 2**30:,.1f} GiB, and {place} has"
+            f" {(room or 0) / 2**30:,.1f} GiB; use a grid with more ranks along x, y or z, or a smaller layer"
+        )
+        if room is not None and size > room:
+            raise MemoryError(wrong)
+        for name, shape in shapes.items():
+            try:
+                tensor = torch.empty(shape, device=place, dtype=dtype)
+            except RuntimeError as error:
+                if "allocate memory" not in str(error):
+                    raise
+                raise MemoryError(wrong) from None
+            self.register_parameter(name, nn.Parameter(tensor))
         self._tag()
 
     def _tag(self) -> None:

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import axo
 from axo.checkpoint import Run
+from axo.comm.memory import physical_memory
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
 from axo.train.check import check, open_batches, open_corpus
@@ -84,18 +85,32 @@ def run(config: TrainConfig) -> Outcome | None:
 
 
 def check_devices(config: TrainConfig) -> None:
-    """Check that this machine has a device for each rank of the run.
+    """Check that this machine has a device for each rank of the run, or memory for what all of them hold.
 
     Raises:
-        ValueError: It has fewer.
+        ValueError: It has less.
     """
     if torch.device(config.device).type == "cpu":
+        _check_memory(config)
         return
     count = torch.accelerator.device_count()
     if config.ranks > count:
         raise ValueError(
             f"train: grid {_shown(config)} has {config.ranks} ranks and this machine {count} of device"
             f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
+        )
+
+
+def _check_memory(config: TrainConfig) -> None:
+    parameters = models.shape_of(models.resolve(config.model, config.model_overrides)).parameters
+    # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
+    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
+    room = physical_memory(torch.device("cpu"))
+    if room is not None and needed > room:
+        raise ValueError(
+            f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
+            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {room / 2**30:,.1f} GiB; use a smaller"
+            " model, or torchrun on more machines"
         )
 
 
