@@ -14,7 +14,7 @@ from torch import nn
 
 from axo.arrangement import arrangement_of
 from axo.comm.agree import ranks_that_differ
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.offload import Offload
@@ -100,6 +100,7 @@ def parallelize(
     layers = getattr(getattr(model, "config", None), "n_layer", 1)
     if isinstance(layers, int) and layers < 1:
         raise ValueError(f"parallelize: n_layer={layers} is a model without blocks; use at least 1")
+    check_comms("parallelize", comms)
     if sequence_parallel:
         arrangement.only_axonn("parallelize: sequence_parallel=True")
     comms.arrange(arrangement)

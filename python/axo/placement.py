@@ -14,6 +14,7 @@ Not here: moving data between ranks (``axo.sharding``).
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -110,7 +111,12 @@ class Placement:
     counted: bool = field(default=True, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        shape = tuple(int(size) for size in self.global_shape)
+        try:
+            shape = tuple(map(operator.index, self.global_shape))
+        except TypeError:
+            shape = (-1,)
+        if min(shape, default=0) < 0:
+            raise ValueError(f"Placement: {self.global_shape} is not a shape; use whole numbers of at least 0")
         splits = tuple(tuple(axes) for axes in self.splits) + ((),) * (len(shape) - len(self.splits))
         object.__setattr__(self, "global_shape", shape)
         object.__setattr__(self, "splits", splits)

@@ -423,6 +423,16 @@ def _stages(pipeline: int) -> int:
     return pipeline
 
 
+def check_comms(what: str, comms: object) -> None:
+    """Check that ``comms`` are communicators of a grid.
+
+    Raises:
+        ValueError: They are not; ``what`` was given them.
+    """
+    if not hasattr(comms, "grid"):
+        raise ValueError(f"{what}: comms={comms!r} is not what axo.connect returns; pass axo.connect('2x2x1x1'), or so")
+
+
 def _grid(grid: Grid | str) -> Grid:
     if not isinstance(grid, Grid | str):
         raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from axo.comm.agree import ranks_that_differ
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.comm.memory import physical_memory
 from axo.matmul import cost, engine_cost
 from axo.nn import chain, torch_utils
@@ -55,8 +55,13 @@ class ParallelLayer(nn.Module):
     out_features_whole: int | None = None
 
     def _start(self, comms: Communicators, name: str | None, placements: dict[str, Placement]) -> None:
-        """Take the place of ``nn.Module.__init__`` (the classes of torch.nn would allocate whole weights)."""
+        """Take the place of ``nn.Module.__init__`` (the classes of torch.nn would allocate whole weights).
+
+        Raises:
+            ValueError: ``comms`` is not what ``axo.connect`` returns.
+        """
         nn.Module.__init__(self)
+        check_comms(type(self).__name__, comms)
         self.comms = comms
         self.name = name
         self.placements = placements

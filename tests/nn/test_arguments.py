@@ -1,0 +1,58 @@
+"""Arguments of layers that mean nothing, or more than the machine holds: one line each, before any allocation."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import axo
+from axo.nn import layer
+
+COMMS = axo.connect("1x1x1x1")
+
+
+@pytest.mark.parametrize(
+    ("build", "error", "message"),
+    [
+        (lambda: axo.nn.Linear("8", 8, comms=COMMS), ValueError, r"Placement: \(8, '8'\) is not a shape"),
+        (lambda: axo.nn.Linear(-1, 8, comms=COMMS), ValueError, r"Placement: \(8, -1\) is not a shape"),
+        (lambda: axo.nn.Embedding(8.0, 8, comms=COMMS), ValueError, r"Placement: \(8.0, 8\) is not a shape"),
+        (lambda: axo.nn.Linear(8, 8, comms=None), ValueError, "Linear: comms=None is not what axo.connect returns"),
+        (lambda: axo.nn.Embedding(8, 8, comms="2x1x1x1"), ValueError, "Embedding: comms='2x1x1x1' is not what"),
+        (lambda: axo.nn.LayerNorm(8, comms=None), ValueError, "LayerNorm: comms=None is not what"),
+        (
+            lambda: axo.parallelize(nn.Linear(2, 2), None, plan="auto"),
+            ValueError,
+            "parallelize: comms=None is not what axo.connect returns",
+        ),
+        (
+            lambda: axo.nn.Linear(10**6, 10**6, comms=COMMS, name="mlp.fc"),
+            MemoryError,
+            r"Linear 'mlp.fc': this rank's part takes 3,725.3 GiB, and cpu has [\d.,]+ GiB; use a grid with more ranks",
+        ),
+        (lambda: axo.nn.Embedding(10**9, 10**5, comms=COMMS), MemoryError, "Embedding: this rank's part takes 372,5"),
+    ],
+)
+def test_what_means_nothing_or_does_not_fit(build, error, message):
+    with pytest.raises(error, match=message) as caught:
+        build()
+    assert "\n" not in str(caught.value)
+
+
+def test_memory_that_others_use_is_the_same_error():
+    torchs = "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory: you tried to allocate 4"
+    with mock.patch.object(layer.torch, "empty", side_effect=RuntimeError(torchs)):
+        with pytest.raises(MemoryError, match=r"Linear: this rank's part takes 0\.0 GiB, and cpu has"):
+            axo.nn.Linear(8, 8, comms=COMMS)
+    with mock.patch.object(layer.torch, "empty", side_effect=RuntimeError("something else")):
+        with pytest.raises(RuntimeError, match="something else"):
+            axo.nn.Linear(8, 8, comms=COMMS)
+
+
+def test_a_layer_on_meta_may_be_of_any_size():
+    assert axo.nn.Linear(10**6, 10**6, comms=COMMS, device="meta").weight.is_meta
+    with torch.device("meta"):
+        assert axo.nn.Linear(10**6, 10**6, comms=COMMS).weight.is_meta
