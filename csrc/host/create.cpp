@@ -15,8 +15,9 @@
 namespace axo::host {
 namespace {
 
-// The first operation of every communicator: when it is through, all ranks have mapped the segment.
-std::shared_ptr<HostCore> start(Membership membership) {
+// The first operation of every communicator: when it is through, all ranks have mapped the segment. `watch` may throw
+// to give up.
+std::shared_ptr<HostCore> start(Membership membership, const Watch& watch) {
   auto core = std::make_shared<HostCore>(std::move(membership));
   core->engine().add(core);
   Request request;
@@ -24,8 +25,16 @@ std::shared_ptr<HostCore> start(Membership membership) {
   auto work = std::make_shared<HostWork>(core, request, CallOptions{});
   try {
     core->submit({work});
+    while (!work->is_completed()) {
+      try {
+        work->synchronize(Milliseconds(100));
+      } catch (const Timeout&) {
+        if (!work->is_completed()) watch();
+      }
+    }
     work->wait();
   } catch (...) {
+    if (!work->is_completed()) core->abort({FailureKind::aborted, -1, "given up while its ranks met"});
     core->release();
     throw;
   }
@@ -102,13 +111,13 @@ class Rendezvous {
     card_.host = host_identity();
   }
 
-  Membership meet() {
+  std::shared_ptr<HostCore> meet() {
     Membership m = membership_of(meeting_.rank, meeting_.size, options_.name, options_.timeout);
     if (meeting_.size == 1) {
       Fd fd;
       m.segment = make_segment(1, &fd);
       m.processes = {ProgressEngine::get().self()};
-      return m;
+      return start(std::move(m), [] {});
     }
     if (meeting_.rank == 0) {
       run_leader(&m);
@@ -118,7 +127,11 @@ class Rendezvous {
     // A store outlives its groups, and a later one may have the name of this one. Nobody is through the first barrier
     // before all have come here, so whoever meets again finds no address of the last time.
     store_.remove(entry(meeting_.rank));
-    return m;
+    try {
+      return start(std::move(m), [this] { ask(); });
+    } catch (const Failure& r) {
+      meeting_.raise(r);
+    }
   }
 
  private:
@@ -152,11 +165,16 @@ class Rendezvous {
     return r;
   }
 
-  // Whether an interrupt is due, now and then: the check may have to wait for a lock of the program's.
+  // Whether an interrupt is due, or a rank has given up, now and then: the check may have to wait for a lock of the
+  // program's.
   void ask() {
     if (Clock::now() - asked_ < std::chrono::milliseconds(100)) return;
     asked_ = Clock::now();
     check_interrupt();
+    const std::string gave_up = key_ + "/gave up";  // written by axo.comm.rendezvous: "2 raised ValueError: no way"
+    if (!store_.has(gave_up)) return;
+    const std::string told = store_.get(gave_up, Milliseconds(1000));
+    throw Failure{FailureKind::peer_lost, std::atoi(told.c_str()), "rank " + told};
   }
 
   // The members as they come, in any order; the death of one that has come ends the wait for the others.
@@ -273,7 +291,7 @@ std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int 
   AXO_CHECK(size >= 1 && size <= kMaxRanks, "create_host_communicator: size", size,
             "1 to " + std::to_string(kMaxRanks) + " ranks");
   AXO_CHECK(rank >= 0 && rank < size, "create_host_communicator: rank", rank, "0 to " + std::to_string(size - 1));
-  return start(Rendezvous(store, key, rank, size, options).meet());
+  return Rendezvous(store, key, rank, size, options).meet();
 }
 
 std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, int color, int key,
@@ -351,7 +369,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
       meeting.raise(r);
     }
   }
-  return start(std::move(m));
+  return start(std::move(m), [] {});
 }
 
 }  // namespace axo::host

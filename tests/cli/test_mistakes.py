@@ -51,6 +51,7 @@ def override(field: str) -> list[str]:
         (override("n_embd=0"), "n_embd=0 is not a count from 1 to"),
         (override("n_head=0"), "n_head=0 is not a count from 1 to"),
         (override("n_embd=1000000000"), "n_embd=1000000000 is not a count from 1 to"),
+        (override("n_embd=100000"), "parameters, whose weights, gradients and optimizer state take at least 1,"),
         (override("rotary_percentage=7"), "rotary_percentage=7 is not in [0, 1]"),
         (override("norm_eps=x"), "norm_eps='x' is not a number"),
         (override("bias=maybe"), "bias='maybe' is not true or false"),

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from axo.comm.extension import _C
 from axo.comm.flight import arm
 from axo.comm.rendezvous import TimeLeft, gather, give_up, given_up, next_round
-from axo.errors import Error, PeerLost, Timeout
+from axo.errors import Aborted, Error, PeerLost, Timeout
 
 _GLOO_MEETS_S = 60.0
 
@@ -99,9 +99,9 @@ def _met(store: Any, key: str, rank: int, size: int, name: str, left: TimeLeft, 
     names, identities = ([text.split("\n")[field] for text in told] for field in (0, 1))
     try:
         if len(set(identities)) == 1:
-            return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
+            return _C.create_host_communicator(store, round_, rank, size, name, int(left() * 1000))
         return _between_hosts(store, round_, rank, size, name, left, names, identities)
-    except (PeerLost, Timeout):
+    except (Aborted, PeerLost, Timeout):
         if (gone := given_up(store, round_, who)) is not None:
             raise gone from None
         raise
