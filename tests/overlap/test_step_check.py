@@ -1,6 +1,7 @@
 """Steps that cannot be right are refused: an optimizer of the serial model, and rows that differ along x or y."""
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -74,3 +75,21 @@ def without_blocks(grid):
         model = GPT(Config(n_layer=layers, n_head=2, n_embd=16, vocab_size=32, padded_vocab_size=32))
         with pytest.raises(ValueError, match=f"n_layer={layers} is a model without blocks"):
             axo.parallelize(model, comms)
+
+
+def layers_by_hand():
+    comms = axo.connect("1x1x2x1")
+    layers = nn.Sequential(*(axo.nn.Linear(8, 8, comms=comms, transposed=odd) for odd in (False, True)))
+    attached = nn.Sequential(axo.nn.Linear(8, 8, comms=comms))
+    axo.overlap.attach(attached, comms, axo.Overlap())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attached(torch.ones(4, 8)).sum().backward()
+    with pytest.warns(UserWarning, match="call axo.overlap.attach") as hints:
+        for _ in range(3):
+            layers(torch.ones(4, 8)).sum().backward()
+    return len(hints)
+
+
+def test_layers_of_no_attached_model_hint_at_attach_once_each():
+    assert run_ranks(layers_by_hand, 2) == [2, 2]
