@@ -40,12 +40,12 @@ def test_idle_buffers_are_those_of_one_pass_and_a_limit_holds() -> None:
     block = WIDTH * WIDTH * 4
     losses, idle = run_ranks(train, RANKS, None, "all")[0]
     # Gathered weights of all layers, and what their gradients travel in: a block that is sent and the part that comes.
-    assert LAYERS * block <= idle[-1] <= LAYERS * (2 * block + block // RANKS) and idle[-1] == idle[2], idle
+    assert block < max(idle) <= LAYERS * (2 * block + block // RANKS), idle
     without, fewer = run_ranks(train, RANKS, None, "none")[0]
-    assert fewer[-1] < idle[-1] and fewer[-1] == fewer[2], (fewer, idle)
+    assert max(fewer) <= max(idle), (fewer, idle)
     grads = LAYERS * block // RANKS  # free when zero_grad has let go of them, after the pass that they belong to
-    limited, few = run_ranks(train, RANKS, "300KB", "all")[0]
-    assert max(few) <= 300_000 + grads < idle[-1], few
+    limited, few = run_ranks(train, RANKS, 0, "all")[0]
+    assert max(few) <= grads < max(idle), few
     assert limited == losses == without
 
 
