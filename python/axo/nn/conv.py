@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
 from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
@@ -86,6 +86,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
+        check_comms(type(self).__name__, comms)
         comms.arrangement.only_axonn(f"Conv2d {name or ''!r}")
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
         # torch checks its own arguments, and works out the padding; on the meta device that costs nothing

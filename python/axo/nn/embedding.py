@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn import chain
@@ -73,6 +73,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         gather_output: bool = False,
         name: str | None = None,
     ) -> None:
+        check_comms(type(self).__name__, comms)
         placement = Placement((num_embeddings, embedding_dim), comms.arrangement.table, comms=comms)
         self._start(comms, name, {"weight": placement})
         for option, asked in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
 from axo.matmul.blocks import layer_matmul
 from axo.nn.layer import ParallelLayer, default_device
@@ -101,6 +101,7 @@ class Linear(ParallelLayer, nn.Linear):
         features: Features = _PLAIN,
         name: str | None = None,
     ) -> None:
+        check_comms(type(self).__name__, comms)
         arrangement = comms.arrangement
         in_axis, out_axis = arrangement.features(transposed)
         out_blocks, out_copies = features.out_blocks, features.out_copies
