@@ -58,12 +58,16 @@ def tell(call: Any) -> str:
 def differ(folder: str) -> list[str]:
     comms = axo.connect("1x1x1x2")
     model, rank = filled(1.0), comms.rank
-    save(f"{folder}/two", model, step=1, comms=comms)
+    optimizer = torch.optim.Adam(model.parameters())
+    save(f"{folder}/two", model, step=1, extra={"a": [torch.ones(2), 1.5]}, comms=comms)
     save(f"{folder}/two", model, step=2, comms=comms)
     return [
         tell(lambda: save(f"{folder}/{rank}", model, step=1, comms=comms)),
         tell(lambda: save(folder, model, step=rank, comms=comms)),
         tell(lambda: save(folder, model, name=f"n{rank}", comms=comms)),
+        tell(lambda: save(folder, model, extra={"loss": [torch.ones(2), rank]}, comms=comms)),
+        tell(lambda: save(folder, model, optimizer if rank else None, comms=comms)),
+        tell(lambda: load(f"{folder}/two", model, strict=rank == 0, comms=comms)),
         tell(lambda: load(f"{folder}/two/{name_of(1 + rank)}", model, comms=comms)),
     ]
 
@@ -71,7 +75,19 @@ def differ(folder: str) -> list[str]:
 def test_ranks_that_name_different_places_are_told_who_and_nothing_is_written(tmp_path: Path) -> None:
     first, second = run_ranks(differ, 2, str(tmp_path))
     assert first == second
-    for message, part in zip(first, (f"{tmp_path}/1'", "step: rank 0 0, rank 1 1", "'n1'", name_of(2)), strict=True):
+    for message, part in zip(
+        first,
+        (
+            f"{tmp_path}/1'",
+            "step: rank 0 0, rank 1 1",
+            "'n1'",
+            "different values of extra",
+            "optimizer: rank 0 None, rank 1 'Adam'",
+            "strict: rank 0 True, rank 1 False",
+            name_of(2),
+        ),
+        strict=True,
+    ):
         assert "ranks were given different values of" in message and "rank 1" in message and part in message
     assert names_in(tmp_path) == ["two"]
 

@@ -145,7 +145,7 @@ def test_the_meeting_timeout_bounds_every_meeting(where, tmp_path):
         assert outcome.ok, outcome.describe() + outcome.traceback
         message, seconds = outcome.value
         assert seconds < 25, message  # it was the 600 s of an operation
-        assert outcome.rank == 2 or re.search(r"(ranks \[|not arrived: )1\b", message), message
+        assert outcome.rank == 2 or re.search(r"ranks \[1\]|not arrived: 1\b|rank 1 has not come", message), message
 
 
 def one_raises(where):
@@ -174,6 +174,23 @@ def test_a_rank_that_raises_between_meetings_is_lost_to_its_peers_with_its_error
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error == "PeerLost" and outcome.seconds < 30, outcome.describe()
         assert re.search(r"rank 1( \(process \d+\))? raised " + re.escape(cause), outcome.message), outcome.describe()
+
+
+def too_late(folder):
+    """Rank 1 comes when rank 0 has waited in vain."""
+    if os.environ["RANK"] == "1":
+        while not os.listdir(folder):
+            time.sleep(0.05)
+        axo.connect("2x1x1x1")
+    with pytest.raises(Timeout, match=r"ranks \[1\] have not come"):
+        axo.connect("2x1x1x1", meeting_timeout=0.2)
+    open(f"{folder}/gone", "w").close()
+
+
+def test_a_rank_that_comes_too_late_is_told_at_once(tmp_path):
+    first, second = rank_outcomes(too_late, 2, str(tmp_path))
+    assert first.ok, first.describe()
+    assert second.error == "Timeout" and "the others waited in vain, and have given up" in second.message
 
 
 def limits_after_connect():

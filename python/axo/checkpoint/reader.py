@@ -81,7 +81,8 @@ def load(
         found = _find(Path(given)) if rank_in(group) == 0 else None
     except (ValueError, OSError) as error:
         problem = str(error)
-    found = agree(group, problem, found, path=given)  # rank 0's: another rank might find a newer one
+    # Rank 0's: another rank might find a newer one.
+    found = agree(group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict)
     others = _Elsewhere.of(model, optimizer, comms, group)
     try:
         work = _open(found, model, optimizer, strict, verify, others)

@@ -10,9 +10,10 @@ Not here: files; state whose shape is another and whose parameter is split (Adaf
 
 from __future__ import annotations
 
+import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,30 @@ def reason(error: BaseException) -> str:
     if found := re.search(r"GLOBAL (\S+)", text):
         return f"it holds a {found[1]}"
     return re.split(r"\n|(?<=\w)\. ", text)[0].rstrip(". ") or type(error).__name__
+
+
+def digest(value: Any) -> str:
+    """A few letters that are equal for equal plain values and tensors, on whatever rank they were made."""
+    hasher = hashlib.blake2b(digest_size=6)
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            hasher.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(value, Mapping):
+            hasher.update(f"dict {len(value)}".encode())
+            for key in sorted(value, key=repr):
+                add(key)
+                add(value[key])
+        elif isinstance(value, list | tuple | set):
+            hasher.update(f"list {len(value)}".encode())
+            for each in sorted(value, key=repr) if isinstance(value, set) else value:
+                add(each)
+        else:
+            hasher.update(f"{type(value).__name__} {value!r};".encode())
+
+    add(value)
+    return hasher.hexdigest()
 
 
 def check_storage(name: str, tensor: torch.Tensor) -> None:

@@ -32,6 +32,7 @@ from axo.checkpoint.parts import Parts, SavePlanner
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
+from axo.errors import Error
 
 
 class CheckpointError(RuntimeError):
@@ -145,8 +146,11 @@ def save(
         problem = str(error)
     except OSError as error:
         problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
-    agree(group, problem, folder=str(final.parent), name=name, step=step, keep=keep, run=run)
-    if comms is not None and comms.stages > 1:
+    staged = comms is not None and comms.stages > 1  # a stage may know what another does not
+    told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
+    told |= {"optimizer": state.kind_of(optimizer), "extra": "" if problem or staged else state.digest(extra)}
+    agree(group, problem, **told)
+    if staged:
         _join_stages(entries, group)
     if rank_in(group) == 0:
         try:
@@ -300,6 +304,8 @@ def write(target: Target, entries: dict[str, Any]) -> None:
                 part.commit(target.step, seal(target.path))
                 if target.keep is not None:
                     folders.prune(target.final, target.keep, part.run)
+        except Error:  # a peer is lost, and would not hear of a problem
+            raise
         except CheckpointException as error:  # DCP's: the same on all ranks
             problem = _first_failure(error)
         except Exception as error:

@@ -143,6 +143,8 @@ def gather(
     closer_look = 0.0  # at each rank; it costs the store a question a rank
     for waited in _looks():
         if store.check(keys):
+            if store.check([f"{round_}/late"]):
+                raise Timeout(f"{who}: this rank came too late: the others waited in vain, and have given up{hint}")
             return [store.get(key).decode().partition("\n")[2] for key in keys]
         late = waited >= seconds
         if late or waited >= closer_look:
