@@ -23,6 +23,7 @@ import axo
 from axo.checkpoint import CheckpointError, consolidate, latest, load, save, writer
 from axo.checkpoint.folder import complete, name_of, write_file
 from axo.checkpoint.parts import Parts
+from axo.overlap import optimizer_state
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -314,12 +315,12 @@ def test_an_asynchronous_save_holds_what_was_given_when_it_was_called(
     assert value_of(other) == 1.0 and again.param_groups[0]["lr"] == 0.5
 
 
-def steps_after(grid: str, zero: int, folder: str, source: int) -> tuple[str, list[str]]:
+def steps_after(grid: str, folder: str, source: int) -> tuple[str, list[str]]:
     """What a step says after this rank has loaded the plain state dict of rank ``source`` into a new optimizer."""
     comms = axo.connect(grid)
     torch.manual_seed(0)
     serial = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = axo.parallelize(serial, comms, plan="auto", zero=zero)
+    model = axo.parallelize(serial, comms, plan="auto")
 
     def step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.zero_grad()
@@ -342,17 +343,20 @@ def steps_after(grid: str, zero: int, folder: str, source: int) -> tuple[str, li
     return problem, sorted(key for group in second.param_groups for key in group if key.startswith("axo"))
 
 
-@pytest.mark.parametrize(
-    ("grid", "zero", "refused"), [("2x1x1x1", 0, "x=0 of 2"), ("1x1x1x2", 0, ""), ("1x1x1x2", 1, "data=0 of 2")]
-)
-def test_the_plain_state_of_another_ranks_optimizer_is_refused(
-    tmp_path: Path, grid: str, zero: int, refused: str
-) -> None:
+def zero_shards() -> str:
+    comms = axo.connect("1x1x1x2")
+    model = axo.parallelize(nn.Sequential(nn.Linear(8, 8)), comms, plan="auto", zero=1)
+    return optimizer_state.shards_of(torch.optim.Adam(model.parameters()))
+
+
+@pytest.mark.parametrize(("grid", "refused"), [("2x1x1x1", "x=0 of 2"), ("1x1x1x2", "")])
+def test_the_plain_state_of_another_ranks_optimizer_is_refused(tmp_path: Path, grid: str, refused: str) -> None:
     """Its shapes fit, so torch loads it. Along an axis that splits nothing it is right, and taken."""
-    first, second = run_ranks(steps_after, 2, grid, zero, str(tmp_path), 0)
+    first, second = run_ranks(steps_after, 2, grid, str(tmp_path), 0)
     assert first == ("", [])
     assert second[1] == [] and (f"saved with the shards of {refused}, and this rank" in second[0]) is bool(refused)
-    assert run_ranks(steps_after, 2, grid, zero, str(tmp_path), -1) == [("", [])] * 2
+    assert run_ranks(steps_after, 2, grid, str(tmp_path), -1) == [("", [])] * 2
+    assert run_ranks(zero_shards, 2) == ["data=0 of 2", "data=1 of 2"]
 
 
 # Left over

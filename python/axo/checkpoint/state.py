@@ -48,6 +48,11 @@ def check_kinds(model: Any, optimizer: Any) -> None:
         )
 
 
+def kind_of(optimizer: Optimizer | None) -> str | None:
+    """The class of an optimizer, by name; None without one."""
+    return None if optimizer is None else type(optimizer).__name__
+
+
 def reason(error: BaseException) -> str:
     """Why torch could not read or write something, in a few words: its own texts run over many lines."""
     text = _COLOUR.sub("", str(error)).strip()
@@ -203,7 +208,7 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         optimizer_state.without(group) | {"params": of_group}
         for group, of_group in zip(optimizer.param_groups, names, strict=True)
     ]
-    entries[OPTIMIZER] = {"kind": type(optimizer).__name__, "groups": options, "values": values}
+    entries[OPTIMIZER] = {"kind": kind_of(optimizer), "groups": options, "values": values}
     return entries
 
 
