@@ -1,1 +1,1 @@
-"""The command ``axo``: a file for each subcommand, or for related ones. What it does is in the package that it calls."""
+"""The command ``axo``: a file for each subcommand, or related ones. What it does is in the package that it calls."""
