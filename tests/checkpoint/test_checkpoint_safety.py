@@ -513,7 +513,7 @@ def test_what_is_no_model_or_optimizer_or_cannot_be_written_is_named_before_anyt
         lambda: save(tmp_path, model, name=name_of(5), step=7): "is that of another step than 7",
         lambda: save("a\0b", model): "names no folder",
         lambda: load(None, model): "path=None: the path is empty",  # type: ignore[arg-type]
-        lambda: consolidate(None, tmp_path): "source=None is empty",  # type: ignore[arg-type]
+        lambda: consolidate(None, tmp_path): "source=None is no path",  # type: ignore[arg-type]
         lambda: axo.checkpoint.Run(""): "folder='' names no folder",
     }.items():
         assert part in tell(call), part

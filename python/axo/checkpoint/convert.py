@@ -45,8 +45,10 @@ def consolidate(
         ValueError: The source is neither, or the result cannot hold what was asked.
     """
     for what, given in (("source", source), ("out", out)):
-        if not isinstance(given, str | os.PathLike) or not os.fspath(given):
-            raise ValueError(f"consolidate: {what}={given!r} is empty; name a file or a folder")
+        if not isinstance(given, str | os.PathLike):
+            raise ValueError(f"consolidate: {what}={given!r} is no path; name a file or a folder")
+        if not os.fspath(given):
+            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
     source, out = Path(source), Path(out)
