@@ -158,11 +158,6 @@ void DeviceCore::check_usable() const {
   }
 }
 
-Milliseconds DeviceCore::set_timeout(Milliseconds timeout) {
-  if (order_check_) order_check_->set_timeout(timeout);
-  return timeout_.exchange(timeout);
-}
-
 std::exception_ptr DeviceCore::failure() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return error_;

@@ -31,7 +31,10 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   const Member& member() const { return member_; }
   const std::string& key() const { return key_; }
   Milliseconds timeout() const { return timeout_.load(); }
-  Milliseconds set_timeout(Milliseconds timeout);
+  Milliseconds set_timeout(Milliseconds timeout) {
+    if (order_check_) order_check_->set_timeout(timeout);
+    return timeout_.exchange(timeout);
+  }
   bool timing() const { return options_.timing; }
   DeviceContext& context() const { return *context_; }
   const std::shared_ptr<DeviceContext>& shared_context() const { return context_; }
