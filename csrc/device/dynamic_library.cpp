@@ -93,6 +93,7 @@ DynamicLibrary DynamicLibrary::find(const LibraryRequest& request, std::string* 
   }
 
   DynamicLibrary library;
+  library.was_loaded_ = !loaded.empty();
   std::vector<std::string> attempts;
   const auto attempt = [&](const std::string& path, int flags) {
     if (library.handle_) return;

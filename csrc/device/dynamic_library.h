@@ -33,6 +33,8 @@ class DynamicLibrary {
 
   explicit operator bool() const { return handle_ != nullptr; }
   const std::string& path() const { return path_; }
+  // Before this opened it, by whomever.
+  bool was_loaded() const { return was_loaded_; }
   // Null when the library has no such function.
   void* symbol(const std::string& name) const;
   // Throws Error that names the library and the function.
@@ -40,6 +42,7 @@ class DynamicLibrary {
 
  private:
   void* handle_ = nullptr;
+  bool was_loaded_ = false;
   std::string path_;
 };
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 
 #include "base/error.h"
 
@@ -86,13 +87,12 @@ NcclConfig make_nccl_config(int running_version) {
 }
 
 std::shared_ptr<const NcclApi> NcclApi::open(GpuVendor vendor, const std::vector<std::string>& folders) {
-  const LibraryRequest request = request_for(vendor, folders);
-  const bool was_loaded = !loaded_objects(request.stem).empty();
-  return std::shared_ptr<const NcclApi>(new NcclApi(vendor, DynamicLibrary::open(request), was_loaded));
+  static std::mutex mutex;  // ranks that are threads: the second comes when the first has set the variable
+  std::lock_guard<std::mutex> lock(mutex);
+  return std::shared_ptr<const NcclApi>(new NcclApi(vendor, DynamicLibrary::open(request_for(vendor, folders))));
 }
 
-NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library, bool was_loaded)
-    : vendor_(vendor), library_(std::move(library)) {
+NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), library_(std::move(library)) {
   assign(fn_.GetErrorString, library_.required("ncclGetErrorString"));
   assign(fn_.GetVersion, library_.required("ncclGetVersion"));
   check(fn_.GetVersion(&version_), "ncclGetVersion");
@@ -111,7 +111,7 @@ NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library, bool was_loaded)
     return;
   }
   constexpr const char* kVariable = "NCCL_LAUNCH_ORDER_IMPLICIT";
-  if (!was_loaded) setenv(kVariable, "1", /*overwrite=*/0);
+  if (!library_.was_loaded()) setenv(kVariable, "1", /*overwrite=*/0);
   const char* order = std::getenv(kVariable);
   orders_launches_ = order != nullptr && std::strcmp(order, "1") == 0;
 }

@@ -162,7 +162,7 @@ class NcclApi {
   void check(int result, const char* function, NcclComm comm = nullptr) const;
 
  private:
-  NcclApi(GpuVendor vendor, DynamicLibrary library, bool was_loaded);
+  NcclApi(GpuVendor vendor, DynamicLibrary library);
 
   GpuVendor vendor_;
   DynamicLibrary library_;
