@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_beside_the_serial_one(tmp_path: Path) -> None:
     """Given again for more steps, the command goes on; the curves lie on each other."""
     for steps in (3, 5):

@@ -27,7 +27,7 @@ def rows_of(command: list[str], arguments: list[str], folder: Path) -> list[dict
     return rows
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_strong_scaling_shares_the_tokens_out(tmp_path: Path) -> None:
     """Oracle: the loss on one rank, where x splits the same rows; efficiency is arithmetic on the row."""
     arguments = ["--mode=strong", "--grids=1x1x1x1,2x1x1x1,1x1x2x1", "--tokens=64"]

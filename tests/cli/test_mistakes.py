@@ -99,7 +99,10 @@ def test_train(here: Path, arguments: list[str], message: str) -> None:
     [
         ("trian", "axo: error: No such command 'trian'"),
         ("--nope", "axo: error: No such option: --nope"),
-        ("plan --model gpt-5b --gpus 8", "axo plan: error: Missing option '--machine'"),
+        (
+            "plan --model gpt-5b --gpus 8",
+            "axo plan: error: no machine is named and there is no machine.yaml here; add --machine",
+        ),
         ("plan --model gpt-5b --gpus 8 --machine alps --html folder", "'folder' is a folder; name a file in it"),
         ("plan --model gpt-5b --gpus 8 --machine alps --plot file", "--plot file is a file; name a folder"),
         ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace folder", "'folder' is a folder; name a file"),

@@ -35,12 +35,20 @@ def assert_losses_match(found, config, meta):
             assert worst <= LIMIT, f"{grid}: losses differ by {worst:.1e}: {losses} against {expected}"
 
 
-@pytest.mark.parametrize("config, meta", [(LLAMA, False), (NEOX, True)], ids=["llama", "neox"])
+@pytest.mark.parametrize(
+    "config, meta",
+    [pytest.param(LLAMA, False, marks=pytest.mark.soak), (NEOX, True)],
+    ids=["llama", "neox"],
+)
 def test_losses_equal_serial_on_16_ranks(config, meta):
     assert_losses_match(run_ranks(train_on, 16, ["2x2x2x2"], config, meta, timeout=120), config, meta)
 
 
-@pytest.mark.parametrize("config, meta", [({**LLAMA, "n_query_groups": 8}, True), (NEOX, False)], ids=["llama", "neox"])
+@pytest.mark.parametrize(
+    "config, meta",
+    [({**LLAMA, "n_query_groups": 8}, True), pytest.param(NEOX, False, marks=pytest.mark.soak)],
+    ids=["llama", "neox"],
+)
 def test_losses_equal_serial_on_each_axis_alone(config, meta):
     grids = ["8x1x1x1", "1x8x1x1", "1x1x8x1", "1x1x1x8"]
     assert_losses_match(run_ranks(train_on, 8, grids, config, meta, timeout=240), config, meta)

@@ -85,6 +85,7 @@ def silent_peer():
     return str(caught.value)
 
 
+@pytest.mark.soak
 def test_a_layer_reports_a_silent_peer(interpreter, tmp_path):
     message, _ = interpreter.run(on_two_ranks, "silent_peer", str(tmp_path))
     assert re.fullmatch(  # neither chunk has come; the last program that gave up has written which it was waiting for

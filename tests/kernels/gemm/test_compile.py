@@ -35,7 +35,7 @@ def passed(matrix):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_sample_of_the_matrix():
-    """bf16, default configurations: the forward layout of every kernel, one target of each vendor (all: `.ci/run`)."""
+    """bf16, default configurations: the forward layout of every kernel, one target of each vendor."""
     matrix = [
         case
         for case in cases(dtypes=["bf16"], targets=["sm_90", "gfx942"])
