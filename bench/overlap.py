@@ -8,6 +8,9 @@ Simulated: the link's speed is chosen so that communication alone takes the give
 (bench.lib.simulated). Efficiency is ``1 - (t_fused - t_gemm) / (t_serial - t_gemm)`` with the vendor's product as
 t_gemm: 1 is all hidden, 0 is serial, negative is slower than serial. Each row also has the own kernel's time with all
 flags set beforehand, and the error against the serial result. Over ranks the largest time counts.
+
+``graph_ms`` and ``graph_efficiency`` are the same as replays of captured graphs, product and serial way too, so that
+no launch of the host is in any of them (one GPU, simulated; ``-`` elsewhere).
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
-from axo_kernels.tune.timing import paired, relative_error
+from axo_kernels.tune.timing import paired, relative_error, replayed
 
 from .lib import arguments
 from .lib.simulated import SimulatedCommunicator
@@ -47,6 +50,8 @@ COLUMNS = {
     "serial_ms": ".3f",
     "fused_ms": ".3f",
     "efficiency": ".2f",
+    "graph_ms": ".3f",
+    "graph_efficiency": ".2f",
     "error": ".1e",
 }
 
@@ -175,6 +180,7 @@ def _case(
         rows = n // size
         b = b[rank * rows : (rank + 1) * rows].contiguous()
     moved = _bytes(operation, product, size)
+    simulated = comm is None
     if comm is None:
         seconds = paired([gemm], device, options.rounds)[0].seconds
         comm = SimulatedCommunicator(size, moved / (share * seconds), device)
@@ -193,8 +199,9 @@ def _case(
     timings = comm.maximum([timing.seconds for timing in paired(calls, device, options.rounds)])
     comm.check() if device.type == "cuda" else None
     head, tail = timings[:3], timings[3 + bool(own) :]
-    for (strategy, chunks), fused in zip(rivals, tail, strict=True):
-        hidden = 1 - (fused - head[0]) / (head[1] - head[0]) if head[1] > head[0] else None
+    graphs = _graphs([gemm, serial, *rivals.values()], device, options.rounds) if simulated else None
+    for index, ((strategy, chunks), fused) in enumerate(zip(rivals, tail, strict=True)):
+        graph = graphs[2 + index] if graphs else None
         table.add(
             operation=operation,
             shape=product.name,
@@ -207,10 +214,23 @@ def _case(
             comm_ms=head[2] * 1e3,
             serial_ms=head[1] * 1e3,
             fused_ms=fused * 1e3,
-            efficiency=hidden,
+            efficiency=_hidden(fused, head[0], head[1]),
+            graph_ms=graph * 1e3 if graph else None,
+            graph_efficiency=_hidden(graph, graphs[0], graphs[1]) if graphs and graph else None,
             error=errors[strategy, chunks],
             right=errors[strategy, chunks] < 1e-2,  # the same sums in another order, rounded to bf16
         )
+
+
+def _hidden(fused: float, gemm: float, serial: float) -> float | None:
+    """The share of the communication that is hidden; None where there is none."""
+    return 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None
+
+
+def _graphs(calls: list[Callable[[], object]], device: torch.device, rounds: int) -> list[float] | None:
+    """Seconds of each call as replays of a captured graph; None on a CPU. The calls have run before."""
+    replays = [replay for call in calls if (replay := replayed(call, device))]
+    return [timing.seconds for timing in paired(replays, device, rounds)] if replays else None
 
 
 def _bytes(operation: str, product: Product, size: int) -> float:

@@ -1,6 +1,7 @@
 """Time rivals against each other: in turns, so that whatever slows the machine slows all of them, and by medians.
 
-On a GPU device events are used and the caches are flushed between runs; on a CPU the wall clock. Times are in seconds.
+On a GPU device events are used, the host has a head start that covers its launches, and the caches are flushed between
+runs; on a CPU the wall clock. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 Call = Callable[[], object]
 # Larger than the L2 of any GPU in tiles.TARGETS.
 _FLUSH_BYTES = 256 << 20
-# A quarter of a millisecond, in which the host issues what is timed: its launches are not what is compared.
-_HEAD_START_CYCLES = 400_000
+# Cycles a second, at least as many as any GPU does; and the shortest and the longest head start of the host, seconds.
+_CYCLES = 2e9
+_SHORTEST, _LONGEST = 2e-4, 2e-2
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,48 @@ class Timing:
     late_ratio: float
 
 
-def once(call: Call, device: torch.device) -> float:
-    """Time one call, after everything before it has finished."""
+def issue_time(call: Call, device: torch.device) -> float:
+    """Seconds that the host needs to issue a call; 0 on a CPU, which does not issue but work."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    call()
+    issued = time.perf_counter() - started
+    torch.cuda.synchronize(device)
+    return issued
+
+
+def head_start(issued: float) -> float:
+    """Seconds that the device is held while the host issues: twice what that takes, so that launches are not timed.
+
+    A fused operation of eight chunks is some thirty launches, more than a fixed fraction of a millisecond. A call that
+    waits for the device takes the whole of its time to issue; there the bound ends it.
+    """
+    return min(_LONGEST, max(_SHORTEST, 2 * issued))
+
+
+def replayed(call: Call, device: torch.device) -> Call | None:
+    """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
+
+    The call must have run before, outside the capture.
+    """
+    if device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def once(call: Call, device: torch.device, issued: float = 0.0) -> float:
+    """Time one call, after everything before it has finished; ``issued``: what :func:`issue_time` has found."""
     if device.type != "cuda":
         started = time.perf_counter()
         call()
         return time.perf_counter() - started
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda._sleep(_HEAD_START_CYCLES)
+    torch.cuda._sleep(int(head_start(issued) * _CYCLES))
     start.record()
     call()
     stop.record()
@@ -65,6 +101,7 @@ def paired(
     for call in calls:
         for _ in range(warmup):
             call()
+    issued = [issue_time(call, device) for call in calls]
     times: list[list[float]] = [[] for _ in calls]
     started = time.perf_counter()
     for turn in range(rounds):
@@ -72,7 +109,7 @@ def paired(
         for index in order:
             if flush is not None:
                 flush.zero_()
-            times[index].append(once(calls[index], device))
+            times[index].append(once(calls[index], device, issued[index]))
         if turn >= 2 and time.perf_counter() - started > budget:
             break
     timings = []
