@@ -34,9 +34,9 @@ from axo.nn.elsewhere import Elsewhere, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
+from axo.perf.pipeline_schedule import LOOP, V
 from axo.pipeline.families import Family, family_of
 
-LOOP, V = "loop", "v"
 PART = "_axo_part"  # where a model says what part of a pipeline it is
 
 

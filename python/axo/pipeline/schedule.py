@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,36 +30,16 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from axo.comm.connect import Communicators
-from axo.pipeline.cut import LOOP, V, part_of, tied_gradients
+from axo.perf.pipeline_schedule import KINDS, V, known
+from axo.perf.pipeline_schedule import check as check_microbatches
+from axo.pipeline.cut import part_of, tied_gradients
 from axo.pipeline.stage import Stage
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 
-class _Known(NamedTuple):
-    kind: Any
-    stages_per_rank: int = 1
-    order: str = LOOP
-    splits: bool = False
-
-
-_KNOWN = {
-    "gpipe": _Known(pipelining.ScheduleGPipe),
-    "1f1b": _Known(pipelining.Schedule1F1B),
-    "looped-bfs": _Known(pipelining.ScheduleLoopedBFS, 2),
-    "interleaved-1f1b": _Known(pipelining.ScheduleInterleaved1F1B, 2),
-    "zero-bubble": _Known(pipelining.ScheduleInterleavedZeroBubble, 2, LOOP, True),
-    "zbv": _Known(pipelining.ScheduleZBVZeroBubble, 2, V, True),
-    "dualpipev": _Known(pipelining.ScheduleDualPipeV, 2, V, True),
-}
-SCHEDULES = tuple(_KNOWN)
-
-
-def _known(name: str) -> _Known:
-    if name not in _KNOWN:
-        raise ValueError(f"pipeline: schedule={name!r} is not known; use one of {', '.join(SCHEDULES)}")
-    return _KNOWN[name]
+SCHEDULES = tuple(KINDS)
 
 
 def layout(name: str) -> dict[str, Any]:
@@ -68,29 +48,8 @@ def layout(name: str) -> dict[str, Any]:
     Raises:
         ValueError: The schedule is not known.
     """
-    known = _known(name)
-    return {"stages_per_rank": known.stages_per_rank, "order": known.order}
-
-
-def check_microbatches(name: str, microbatches: int, ranks: int) -> None:
-    """Check how many micro-batches a schedule is given, for stages on ``ranks`` ranks of a pipeline.
-
-    Raises:
-        ValueError: Fewer than its stages; or none that torch's schedule can order.
-    """
-    known = _known(name)
-    least = ranks * (2 if name == "dualpipev" else 1)
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < least:
-        raise ValueError(
-            f"pipeline: microbatches={microbatches!r} are fewer than the {least} stages that {name!r} must fill; use at"
-            f" least {least}"
-        )
-    rounds = max(1, microbatches // ranks)
-    if known.order == LOOP and known.stages_per_rank > 1 and name != "looped-bfs" and microbatches % rounds:
-        raise ValueError(
-            f"pipeline: {name!r} orders micro-batches in rounds of equal length, and microbatches={microbatches} do not"
-            f" divide into {rounds}; use a multiple of {ranks}"
-        )
+    kind = known(name)
+    return {"stages_per_rank": kind.stages_per_rank, "order": kind.order}
 
 
 def stages(
@@ -178,11 +137,11 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
     Raises:
         ValueError: The schedule is not known, or does not fit the stages or the number of micro-batches.
     """
-    known = _known(name)
+    kind = known(name)
     comms = stages[0].comms
-    if len(stages) != known.stages_per_rank and (known.stages_per_rank == 1 or known.order == V):
+    if len(stages) != kind.stages_per_rank and (kind.stages_per_rank == 1 or kind.order == V):
         raise ValueError(
-            f"pipeline: {name!r} wants {known.stages_per_rank} stages a rank, got {len(stages)}; give split"
+            f"pipeline: {name!r} wants {kind.stages_per_rank} stages a rank, got {len(stages)}; give split"
             f" **axo.pipeline.layout({name!r})"
         )
     check_microbatches(name, microbatches, comms.stages)
@@ -191,12 +150,13 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
     def weighted(output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss(output, target) * weight
 
-    if known.splits:
+    if kind.splits:
         for stage in stages:
             stage.split_backward()
-    kind = type(f"Axo{known.kind.__name__}", (_Step, known.kind), {"__doc__": known.kind.__doc__})
-    given = stages[0] if known.stages_per_rank == 1 else list(stages)
-    made = kind(given, microbatches, loss_fn=weighted, scale_grads=False)
+    base = getattr(pipelining, kind.torch_name)
+    made_of = type(f"Axo{kind.torch_name}", (_Step, base), {"__doc__": base.__doc__})
+    given = stages[0] if kind.stages_per_rank == 1 else list(stages)
+    made = made_of(given, microbatches, loss_fn=weighted, scale_grads=False)
     made.axo_stages = list(stages)
     made.axo_rows = stages[0].rows
     return made
