@@ -369,3 +369,49 @@ def test_whole_activations_have_a_reason():
     assert "no module around it can be traced" in whole[chooses.branch.inner]
     whole = find_regions(torch.nn.Sequential(chooses.scores, torch.nn.Softmax(-1)), {chooses.scores: Size(8, 8)}, set())
     assert whole.whole[chooses.scores] == "in: outside of what can be traced; out: Softmax"
+
+
+class Normed(nn.Module):
+    """Two convolutions with a group norm between them, and features that join as channels."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.a, self.b, self.time = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3), nn.Linear(4, 8)
+        self.norm, self.other = nn.GroupNorm(4, 8), nn.GroupNorm(4, 8)
+        self.between = between
+
+    def forward(self, x, time):
+        return self.b(self.between(self, self.a(x), self.time(time)))
+
+
+def test_group_norms_stay_between_convolutions():
+    """Oracle: by hand. A group's channels lie on one rank if its norm, in all its calls, sees channels and no more."""
+    from axo.plans.auto.decide import Candidate, decide
+    from axo.plans.auto.regions import CHANNELS, Size, find_regions
+
+    def regions(model):
+        sizes = {model.a: Size(8, 8, CHANNELS), model.b: Size(8, 8, CHANNELS), model.time: Size(4, 8)}
+        return find_regions(model, sizes, set()).regions
+
+    def joined(self, x, time):
+        return F.silu(self.norm(x + time.unflatten(-1, (-1, 1, 1))))
+
+    model = Normed(joined)
+    (region,) = regions(model)
+    assert (region.makers, region.takers, region.norms) == ({model.a, model.time}, {model.b}, {model.norm})
+    layers = [Candidate(name, getattr(model, name), "conv2d", 8, 8) for name in ("a", "b")]
+    layers.append(Candidate("time", model.time, "linear", 4, 8))
+    for grid, split in (("4x1x1x1", True), ("8x1x1x1", False)):  # four groups lie on four ranks, not on eight
+        choices, inside = decide(layers, [region], {}, axo.Grid.parse(grid))
+        assert choices["a"].split_out == choices["b"].split_in == split, grid
+        assert inside == ({model.norm: "x"} if split else {}), grid
+    lost = {
+        "another unflatten": lambda self, x, time: self.norm(x + time.unflatten(-1, (1, -1, 1))),
+        "the norm sees it whole too": lambda self, x, time: self.norm(x) + self.norm(x.cumsum(1)),
+        "layer norm": lambda self, x, time: F.layer_norm(x, x.shape[1:]),
+    }
+    for name, between in lost.items():
+        assert regions(Normed(between)) == [], name
+    model = Normed(joined)
+    model.other.weight = model.norm.weight
+    assert regions(model) == [], "another norm has its weight too"

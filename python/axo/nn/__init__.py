@@ -7,6 +7,7 @@ from axo.nn.clip import clip_grad_norm_
 from axo.nn.conv import Conv2d
 from axo.nn.dropout import Dropout
 from axo.nn.embedding import Embedding
+from axo.nn.group_norm import GroupNorm
 from axo.nn.init import init_weights
 from axo.nn.linear import Features, Linear
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
@@ -18,6 +19,7 @@ __all__ = [
     "Dropout",
     "Embedding",
     "Features",
+    "GroupNorm",
     "LayerNorm",
     "Linear",
     "RMSNorm",

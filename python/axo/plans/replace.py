@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from axo.errors import Refused
-from axo.nn import Conv2d, Embedding, Features, LayerNorm, Linear
+from axo.nn import Conv2d, Embedding, Features, GroupNorm, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
 
 _HOOK_TABLES = (
@@ -99,6 +99,23 @@ class Replacer:
             grad_reduce=self.grad_reduce,
             name=name,
             **options,
+        )
+        self.put(parent, child, new)
+
+    def group_norm(self, parent: nn.Module, child: str, name: str, *, axis: str) -> None:
+        """Replace ``parent.child``, an ``nn.GroupNorm`` whose channels are split over ``axis``."""
+        old = _exactly(parent, child, nn.GroupNorm, name)
+        new = GroupNorm(
+            old.num_groups,
+            old.num_channels,
+            old.eps,
+            old.affine,
+            "meta",
+            old.weight.dtype if old.affine else None,
+            comms=self.comms,
+            axis=axis,
+            grad_reduce=self.grad_reduce,
+            name=name,
         )
         self.put(parent, child, new)
 

@@ -66,13 +66,14 @@ def decide(
     """Choose for every candidate.
 
     Returns:
-        Name -> choice; and for each dropout in a region that stays split, the axis that splits its features.
+        Name -> choice; and for each dropout and group norm in a region that stays split, the axis that splits its
+        features.
     """
     by_module = {candidate.module: candidate for candidate in candidates}
     live = [region for region in regions if not _spoken_for(region, by_module, wishes)]
     while True:
         axes, dead = _axes(live, by_module, wishes, arrangement)
-        dead = dead or [region for region, axis in axes if region.width % grid.size(axis)]
+        dead = dead or [region for region, axis in axes if not _divides(region, grid.size(axis))]
         into = {layer: axis for region, axis in axes for layer in region.takers}
         out = {layer: axis for region, axis in axes for layer in region.makers}
         choices = {}
@@ -86,9 +87,13 @@ def decide(
                     break
                 choices[candidate.name] = choice
         if not dead:
-            dropouts = {dropout: axis for region, axis in axes for dropout in region.dropouts}
-            return choices, dropouts
+            inside = {module: axis for region, axis in axes for module in (*region.dropouts, *region.norms)}
+            return choices, inside
         live = [region for region in live if all(region is not other for other in dead)]
+
+
+def _divides(region: Region, ranks: int) -> bool:
+    return not region.width % ranks and not any(norm.num_groups % ranks for norm in region.norms)
 
 
 def _spoken_for(region: Region, by_module: dict[nn.Module, Candidate], wishes: dict[str, Wish]) -> bool:

@@ -19,7 +19,7 @@ whose statistics would be of each rank's own rows.
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -64,7 +64,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         serial |= {c.name: why for c in free if c.module in found.read}
         free = [c for c in free if c.module not in found.read]
         found = find_regions(model, _sizes(free), set(closed))
-    choices, dropouts = decide(free, found.regions, wanted, grid, arrangement)
+    choices, inside = decide(free, found.regions, wanted, grid, arrangement)
     for candidate in free:
         choice = choices[candidate.name]
         choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
@@ -78,15 +78,19 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for candidate in candidates:
         _replace(model, candidate, choices[candidate.name], replacer)
         became[candidate.module] = model.get_submodule(candidate.name)
+    for module, axis in inside.items():
+        where, _, child = names[module].rpartition(".")
+        parent, old = model.get_submodule(where), cast(Any, module)
+        if isinstance(module, nn.GroupNorm):
+            replacer.group_norm(parent, child, names[module], axis=axis)
+        else:
+            new = Dropout(old.p, old.inplace, comms=comms, split=(axis, *arrangement.rows)).train(old.training)
+            setattr(parent, child, new)
+        became[module] = getattr(parent, child)
     for module in list(model.modules()):  # a layer may be known under several names
         module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
     for head, table in ties:
         model.get_submodule(head).weight = model.get_submodule(table).weight
-    for dropout, axis in dropouts.items():
-        parent, _, child = names[dropout].rpartition(".")
-        old: Any = dropout
-        new = Dropout(old.p, old.inplace, comms=comms, split=(axis, *arrangement.rows)).train(old.training)
-        setattr(model.get_submodule(parent), child, new)
     for module, split in closed.items():
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)

@@ -22,6 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from axo.nn.init import tied_parameters
+
 FEATURES, CHANNELS = "features", "channels"  # the last dim, or the third from the end
 
 _ELEMENTWISE_MODULES = (
@@ -64,11 +66,12 @@ class Size:
 
 @dataclass
 class Region:
-    """Activations that may stay split: the layers that make and take them, their width, dropouts among them."""
+    """Activations that may stay split: the layers that make and take them, their width, what is among them."""
 
     makers: set[nn.Module] = field(default_factory=set)
     takers: set[nn.Module] = field(default_factory=set)
     dropouts: set[nn.Module] = field(default_factory=set)
+    norms: set[nn.GroupNorm] = field(default_factory=set)
     width: int = 0
 
 
@@ -95,7 +98,8 @@ def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.
         sizes: The layers that may be split.
         closed: Modules that are not looked into.
     """
-    flow = _Flow(sizes)
+    shared = {module for owners in tied_parameters(model).values() for module, _ in owners}
+    flow = _Flow(sizes, shared)
     with torch.random.fork_rng(devices=[]):
         for root in _roots(model, set(sizes), set(closed)):
             for graph in root.graphs:
@@ -158,11 +162,13 @@ def _plain_signature(module: nn.Module) -> bool:
 class _Flow:
     """Union-find over activations. Keys: (graph, node), and (layer, "in" or "out"), shared by all calls of a layer."""
 
-    def __init__(self, sizes: dict[nn.Module, Size]) -> None:
+    def __init__(self, sizes: dict[nn.Module, Size], shared: set[nn.Module]) -> None:
         self.sizes = sizes
+        self.shared = shared  # modules whose parameters others have too
         self.parent: dict[Any, Any] = {}
         self.spoilt: dict[Any, str] = {}  # with the first reason
         self.dropouts: list[tuple[Any, nn.Module]] = []
+        self.norms: list[tuple[Any, nn.GroupNorm]] = []
         self.kinds: dict[Any, str | None] = {}
         self.order: list[nn.Module] = []
         self.read_by_others: set[nn.Module] = set()
@@ -208,6 +214,9 @@ class _Flow:
                 self.join(key, other)
             if isinstance(module, nn.Dropout):
                 self.dropouts.append((key, module))
+            if isinstance(module, nn.GroupNorm):
+                self.join(key, (module, "through"))  # all its calls have one fate
+                self.norms.append((key, module))
 
     def _layer(self, layer: Any, node: fx.Node, key: Any, inputs: list[Any]) -> None:
         size = self.sizes[layer]
@@ -235,6 +244,9 @@ class _Flow:
                 return kind
             if kind == CHANNELS and isinstance(module, nn.Flatten):
                 return FEATURES if (module.start_dim, module.end_dim) == (1, -1) else None
+            if type(module) is nn.GroupNorm:  # split where its groups divide over the axis (``decide``)
+                plain = "forward" not in module.__dict__ and module not in self.shared
+                return kind if kind == CHANNELS and plain else None
             return kind if kind == CHANNELS and type(module) in _CHANNEL_MODULES else None
         if node.op == "call_function":
             known: Callable[..., Any] | str = node.target
@@ -246,7 +258,7 @@ class _Flow:
         if elementwise and _only_numbers(node):
             return kind
         if kind != CHANNELS:
-            return None
+            return CHANNELS if name == "unflatten" and _makes_channels(node) else None
         if by_channel:
             return kind
         return FEATURES if _flattens(node, name) else None
@@ -275,14 +287,19 @@ class _Flow:
             home = self.find(key)
             if home in found:
                 found[home].dropouts.add(dropout)
+        for key, norm in self.norms:
+            home = self.find(key)
+            if home in found:
+                found[home].norms.add(norm)
         return [region for key, region in found.items() if key not in self.spoilt and self._agree(region)]
 
     def _agree(self, region: Region) -> bool:
         widths = {self.sizes[layer].out for layer in region.makers}
         kinds = {self.sizes[layer].kind for layer in region.makers}
-        if len(widths) != 1 or len(kinds) != 1 or not region.takers:
+        if len(widths) != 1 or not region.takers:
             return False
-        (region.width,), (kind,) = widths, kinds
+        (region.width,) = widths
+        kind = CHANNELS if CHANNELS in kinds else FEATURES  # both: features that became channels, one for one
         for layer in region.takers:
             size = self.sizes[layer]
             flattened = kind == CHANNELS and size.kind == FEATURES  # channel by channel: parts stay parts
@@ -306,6 +323,13 @@ def _only_numbers(node: fx.Node) -> bool:
     """Whether all arguments but activations are numbers, words or None."""
     plain = (fx.Node, int, float, bool, str, type(None))
     return all(isinstance(value, plain) for value in (*node.args, *node.kwargs.values()))
+
+
+def _makes_channels(node: fx.Node) -> bool:
+    """Whether features become channels of one pixel: ``unflatten(x, -1, (-1, 1, 1))``."""
+    options = dict(zip(("input", "dim", "sizes"), node.args, strict=False)) | dict(node.kwargs)
+    sizes: Any = options.get("sizes")
+    return bool(options.get("dim") == -1 and isinstance(sizes, tuple | list) and tuple(sizes) == (-1, 1, 1))
 
 
 def _flattens(node: fx.Node, name: str) -> bool:
