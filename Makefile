@@ -88,7 +88,7 @@ $(V)/bin/python: | prerequisites
 	$(PYTHON) -m venv $(V)
 
 # torch comes first and alone, and is pinned for what follows, so that nothing brings a second one.
-$(V)/.deps: pyproject.toml tests/integrations/litdata.txt | $(V)/bin/python
+$(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/examples/megatron.txt | $(V)/bin/python
 	@echo "Installing $(TORCH) and the rest into $(V) (once)"
 	@$(PIP) "setuptools>=77" wheel
 	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
@@ -96,6 +96,7 @@ $(V)/.deps: pyproject.toml tests/integrations/litdata.txt | $(V)/bin/python
 	@$(V)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -c $(V)/torch.txt "$(TRITON)"
 	@$(PIP) -c $(V)/torch.txt --no-build-isolation -e ".[litgpt,dev]"
 	@$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt
+	@$(PIP) --no-deps --target $(V)/megatron --upgrade -r tests/examples/megatron.txt
 	@touch $@
 
 $(V)/.built: $(V)/.deps setup.py $(CORE) | prerequisites
