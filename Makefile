@@ -3,6 +3,7 @@
 # make check    lint, types, house rules and the quick tests: under a minute
 # make soak     the long proofs        make gpu    what needs a GPU, in 8 minutes        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
+# make docs     this documentation as a site, in build/site
 #
 # The first run makes .venv, installs torch into it, then the rest, then builds. Choose another torch (2.11 to 2.13) with
 #   make demo TORCH="torch==2.12.0"
@@ -20,7 +21,7 @@ PYTEST := $(V)/bin/python -m pytest
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
-.PHONY: demo test check soak soak-runtime soak-python compile-defaults compile-matrix gpu bench build clean distclean prerequisites
+.PHONY: demo test check soak soak-runtime soak-python compile-defaults compile-matrix gpu docs bench build clean distclean prerequisites
 .DEFAULT_GOAL := help
 .PHONY: help
 help:
@@ -66,6 +67,17 @@ compile-matrix: $(V)/.built
 gpu: $(V)/.built
 	$(PYTEST) -m gpu -ra $(ARGS) || test $$? -eq 5  # 5: no test wants a GPU yet
 	$(V)/bin/axo bench gpu
+
+# What the site is made with lies in an environment of its own: it pulls much that nothing else wants.
+docs: $(V)/docs/bin/mkdocs
+	NO_MKDOCS_2_WARNING=1 $(V)/docs/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
+$(V)/docs/bin/mkdocs: pyproject.toml | $(V)/bin/python
+	@$(V)/bin/python -m venv $(V)/docs
+	@$(V)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(V)/docs/wanted.txt
+	@$(V)/docs/bin/python -m pip install -q --disable-pip-version-check -r $(V)/docs/wanted.txt
+	@touch $@
 
 bench: $(V)/.built
 	$(V)/bin/axo bench collectives $(ARGS)

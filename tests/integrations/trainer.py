@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from axo.train.sample import write_tokenizer
 from tests.integrations.support import LLAMA, mean
 from tests.launcher import run_ranks
 
@@ -19,23 +20,7 @@ STEPS = 20
 def write_inputs(folder):
     """A text and a byte-level tokenizer (256 bytes, <s>, </s>) that litgpt can load."""
     (folder / "text.txt").write_text(TEXT)
-    (folder / "tokenizer").mkdir()
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": 256, "content": "<s>", **special}, {"id": 257, "content": "</s>", **special}],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": symbols | {"<s>": 256, "</s>": 257}, "merges": []},
-    }
-    (folder / "tokenizer" / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer" / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"})
-    )
+    write_tokenizer(folder / "tokenizer")
 
 
 def pretrain(folder, out, options, grid=None):

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from axo.cli import bench, consolidate, dryrun, info, litgpt, plan, train, tune
+from axo.cli import bench, consolidate, dryrun, info, litgpt, plan, sample, train, tune
 from axo.cli.errors import Command
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train.train)
+app.command()(sample.sample)
 app.command()(consolidate.consolidate)
 app.command()(info.info)
 app.command(context_settings=bench.CONTEXT, add_help_option=False)(bench.bench)

@@ -1,0 +1,63 @@
+"""A text, a tokenizer and questions with answers to try Axo and LitGPT with, where nothing can be downloaded.
+
+    text.txt             source code of Python's standard library, its first bytes: text that every machine has
+    tokenizer/           byte-level, in the format of Hugging Face's tokenizers: 256 bytes, <s> and </s>
+    instructions.json    sums in words, in the form that LitGPT's JSON data module reads
+
+Not here: a tokenizer worth training a real model with.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from axo.train.data import default_text
+
+
+def write(folder: str | Path, size: int = 1 << 20) -> Path:
+    """Write all three into ``folder``, which is made if it is not there.
+
+    Args:
+        folder: Files of these names in it are replaced.
+        size: Bytes of text, at most.
+
+    Raises:
+        ValueError: ``folder`` is a file.
+    """
+    out = Path(folder)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"sample: {out} is a file; name a folder, or one that is not there yet")
+    out.mkdir(parents=True, exist_ok=True)
+    text = ""
+    for path in default_text():
+        text += path.read_text(encoding="utf-8", errors="ignore")
+        if len(text) >= size:
+            break
+    whole = text.encode()[:size].decode(errors="ignore")  # not a part of a character at the end
+    (out / "text.txt").write_text(whole, encoding="utf-8")
+    write_tokenizer(out / "tokenizer")
+    pairs = [(a, b) for a in range(1, 21) for b in range(1, 11)]
+    rows = [{"instruction": f"What is {a} plus {b}?", "input": "", "output": f"It is {a + b}."} for a, b in pairs]
+    (out / "instructions.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    return out
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Write a byte-level tokenizer: byte b is token b, <s> is 256, </s> is 257."""
+    folder.mkdir(exist_ok=True)
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's table: these stand for themselves
+    others = [byte for byte in range(256) if byte not in printable]
+    symbols = {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [{"id": 256, "content": "<s>", **special}, {"id": 257, "content": "</s>", **special}],
+        "pre_tokenizer": level,
+        "decoder": level,
+        "model": {"type": "BPE", "vocab": symbols | {"<s>": 256, "</s>": 257}, "merges": []},
+    }
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
