@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run; 0 if every target is met."""
     parser = argparse.ArgumentParser(prog="python -m examples.unet", description=__doc__)
     parser.add_argument("--grid", action="append", help="XxYxZxDATA; several times for several (2x2x1x1, 1x1x2x2)")
-    parser.add_argument("--steps", type=int, default=60, help="of the optimizer (60)")
+    parser.add_argument("--steps", type=int, default=40, help="of the optimizer (40)")
     options = parser.parse_args(arguments)
     made = Options(SMALL, steps=options.steps)
     serial = launch_local(train, 1, "", made)

@@ -31,8 +31,8 @@ class Options:
     """
 
     model: dict[str, object]
-    steps: int = 60
-    batch: int = 32
+    steps: int = 40
+    batch: int = 16
     lr: float = 0.02
 
 

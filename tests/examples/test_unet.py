@@ -1,6 +1,7 @@
-"""The U-Net of examples/unet on grids: a few steps against the same loop without Axo, and what is sent."""
+"""The U-Net of examples/unet on grids: a few steps against the same loop without Axo, and what is sent.
 
-import pytest
+The commands of its page, with more steps and all three axes, are typed by tests/docs (``-m soak``).
+"""
 
 import axo
 from examples.unet import __main__ as command
@@ -33,8 +34,3 @@ def test_steps_are_those_of_one_rank_and_products_send_what_the_formula_says():
         # Between a block's convolutions nothing is gathered: what is gathered in forward over x is attention's qkv.
         split = [layer.name for layer in run.products if layer.kind == "transposed" and "conv_2" in layer.name]
         assert len(split) == (8 if grid.x > 1 else len(split))
-
-
-@pytest.mark.soak
-def test_the_study_meets_its_targets():
-    assert command.main(["--grid", "2x2x2x1"]) == 0
