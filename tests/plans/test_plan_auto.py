@@ -295,12 +295,16 @@ def dropout_and_refusals(grid):
     comms = axo.connect(grid)
     seed_apart(comms)
     model = axo.parallelize(gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), comms, plan="auto")
+    streams = []
+    model.transformer.h[0].attn.register_forward_hook(lambda module, args, out: streams.append(out[0].detach()))
     state = torch.get_rng_state()
     losses = [text_loss(model, text(0)[:2]) for _ in range(2)]
     assert losses[0] != losses[1], "nothing is dropped"
     for line in (comms.x, comms.y):
         for loss in losses:
             assert line.all_gather(loss.detach().reshape(1)).unique().numel() == 1, "peers drop differently"
+        parts = line.all_gather(streams[0].flatten().contiguous()).view(line.size, -1)
+        assert torch.equal(parts[0], parts[-1]), "peers drop differently after the last projection"
     assert comms.z.all_gather(losses[0].detach().reshape(1)).unique().numel() == comms.grid.z
     losses[0].backward()
     assert not torch.equal(state, torch.get_rng_state())

@@ -36,10 +36,12 @@ class Attention:
     Attributes:
         layers: Child -> (kind, options of the layer): the first projections are whole->split, the last split->whole.
         attributes: What its forward reads and computes with this rank's heads.
+        whole: Children that draw random numbers for what the last projection gives.
     """
 
     layers: dict[str, tuple[str, dict[str, Any]]]
     attributes: dict[str, Any]
+    whole: tuple[str, ...] = ()
 
 
 def attention(module: Any, name: str, ranks: int) -> Attention | str:
@@ -73,4 +75,5 @@ def _fused(module: Any, name: str, ranks: int) -> Attention:
         raise ValueError(f"{name}: its projections are not Conv1D")
     check_divides(name, "heads", module.num_heads, "x", ranks)
     layers = {"c_attn": ("normal", {"out_blocks": (module.split_size,) * 3}), "c_proj": ("transposed", {})}
-    return Attention(layers, {"split_size": module.split_size // ranks, "num_heads": module.num_heads // ranks})
+    mine = {"split_size": module.split_size // ranks, "num_heads": module.num_heads // ranks}
+    return Attention(layers, mine, ("resid_dropout",))

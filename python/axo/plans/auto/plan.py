@@ -3,7 +3,8 @@
 Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What lies between them is either
 
     split    where tracing proves it (``regions``): chains alternate normal and transposed, nothing is moved
-    heads    attention of classes that are known (``hugging_face``): first projections normal, last transposed
+    heads    attention of classes that are known (``hugging_face``), and where a trace proves that no head sees another
+             (``by_heads``): first projections normal, last transposed
     whole    everywhere else, the papers' easy mode: all features on every rank along x and y, rows over z and data. A
              layer cuts its part out of what comes in (its gradient is gathered), and gathers what goes out.
 
@@ -19,6 +20,7 @@ whose statistics would be of each rank's own rows.
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from torch import nn
@@ -32,8 +34,11 @@ from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
+from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Candidate, Choice, decide
+from axo.plans.auto.heads_code import HeadsOf
+from axo.plans.auto.heads_trace import NotProved
 from axo.plans.auto.hugging_face import Attention, attention
 from axo.plans.auto.patterns import Wish, wishes
 from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
@@ -56,7 +61,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     _check(model, grid, arrangement)
     candidates, serial = _candidates(model, grid, arrangement)
     wanted = wishes(plan, [c.name for c in candidates], [name for name, _ in model.named_modules()])
-    heads, closed = _attention(model, wanted, arrangement.inner, grid.size(arrangement.inner))
+    attentions = _attention(model, candidates, serial, wanted, arrangement.inner, grid.size(arrangement.inner))
+    heads, closed = attentions.choices, {**attentions.known, **attentions.traced}
     free = [c for c in candidates if c.name not in heads and c.name not in serial]
     found = find_regions(model, _sizes(free), set(closed))
     if found.read:
@@ -68,6 +74,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for candidate in free:
         choice = choices[candidate.name]
         choice.why = choice.why or f"whole: {found.whole[candidate.module]}"
+        if candidate.module in attentions.reasons and not (choice.split_in or choice.split_out):
+            choice.why = f"attention not by heads: {attentions.reasons[candidate.module]}"
     choices |= heads
     choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
     ties = _ties(model, candidates, choices)
@@ -91,10 +99,14 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         module._modules.update({name: became[child] for name, child in module._modules.items() if child in became})
     for head, table in ties:
         model.get_submodule(head).weight = model.get_submodule(table).weight
-    for module, split in closed.items():
+    for module, split in attentions.known.items():
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
         SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
+        for child in split.whole:  # of what the last projection gives, on all ranks alike
+            SharedRandomness(comms, arrangement.rows).attach(module.get_submodule(child))
+    for module, proof in attentions.traced.items():
+        proof.install(module, HeadsOf(names[module], comms, arrangement.inner, arrangement.rows))
     for module in list(model.modules()):
         if not isinstance(module, ParallelLayer):
             replicate(module, comms, replacer.grad_reduce)
@@ -186,28 +198,85 @@ def _candidate(name: str, module: Any) -> Candidate | None:
     return None
 
 
+@dataclass
+class _Attentions:
+    """Attention modules that are split by heads.
+
+    Attributes:
+        choices: For their projections.
+        known, traced: The modules: of classes that are known, and those that a trace has proved.
+        reasons: Layers of other attention modules -> why these are not split.
+    """
+
+    choices: dict[str, Choice] = field(default_factory=dict)
+    known: dict[nn.Module, Attention] = field(default_factory=dict)
+    traced: dict[nn.Module, Proof] = field(default_factory=dict)
+    reasons: dict[nn.Module, str] = field(default_factory=dict)
+
+
 def _attention(
-    model: nn.Module, wanted: dict[str, Wish], inner: str, ranks: int
-) -> tuple[dict[str, Choice], dict[nn.Module, Attention]]:
-    """Choices for the projections of attention modules whose heads ``ranks`` along ``inner`` share; these modules."""
-    heads: dict[str, Choice] = {}
-    modules: dict[nn.Module, Attention] = {}
+    model: nn.Module,
+    candidates: list[Candidate],
+    serial: dict[str, str],
+    wanted: dict[str, Wish],
+    inner: str,
+    ranks: int,
+) -> _Attentions:
+    """The attention modules whose heads ``ranks`` along ``inner`` share."""
+    found = _Attentions()
     for name, module in model.named_modules():
-        found = attention(module, name, ranks)
-        if not isinstance(found, Attention):
-            if found:
-                warnings.warn(f"parallelize: attention is not split by heads: {found}", stacklevel=4)
+        known = attention(module, name, ranks)
+        if isinstance(known, Attention):
+            layers = {f"{name}.{child}": layer for child, layer in known.layers.items()}
+            if _may_be_split(model, layers, wanted):
+                found.known[module] = known
+                found.choices |= _by_heads(layers, inner)
+        elif known:
+            warnings.warn(f"parallelize: attention is not split by heads: {known}", stacklevel=4)
+            found.reasons |= dict.fromkeys(module.modules(), known)
+    sizes = _sizes([c for c in candidates if c.type in ("linear", "conv1d") and c.name not in serial])
+    names = {module: name for name, module in model.named_modules()}
+    tables = {c.module for c in candidates if c.module not in sizes}
+    done = {part for module in found.known for part in module.modules()}
+    for name, module in reversed(list(model.named_modules())):  # what is inside comes first
+        own = [part for part in module.modules() if part in sizes]
+        inside = set(module.modules())
+        if module in sizes or not 2 <= len(own) <= MOST_LAYERS or inside & (done | tables) or not name:
             continue
-        asked = {child: wanted.get(f"{name}.{child}") for child in found.layers}
-        if any(
-            wish and (wish.kind != found.layers[child][0] or wish.split_in is not None) for child, wish in asked.items()
-        ) or any(hooks_of(module.get_submodule(child)) for child in found.layers):
-            continue  # the user says otherwise, or looks at whole activations: easy mode for this module
-        modules[module] = found
-        for child, (kind, options) in found.layers.items():
-            first = kind == "normal"
-            heads[f"{name}.{child}"] = Choice(kind, not first, first, f"heads over {inner}", options)
-    return heads, modules
+        if type(module).__module__.startswith("torch.nn."):
+            continue
+        try:
+            proof = prove(module, sizes, inner, ranks)
+        except NotProved as error:
+            said = f"{type(module).__name__} {name.rpartition('.')[2]}".lower()
+            if "attention" in said or "attn" in said:
+                found.reasons = dict.fromkeys(own, f"{name}: {error}") | found.reasons
+            continue
+        if proof is None:
+            continue
+        layers = {
+            names[layer]: (kind, {"out_blocks": blocks} if len(blocks) > 1 else {})
+            for layer, (kind, blocks) in proof.layers.items()
+        }
+        if _may_be_split(model, layers, wanted):
+            found.traced[module] = proof
+            found.choices |= _by_heads(layers, inner)
+            done |= inside
+    return found
+
+
+def _may_be_split(model: nn.Module, layers: dict[str, tuple[str, Any]], wanted: dict[str, Wish]) -> bool:
+    """Whether the user neither says otherwise nor looks at whole activations: else easy mode for the module."""
+    asked = [(kind, wanted.get(name)) for name, (kind, _) in layers.items()]
+    otherwise = any(wish and (wish.kind != kind or wish.split_in is not None) for kind, wish in asked)
+    return not otherwise and not any(hooks_of(model.get_submodule(name)) for name in layers)
+
+
+def _by_heads(layers: dict[str, tuple[str, dict[str, Any]]], inner: str) -> dict[str, Choice]:
+    return {
+        name: Choice(kind, kind != "normal", kind == "normal", f"heads over {inner}", options)
+        for name, (kind, options) in layers.items()
+    }
 
 
 def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choice]) -> list[tuple[str, str]]:

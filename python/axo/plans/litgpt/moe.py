@@ -21,8 +21,8 @@ import torch
 from litgpt.model import GroupedTopkRouter
 from torch import nn
 
-from axo.matmul.product import refuse_create_graph
 from axo.nn import Features, Linear
+from axo.plans.gradient import sum_gradient
 from axo.plans.replace import Replacer
 
 
@@ -35,22 +35,10 @@ class SumGradient:
     def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         if self.comms.grid.size(self.axis) == 1:
             return output
-        return _Sum.apply(output, self.comms.axis(self.axis))
+        return sum_gradient(output, self.comms.axis(self.axis), "the gate of a mixture of experts")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SumGradient:
         return self
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, communicator: Any) -> torch.Tensor:
-        ctx.communicator = communicator
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        refuse_create_graph("the gate of a mixture of experts")
-        return ctx.communicator.all_reduce(grad.clone(memory_format=torch.contiguous_format)), None
 
 
 class GroupedRouter(Linear, GroupedTopkRouter):

@@ -1,0 +1,1 @@
+"""A GPT in the form of nanoGPT, made parallel by plan="auto"."""

@@ -1,0 +1,319 @@
+"""plan="auto" splits attention by heads where a trace proves it: nanoGPT's, a ViT's, groups of keys, custom ones.
+
+Oracle: the same model, unchanged, trained serially in one process.
+"""
+
+import copy
+import itertools
+import math
+import warnings
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import axo
+from axo.plans.auto.by_heads import prove
+from axo.plans.auto.heads_trace import NotProved
+from axo.plans.auto.regions import Size
+from examples.nanogpt.model import GPT, CausalSelfAttention, GPTConfig
+from examples.vit.model import ViT
+from tests.launcher import run_ranks
+from tests.nn.support import (
+    assert_close,
+    assert_gradients_match,
+    mean_over_data_ranks,
+    my_rows,
+    seed_apart,
+    serial_seed,
+)
+
+LIMIT = 1e-5
+WIDTH, HEADS, GROUPS, TOKENS = 32, 8, 4, 6
+
+
+class Grouped(nn.Module):
+    """Separate projections, groups of keys, norms of heads, rotation, an optional mask, a bias for each head."""
+
+    def __init__(self):
+        super().__init__()
+        size = WIDTH // HEADS
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n * size) for n in (HEADS, GROUPS, GROUPS))
+        self.o = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.RMSNorm(size)
+        self.slopes = nn.Parameter(torch.linspace(0.1, 1, HEADS)[:, None, None])
+        self.scale = nn.Parameter(torch.ones(size))
+        self.register_buffer("angles", torch.outer(torch.arange(32.0), torch.arange(1.0, 1 + size)))
+
+    def forward(self, x, mask=None):
+        b, t, _ = x.shape
+        q = self.norm(self.q(x).view(b, t, HEADS, -1)).transpose(1, 2) * self.scale
+        k = self.k(x).view(b, t, GROUPS, -1).transpose(1, 2)
+        v = self.v(x).view(b, t, GROUPS, -1).transpose(1, 2)
+        half = q.shape[-1] // 2
+        turned = torch.cat((-q[..., half:], q[..., :half]), -1)
+        q = q * self.angles[:t].cos() + turned * self.angles[:t].sin()
+        k = k.repeat_interleave(HEADS // GROUPS, 1)
+        v = v[:, :, None].expand(b, GROUPS, HEADS // GROUPS, t, -1).reshape(b, HEADS, t, -1)
+        scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)) + self.slopes
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Fused(nn.Module):
+    """One projection of unequal blocks; the slow path of nanoGPT, by einsum, with a mask in a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.size = WIDTH // HEADS
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * GROUPS * self.size)
+        self.o = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.0)
+        self.register_buffer("mask", torch.tril(torch.ones(32, 32))[None, None])
+
+    def forward(self, x):
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).split([WIDTH, GROUPS * self.size, GROUPS * self.size], -1)
+        q = q.view(b, t, HEADS, self.size)
+        k, v = (z.view(b, t, GROUPS, self.size).repeat_interleave(HEADS // GROUPS, 2) for z in (k, v))
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(k.size(-1))
+        scores = scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf")).softmax(-1)
+        return self.o(torch.einsum("bhts,bshd->bthd", self.drop(scores), v).flatten(2))
+
+
+class Batched(nn.Module):
+    """Heads and batch in one dim, for bmm."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def apart(self, z):
+        return z.view(z.shape[0], z.shape[1], HEADS, -1).transpose(1, 2).reshape(-1, z.shape[1], WIDTH // HEADS)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = self.apart(q), self.apart(k), self.apart(v)
+        y = torch.bmm(F.softmax(torch.bmm(q, k.transpose(1, 2)), -1), v)
+        return self.o(y.view(b, HEADS, t, c // HEADS).transpose(1, 2).reshape(b, t, c))
+
+
+class Stack(nn.Module):
+    """One of each."""
+
+    def __init__(self):
+        super().__init__()
+        self.grouped, self.fused, self.batched = Grouped(), Fused(), Batched()
+
+    def forward(self, x):
+        x = x + self.grouped(x)
+        x = x + self.grouped(x, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1))
+        return self.batched(x + self.fused(x))
+
+
+def ids(step):
+    return torch.randint(61, (4, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+
+
+def features(step):
+    return torch.randn(4, TOKENS, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def images(step):
+    return torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(step))
+
+
+def hf_vit():
+    from transformers import ViTConfig, ViTModel
+
+    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": 1, "intermediate_size": 64}
+    return ViTModel(ViTConfig(**sizes, image_size=8, patch_size=4, hidden_dropout_prob=0.0), add_pooling_layer=False)
+
+
+MODELS = {
+    "nanogpt": (lambda: GPT(GPTConfig(n_head=8, bias=True)), ids, lambda model, x: model(x[:, :-1], x[:, 1:])),
+    "vit": (lambda: ViT(heads=8, depth=1), images, lambda model, x: model(x).square().mean()),
+    "custom": (Stack, features, lambda model, x: model(x).square().mean()),
+    "hf-vit": (
+        hf_vit,
+        images,
+        lambda model, x: model(x[:, None].expand(-1, 3, 8, 8)).last_hidden_state.tanh().square().mean(),
+    ),
+}
+
+
+def compare(comms, name):
+    make, batch, loss_of = MODELS[name]
+    serial_seed()
+    serial = make()
+    seed_apart(comms)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = axo.parallelize(make(), comms, plan="auto")
+    what = f"{comms.grid} {name}"
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, serial)]
+    for step in range(3):
+        expected, found = loss_of(serial, batch(step)), loss_of(model, my_rows(comms, batch(step)))
+        expected.backward()
+        found.backward()
+        mean = mean_over_data_ranks(comms, found)
+        assert abs(mean - expected.item()) <= LIMIT, f"{what}: loss {mean} is not {expected} at step {step}"
+        if step == 0:
+            assert_gradients_match(model, serial, LIMIT, what)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for key, whole in serial.named_parameters():
+        mine = model.get_parameter(key)
+        assert_close(axo.unshard(mine.detach(), mine.placement), whole, LIMIT, f"{what}: {key}")
+    with torch.no_grad():  # in evaluation, and of a copy
+        for each in (model.eval(), copy.deepcopy(model)):
+            assert_close(
+                loss_of(each, my_rows(comms, batch(9))), loss_of(serial.eval(), my_rows(comms, batch(9))), LIMIT, what
+            )
+    return model.train()
+
+
+def train(grids, names):
+    for grid in grids:
+        comms = axo.connect(grid)
+        for name in names:
+            report = axo.plan_report(compare(comms, name))
+            by_heads = [line.name for line in report if line.why == "heads over x"]
+            assert len(by_heads) == {"nanogpt": 4, "vit": 2, "custom": 8, "hf-vit": 4}[name], str(report)
+        comms.close()
+
+
+def test_training_equals_serial():
+    run_ranks(train, 2, ["2x1x1x1", "1x2x1x1", "1x1x2x1"], ["nanogpt", "custom"], timeout=120)
+
+
+def test_training_equals_serial_on_both_axes():
+    run_ranks(train, 4, ["2x2x1x1"], list(MODELS), timeout=120, preload=("transformers.models.vit.modeling_vit",))
+
+
+def count(grid):
+    """All-reduces of features along x that a step issues: two for attention and two for the MLP of each block."""
+    comms = axo.connect(grid)
+    counts = []
+    for layers in (1, 2, 3):
+        seed_apart(comms)
+        model = axo.parallelize(GPT(GPTConfig(n_layer=layers)), comms, plan="auto")
+        with axo.count_collectives() as counted:
+            MODELS["nanogpt"][2](model, ids(0)).backward()
+        counts.append({key: value.calls for key, value in counted.items()})
+    return [{key: after[key] - before[key] for key in after} for before, after in itertools.pairwise(counts)]
+
+
+def test_an_attention_layer_costs_one_all_reduce_each_way():
+    for steps in run_ranks(count, 2, "2x1x1x1"):
+        for more in steps:
+            assert {key: calls for key, calls in more.items() if calls} == {("all_reduce", "x"): 4}, more
+
+
+def told(grid):
+    """What the report says of an attention whose heads look at each other."""
+    comms = axo.connect(grid)
+    model = nn.Sequential(OrderedDict(attn=Talking(), norm=nn.LayerNorm(WIDTH), out=nn.Linear(WIDTH, WIDTH)))
+    model.attn.between = nn.Softmax(1)
+    return [line.why for line in axo.plan_report(axo.parallelize(model, comms, plan="auto"))][:2]
+
+
+def test_the_report_says_why_attention_is_whole():
+    why = "attention not by heads: attn: Softmax sees all heads"
+    assert run_ranks(told, 2, "2x1x1x1") == [[why, why]] * 2
+
+
+def drop(grid):
+    comms = axo.connect(grid)
+    seed_apart(comms)
+    model = axo.parallelize(GPT(GPTConfig(n_layer=1, dropout=0.3)), comms, plan="auto")
+    seen = {}
+    model.h[0].attn.register_forward_hook(lambda module, args, out: seen.update(out=out.detach()))
+    model.h[0].attn.c_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0].detach()))
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight.zero_()
+        model(ids(0)[:, :-1])
+    return seen["out"], seen["heads"].isfinite().all().item()
+
+
+def test_dropout_after_the_last_projection_agrees_along_x():
+    (first, _), (second, finite) = run_ranks(drop, 2, "2x1x1x1")
+    assert torch.equal(first, second) and finite
+
+
+def compiled(grid, name):
+    """Losses and gradients without and with a compiler, of the call that docs/plans.md names."""
+    from axo.integrations.fabric.compile import keep_out_of_graphs
+
+    comms = axo.connect(grid)
+    seed_apart(comms)
+    make, batch, loss_of = MODELS[name]
+    model = axo.parallelize(make(), comms, plan="auto")
+    keep_out_of_graphs(model)
+    found = []
+    for each in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        losses = [loss_of(each, my_rows(comms, batch(step))) for step in range(2)]
+        sum(losses).backward()
+        found.append(([loss.item() for loss in losses], [p.grad.clone() for p in model.parameters()]))
+    return found
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["nanogpt", "custom"])
+def test_a_compiled_model_equals_an_eager_one(name):
+    for (losses, gradients), (others, compiled_gradients) in run_ranks(compiled, 2, "2x1x1x1", name, timeout=200):
+        assert others == pytest.approx(losses, abs=1e-6)
+        for gradient, other in zip(gradients, compiled_gradients, strict=True):
+            assert_close(other, gradient, LIMIT, "a gradient")
+
+
+def sizes_of(module):
+    return {part: Size(part.in_features, part.out_features) for part in module.modules() if type(part) is nn.Linear}
+
+
+class Talking(Batched):
+    """Heads that look at each other."""
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (z.view(b, t, HEADS, -1).transpose(1, 2) for z in (q, k, v))
+        scores = self.between((q @ k.transpose(2, 3)).softmax(-1))
+        return self.o((scores @ v).transpose(1, 2).reshape(b, t, c))
+
+
+REASONS = {
+    "softmax sees all heads": lambda self, x: x.softmax(1),
+    "sum sees all heads": lambda self, x: x - x.sum(1, keepdim=True),
+    "heads are picked by a tensor": lambda self, x: x[:, torch.arange(x.shape[1]).flip(0)],
+    "draws random numbers": lambda self, x: x[:, torch.randperm(HEADS)],
+    "makes tensors that do not depend": lambda self, x: x[:, torch.arange(HEADS)],
+    "flip sees all heads": lambda self, x: x.flip(1),
+    "cat along the dim of heads": lambda self, x: torch.cat((x[:, 1:], x[:, :1]), 1),
+    "its forward sets attributes": lambda self, x: setattr(self, "seen", x) or x,
+    "its forward cannot be traced (TraceError": lambda self, x: x if x.sum() > 0 else -x,
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_what_is_not_proved_says_why(reason):
+    module = Talking()
+    module.between = lambda x: REASONS[reason](module, x)
+    with pytest.raises(NotProved) as error:
+        prove(module, sizes_of(module), "x", 2)
+    wanted = "a slice of features cuts through heads" if reason.startswith("cat") else reason
+    assert wanted in str(error.value)
+    assert not hasattr(module, "seen")
+
+
+def test_heads_that_do_not_divide_say_so():
+    module = CausalSelfAttention(GPTConfig(n_head=4))
+    with pytest.raises(NotProved, match="4 heads do not divide over x=8"):
+        prove(module, sizes_of(module), "x", 8)
+    assert prove(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), {}, "x", 2) is None
