@@ -125,6 +125,9 @@ class AxoStrategy(ParallelStrategy):
         self._columns = 0  # of whole logits
         self._backward_sync_control = _NoSync()
 
+    def __repr__(self) -> str:  # Lightning's Trainer, which refuses strategies of Fabric, shows it
+        return f"<AxoStrategy of Fabric on {self.grid}; a Trainer wants axo.integrations.trainer.AxoStrategy>"
+
     # --- who is here --------------------------------------------------------------------------------------------
 
     @property

@@ -1,0 +1,1 @@
+"""A Fabric program on a grid of ranks."""

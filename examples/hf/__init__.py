@@ -1,0 +1,1 @@
+"""A Hugging Face model under accelerate on a grid of ranks."""

@@ -1,0 +1,1 @@
+"""A training loop of one's own, as torchtitan writes it, on a grid of ranks."""

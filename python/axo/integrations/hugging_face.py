@@ -1,0 +1,261 @@
+"""Hugging Face's Trainer, and accelerate's Accelerator, on a 4D grid.
+
+    from axo.integrations.hugging_face import on_grid
+
+    trainer = on_grid(Trainer(model=model, args=arguments, train_dataset=data), "2x1x2x1")      # any subclass too
+    trainer.train()
+
+    accelerator = on_grid(Accelerator(), "2x1x2x1")
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+torchrun starts the ranks (``torchrun --nproc-per-node 4 train.py``). The object becomes an instance of a subclass that
+is made for it, in which
+
+    batches              are of data ranks (Gz*Gdata): peers on x and y get the same, as for tensor parallelism
+    models               are split by ``axo.parallelize``, optimizers made before take the new parameters
+    clipping             torch's function, which sees through parallel layers
+    accumulation         ``axo.no_sync``
+    gather, reduce       count each data rank once
+    save_model           writes what ``from_pretrained`` reads, by all ranks together
+    checkpoints          hold a folder ``axo`` with the model and the optimizer, which any grid loads
+
+Data is read by every rank, so peers on x and y must draw the same random numbers in it, as those of one seed do.
+
+Not here: fp16 with loss scaling (bf16 works), DeepSpeed and FSDP plugins, gathering objects, optimizer states of a
+checkpoint that was written without a grid.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, recursively_apply
+from torch import nn
+
+import axo
+from axo.comm.connect import Communicators
+from axo.grid import Grid
+from axo.nn.layer import ParallelLayer
+
+FOLDER = "axo"  # of a checkpoint
+_Object = TypeVar("_Object")
+
+
+def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "auto", zero: int = 0) -> _Object:
+    """Let a Trainer or an Accelerator work on a grid of ranks; return it. Every rank calls it.
+
+    A Trainer's model is split at once, an Accelerator's in ``prepare``.
+
+    Args:
+        owner: A ``transformers.Trainer`` that has not made its optimizer, or an ``accelerate.Accelerator`` that has
+            prepared nothing.
+        plan, zero: As for ``axo.parallelize``.
+
+    Raises:
+        axo.Refused: It has begun to work, or works in a way that a grid has no place for.
+        ValueError: The grid does not fit the ranks that were started.
+    """
+    accelerator: Any = owner if isinstance(owner, Accelerator) else getattr(owner, "accelerator", None)
+    if not isinstance(accelerator, Accelerator):
+        raise axo.Refused(f"on_grid: wants a transformers.Trainer or an accelerate.Accelerator, got {type(owner)}")
+    if accelerator.distributed_type not in (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        raise axo.Refused(
+            f"on_grid: {accelerator.distributed_type} distributes the model already; leave its plugin out"
+        )
+    if accelerator.scaler is not None:
+        raise axo.Refused("on_grid: mixed_precision='fp16' scales losses; use 'bf16'")
+    if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
+        raise axo.Refused("on_grid: something has been prepared already; call on_grid first")
+    if getattr(owner, "optimizer", None) is not None:
+        raise axo.Refused("on_grid: the Trainer has an optimizer, whose parameters are not split; let it make its own")
+    accelerator._axo_comms = axo.connect(grid, device=accelerator.device)
+    accelerator._axo_options = {"plan": plan, "zero": zero}
+    _join(accelerator, GridAccelerator)
+    trainer: Any = owner
+    if owner is not accelerator:
+        _join(trainer, GridTrainer)
+        accelerator._split(trainer.model)
+    return owner
+
+
+def _join(owner: Any, kind: type) -> None:
+    own = type(owner)
+    owner.__class__ = type(f"Grid{own.__name__}", (kind, own), {"__module__": own.__module__})
+
+
+class GridAccelerator(Accelerator):
+    """What ``on_grid`` makes of an Accelerator."""
+
+    _axo_comms: Communicators
+    _axo_options: dict[str, Any]
+
+    @property
+    def num_processes(self) -> int:
+        """Data ranks."""
+        return self._axo_comms.grid.z * self._axo_comms.grid.data
+
+    @property
+    def process_index(self) -> int:
+        """Which data rank this is."""
+        where = self._axo_comms.coords
+        return where.z + self._axo_comms.grid.z * where.data
+
+    def _split(self, model: nn.Module) -> None:
+        if not any(isinstance(part, ParallelLayer) for part in model.modules()):
+            model.to(self.device)
+            axo.parallelize(model, self._axo_comms, **self._axo_options)
+
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """As accelerate's; models are split in place, and optimizers get their new parameters."""
+        models = [each for each in args if isinstance(each, nn.Module)]
+        before = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
+        for model in models:
+            self._split(model)
+        for optimizer in (each for each in args if isinstance(each, torch.optim.Optimizer)):
+            if optimizer.state and any(id(p) in before for group in optimizer.param_groups for p in group["params"]):
+                raise axo.Refused("prepare: the optimizer has taken steps on whole parameters; prepare it before")
+            for group in optimizer.param_groups:
+                group["params"] = [
+                    before[id(p)][0].get_parameter(before[id(p)][1]) if id(p) in before else p for p in group["params"]
+                ]
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        self._split(model)
+        return super().prepare_model(model, device_placement, evaluation_mode=True)  # no DistributedDataParallel
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        prepared = super().prepare_scheduler(scheduler)
+        if isinstance(prepared, AcceleratedScheduler):
+            prepared.__class__ = _Scheduler
+            prepared._axo_data_ranks = self.num_processes
+        return prepared
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Gradients of backwards inside stay unreduced until the next one outside."""
+        with axo.no_sync(self.unwrap_model(model)):
+            yield
+
+    def gather(self, tensor: Any) -> Any:
+        """One part of each data rank."""
+        grid = self._axo_comms.grid
+        first = [rank for rank in range(grid.world_size) if grid.coords(rank)[:2] == (0, 0)]
+
+        def pick(whole: torch.Tensor) -> torch.Tensor:
+            return whole.view(grid.world_size, -1, *whole.shape[1:])[first].flatten(0, 1)
+
+        return recursively_apply(pick, super().gather(tensor)) if grid.world_size > 1 else super().gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object and self._axo_comms.grid.x * self._axo_comms.grid.y > 1:
+            raise axo.Refused("gather_for_metrics: objects cannot be gathered on a grid; gather tensors")
+        return super().gather_for_metrics(input_data, use_gather_object)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Each data rank counts once."""
+        grid = self._axo_comms.grid
+        return super().reduce(tensor, reduction, scale / (grid.x * grid.y) if reduction == "sum" else scale)
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """Write the model, the optimizer, schedulers and registered objects to ``output_dir``. Every rank calls it."""
+        model, optimizer = self._one("save_state", output_dir, options)
+        others = [each.state_dict() for each in (*self._schedulers, *self._custom_objects)]
+        extra = {"others": others, "step": self.step}
+        axo.checkpoint.save(output_dir, model, optimizer, name=FOLDER, extra=extra, comms=self._axo_comms)
+        return str(output_dir)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Read what ``save_state`` wrote on any grid. Every rank calls it."""
+        model, optimizer = self._one("load_state", input_dir, options)
+        loaded = axo.checkpoint.load(Path(input_dir) / FOLDER, model, optimizer, comms=self._axo_comms)
+        extra: dict[str, Any] = loaded.extra or {}
+        for each, state in zip((*self._schedulers, *self._custom_objects), extra["others"], strict=True):
+            each.load_state_dict(state)
+        self.step = extra["step"]
+
+    def _one(self, what: str, folder: Any, options: Any) -> tuple[nn.Module, Any]:
+        if folder is None or options or len(self._models) != 1 or len(self._optimizers) > 1:
+            raise axo.Refused(f"{what}: on a grid it takes a folder, and is of one model and one optimizer at most")
+        optimizer = self._optimizers[0].optimizer if self._optimizers else None
+        return self.unwrap_model(self._models[0]), optimizer
+
+
+class _Scheduler(AcceleratedScheduler):
+    """Steps once for each data rank, as accelerate's does for each process."""
+
+    _axo_data_ranks: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if self.step_with_optimizer and not self.split_batches:
+            if not self.gradient_state.sync_gradients:
+                if self.gradient_state.adjust_scheduler:
+                    self.scheduler._step_count += 1
+                return
+            if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+                return
+            for _ in range(self._axo_data_ranks):
+                if (
+                    not hasattr(self.scheduler, "total_steps")
+                    or self.scheduler._step_count <= self.scheduler.total_steps
+                ):
+                    self.scheduler.step(*args, **kwargs)
+            return
+        super().step(*args, **kwargs)
+
+
+class GridTrainer:
+    """What ``on_grid`` mixes into a Trainer's class."""
+
+    accelerator: GridAccelerator
+    args: Any
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def get_tp_size(self) -> int:
+        """Ranks that work on the same batch."""
+        return self.accelerator._axo_comms.grid.x * self.accelerator._axo_comms.grid.y
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write what ``from_pretrained`` reads. Every rank calls it."""
+        trainer: Any = super()
+        folder = output_dir or self.args.output_dir
+        state = self.model.state_dict()  # whole tensors; a collective
+        if self.args.should_save:
+            trainer._save(folder, state_dict=state)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        axo.checkpoint.save(
+            output_dir, self.model, optimizer, name=FOLDER, extra=extra, comms=self.accelerator._axo_comms
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        path = Path(checkpoint) / FOLDER
+        if not path.is_dir() and (Path(checkpoint) / "optimizer.pt").exists():
+            raise axo.Refused(
+                f"{checkpoint} holds the optimizer of a run without a grid; load its weights by from_pretrained and"
+                " start anew, or go on without a grid"
+            )
+        if path.is_dir():
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+            loaded = axo.checkpoint.load(
+                os.fspath(path), self.model, optimizer, rng=False, comms=self.accelerator._axo_comms
+            )
+            self.lr_scheduler.load_state_dict((loaded.extra or {})["scheduler"])

@@ -1,0 +1,291 @@
+"""AxoStrategy for Lightning's Trainer, made of the parts of Fabric's.
+
+    from axo.integrations.trainer import AxoStrategy
+    trainer = lightning.pytorch.Trainer(strategy=AxoStrategy("2x2x1x1"), accelerator="cpu", gradient_clip_val=1.0)
+    trainer.fit(module, loader)                # starts the ranks; joins them under torchrun, SLURM
+
+A LightningModule is not split itself, its children are, each by ``axo.parallelize``: ``training_step`` calls them
+(``self.model(x)``) and stays as it is. ``configure_optimizers`` runs afterwards and sees this rank's shards.
+
+What the Trainer's parts become:
+
+    sampler              as many replicas as data ranks (Gz*Gdata); peers on x and y get the same batches, read once
+    clipping             torch's function, which sees through parallel layers: the norm of the whole model
+    accumulation         ``axo.no_sync``: gradients of all but the last micro-batch are added up unreduced
+    self.log(sync_dist)  each data rank counts once
+    checkpoints          one file of whole tensors, as one device writes it, which any grid and no grid reads; with
+                         ``sharded`` a folder into which every rank writes its chunks
+
+``pytorch_lightning`` is another package with classes of its own: import the Trainer from ``lightning.pytorch``.
+
+Not here: parameters that the LightningModule itself owns (refused), several optimizers in a sharded checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+import axo
+from axo.grid import Grid
+from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
+from axo.integrations.fabric.loader import SharedLoader, split_in_order
+from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
+
+_POSITION = "axo_data"  # where the run stands in its data; at Lightning's own place, a run without Axo would refuse it
+
+
+class AxoStrategy(ParallelStrategy):
+    """Train on a grid of ranks.
+
+    Args:
+        grid: Ranks on each axis.
+        plan, zero, sharded, timeout: As for Fabric's strategy (:class:`axo.AxoStrategy`); ``plan`` is for the children.
+        like_one_device: Keep the order of the loader's own sampler, which the data ranks share out, so that all of them
+            together read what one device with a batch as large would; else Lightning's DistributedSampler orders them.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: As in Lightning's own.
+
+    Raises:
+        ValueError: An option is not known.
+    """
+
+    strategy_name = "axo"
+
+    def __init__(
+        self,
+        grid: Grid | str,
+        *,
+        plan: str = "auto",
+        zero: int = 0,
+        sharded: bool = False,
+        like_one_device: bool = False,
+        timeout: timedelta = timedelta(minutes=30),
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+    ) -> None:
+        # Ranks, communicators and splitting are Fabric's strategy's. It counts data ranks in what it reduces.
+        self._fabric = FabricStrategy(grid, plan=plan, zero=zero, sharded=sharded, counts="data", timeout=timeout)
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.grid, self.sharded, self.like_one_device = self._fabric.grid, sharded, like_one_device
+
+    # --- who is here --------------------------------------------------------------------------------------------
+
+    @property
+    def comms(self) -> Any:
+        """What ``axo.connect`` returned; None before the launch."""
+        return self._fabric.comms
+
+    @property
+    def root_device(self) -> torch.device:
+        return self._fabric.root_device
+
+    @property
+    def num_nodes(self) -> int:
+        return self._fabric.num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._fabric.num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return self._fabric.num_processes
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the Trainer is to reduce what is logged, and to replace samplers."""
+        return True
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return self._fabric.distributed_sampler_kwargs
+
+    def set_world_ranks(self) -> None:
+        """Called by the Trainer once it knows devices, nodes and environment, before any process is started."""
+        self._fabric.accelerator, self._fabric.cluster_environment = self.accelerator, self.cluster_environment  # type: ignore[assignment]
+        self._fabric.parallel_devices = self.parallel_devices
+        self._fabric._set_world_ranks()
+        self.parallel_devices = self._fabric.parallel_devices
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self._launcher = _SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        reset_seed()
+        self._fabric.precision = self.precision_plugin  # type: ignore[assignment]  # its loss scaler is made to agree
+        self._fabric.setup_environment()
+
+    # --- collectives of the user ---------------------------------------------------------------------------------
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Over data ranks, each of which counts once; a given group of torch's is torch's business."""
+        if not isinstance(tensor, torch.Tensor):
+            return tensor
+        return self._fabric.all_reduce(tensor.clone(), group, reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        """One part of each data rank."""
+        return self._fabric.all_gather(tensor, group, sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return self._fabric.reduce_boolean_decision(decision, all)
+
+    def barrier(self, name: str | None = None) -> None:
+        self._fabric.barrier(name)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return self._fabric.broadcast(obj, src)
+
+    # --- model and optimizer ------------------------------------------------------------------------------------
+
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        """Split the children of ``model`` in place.
+
+        Raises:
+            axo.Refused: A parameter belongs to none of them, or to two.
+        """
+        children = _children(model)
+        for child in children.values():
+            self._fabric.setup_module(child)
+        return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._fabric.setup_optimizer(optimizer)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        assert self.lightning_module is not None
+        with ExitStack() as stack:
+            for child in _children(self.lightning_module).values():
+                stack.enter_context(axo.no_sync(child))
+            yield
+
+    # --- data ---------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        if not isinstance(dataloader, torch.utils.data.DataLoader):
+            raise axo.Refused(
+                f"AxoStrategy: a {type(dataloader).__name__} as data; peers on x and y must get the same batches, which"
+                " Axo sees to for a torch.utils.data.DataLoader"
+            )
+        if self.like_one_device:
+            dataloader = split_in_order(dataloader, self.comms)
+        return _Loader(dataloader, self.comms)
+
+    # --- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        assert self.lightning_module is not None
+        return {} if self.sharded else self._fabric.get_module_state_dict(self.lightning_module)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return {} if self.sharded else self._fabric.get_optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        checkpoint = dict(checkpoint)
+        position = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {}).pop("combined_loader", None)
+        if position is not None:
+            checkpoint[_POSITION] = position
+        if not self.sharded:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        sharded_checkpoint.save(filepath, {**_plain(checkpoint), **self._sharded_parts()}, self.comms)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read what any number of ranks wrote, whole or sharded, or a run without Axo; each rank takes its parts."""
+        if sharded_checkpoint.is_sharded(checkpoint_path):
+            loaded = sharded_checkpoint.load(checkpoint_path, self._sharded_parts(), True, self.comms)
+            loaded |= {"state_dict": None, "optimizer_states": [None] * len(self.optimizers)}
+        else:
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        if _POSITION in loaded:
+            loaded["loops"]["fit_loop"]["state_dict"]["combined_loader"] = loaded.pop(_POSITION)
+        return loaded
+
+    def _sharded_parts(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        if len(self.optimizers) > 1:
+            raise axo.Refused("AxoStrategy: sharded=True saves one optimizer; leave it out to save several, whole")
+        parts: dict[str, Any] = {"axo_module": self.lightning_module}
+        return parts | ({"axo_optimizer": self.optimizers[0]} if self.optimizers else {})
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if checkpoint["state_dict"] is not None:  # a sharded one has been loaded already
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        for optimizer, whole in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if whole is not None:
+                optimizer.load_state_dict(whole_checkpoint.local_optimizer_state(optimizer, whole))
+
+    def setup(self, trainer: Any) -> None:
+        if self.like_one_device:
+            trainer._accelerator_connector.use_distributed_sampler = False
+        super().setup(trainer)
+
+
+class _Loader(SharedLoader):
+    """A shared loader whose state, taken when an epoch has ended, begins the next one, as the Trainer does."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        own = self._own
+        if own is not None and own._given and own._given == len(self):
+            return {"epoch": state["epoch"] + 1, "samples": 0}
+        return state
+
+
+def _children(module: nn.Module) -> dict[str, nn.Module]:
+    """The children that hold parameters.
+
+    Raises:
+        axo.Refused: A parameter belongs to none of them, or to two.
+    """
+    own = [name for name, _ in module.named_parameters(recurse=False)]
+    if own:
+        raise axo.Refused(
+            f"AxoStrategy: {type(module).__name__} itself owns the parameters {', '.join(own)}; put them into a child"
+            " module that training_step calls"
+        )
+    children = {name: child for name, child in module.named_children() if any(True for _ in child.parameters())}
+    owners: dict[int, str] = {}
+    for name, child in children.items():
+        for parameter in child.parameters():
+            if owners.setdefault(id(parameter), name) != name:
+                raise axo.Refused(
+                    f"AxoStrategy: {name!r} and {owners[id(parameter)]!r} of {type(module).__name__} share a parameter,"
+                    " and each child is split by itself; put both into one child module"
+                )
+    return children
+
+
+def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What a Trainer's checkpoint holds beside the module and the optimizer."""
+    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}

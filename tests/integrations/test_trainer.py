@@ -1,0 +1,77 @@
+"""Lightning's Trainer with AxoStrategy, against the same program on Lightning's single device."""
+
+import pytest
+import torch
+
+import axo
+from examples.trainer.lightning_trainer import train
+from tests.integrations.support import ELASTIC, distance
+from tests.launcher import run_ranks
+
+
+def on_grid(cases):
+    """Several Trainers one after another on the same ranks; of each the losses, the validation's, the weights."""
+    return [train(grid, **options) for grid, options in cases]
+
+
+def check(ranks, expected, first, what):
+    losses, validation, weights = expected
+    for rank in ranks:
+        assert rank[0] == pytest.approx(losses[first:], abs=1e-4), what
+        assert rank[1] == pytest.approx(validation, abs=1e-4), what
+    assert distance(ranks[0][2], weights) < 1e-5, what
+
+
+def test_training_and_resuming_equal_one_device(tmp_path):
+    """Two epochs; and two starts each: between epochs, and in the midst of one from a sharded checkpoint."""
+    whole = train(None, tmp_path / "serial")
+    assert whole[0][-1] < whole[0][0] - 0.05
+    between, midst = tmp_path / "between", tmp_path / "midst"
+    cases = [
+        ("2x1x2x1", {"out": tmp_path / "a"}),
+        ("2x2x1x1", {"steps": 4, "out": between}),
+        ("1x2x2x1", {"out": tmp_path / "c", "resume": between / "last.ckpt"}),
+        ("2x1x1x2", {"steps": 2, "out": midst, "options": {"sharded": True}}),
+        ("1x1x2x2", {"out": tmp_path / "d", "resume": midst / "last.ckpt", "options": {"zero": 1}}),
+    ]
+    ranks = run_ranks(on_grid, 4, cases, env=ELASTIC, timeout=120)
+    for index, first in enumerate((0, None, 4, None, 2)):
+        if first is not None:
+            check([rank[index] for rank in ranks], whole, first, cases[index])
+    assert (between / "last.ckpt").is_file() and (midst / "last.ckpt").is_dir()
+    alone = train(None, tmp_path / "e", resume=between / "last.ckpt")
+    check([alone], whole, 4, "one device goes on from a grid's checkpoint")
+
+
+def accumulate(grid, options):
+    return train(grid, **options)
+
+
+def test_accumulation_and_precision(tmp_path):
+    """Micro-batches and bf16, against one device with the same; and what a LightningModule may not own."""
+    options = {"steps": 3, "accumulate_grad_batches": 2, "out": tmp_path / "a"}
+    for found in run_ranks(accumulate, 2, "2x1x1x1", options, env=ELASTIC, timeout=60)[:1]:
+        check([found], train(None, **options | {"out": tmp_path / "b"}), 0, "accumulation")
+    options = {"steps": 3, "precision": "bf16-mixed", "out": tmp_path / "c"}
+    losses = run_ranks(accumulate, 2, "1x1x2x1", options, env=ELASTIC, timeout=60)[0][0]
+    assert losses == pytest.approx(train(None, **options | {"out": tmp_path / "d"})[0], rel=0.01)
+
+
+def test_what_a_trainer_cannot_take_says_what_to_do():
+    import lightning.pytorch as pl
+
+    from axo.integrations.trainer import _children
+
+    with pytest.raises(ValueError, match=r"a Trainer wants axo\.integrations\.trainer\.AxoStrategy"):
+        pl.Trainer(strategy=axo.AxoStrategy("1x1x1x1"))
+
+    owner = torch.nn.Module()
+    owner.a, owner.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    owner.empty = torch.nn.ReLU()
+    assert list(_children(owner)) == ["a", "b"]
+    owner.b.weight = owner.a.weight
+    with pytest.raises(axo.Refused, match="'b' and 'a' of Module share a parameter"):
+        _children(owner)
+    owner.scale = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(axo.Refused, match="itself owns the parameters scale"):
+        _children(owner)
