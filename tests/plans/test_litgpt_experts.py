@@ -1,4 +1,7 @@
-"""Mixtures of experts of LitGPT on grids, against the serial model. (Hugging Face's: test_architectures.)"""
+"""Mixtures of experts and latent attention of LitGPT on grids, against the serial model.
+
+Hugging Face's: test_architectures.
+"""
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ CASES = {
                 "moe_intermediate_size": 16, "n_shared_expert": 2, "first_k_dense_replace": 1, "norm_topk_prob": True,
                 "routed_scaling_factor": 2.5},
 }  # fmt: skip
+LATENT = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8}
+CASES["latent"] = {**CASES["grouped"], "n_query_groups": FIELDS["n_head"], "latent_attention": LATENT}
 
 
 def serial_model(case):
@@ -60,6 +65,20 @@ def compare(grid, cases):
             target.load_state_dict(state)
         with torch.no_grad():
             assert_close(model(my_rows(comms, ids)), my_rows(comms, serial(ids)), 1e-5, f"{what}: after loading")
+            if case == "latent":
+                check_cache(comms, model, serial, ids, what)
+
+
+def check_cache(comms, model, serial, ids, what):
+    """Six tokens at once, then one by one: the logits of the serial model, each rank with a cache of its heads."""
+    rows = my_rows(comms, ids)
+    for target, batch_size in ((model, len(rows)), (serial, len(ids))):
+        target.set_kv_cache(batch_size=batch_size, max_seq_length=ids.shape[1])
+    assert model.transformer.h[0].attn.kv_cache.k.shape[1] == LLAMA["n_head"] // comms.grid.x
+    for positions in (range(6), *([place] for place in range(6, ids.shape[1]))):
+        place = torch.tensor(list(positions))
+        expected = serial(ids[:, place], place)
+        assert_close(model(rows[:, place], place), my_rows(comms, expected), 1e-5, f"{what}: token {place[-1]}")
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])

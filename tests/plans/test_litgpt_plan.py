@@ -303,14 +303,14 @@ REFUSED = [
         {
             "latent_attention": {
                 "q_lora_rank": 8,
-                "kv_lora_rank": 8,
+                "kv_lora_rank": 9,
                 "qk_rope_head_dim": 4,
                 "qk_nope_head_dim": 4,
                 "v_head_dim": 8,
             },
             "n_query_groups": 8,
         },
-        "latent_attention (DeepSeek's MLA) is not supported",
+        "kv_lora_rank=9 does not divide over y=2; use 8 or 10",
     ),
 ]
 

@@ -43,7 +43,7 @@ class Replicated:
                 continue
             parameter.placement = placement
             wanted = parameter.requires_grad
-            parameter.requires_grad_(True).register_hook(_Reduce(self.exchange, parameter))
+            parameter.requires_grad_(True).register_hook(ReduceGradient(self.exchange, parameter))
             parameter.requires_grad_(wanted)
 
     def cost(self) -> list[cost.Call]:
@@ -75,14 +75,19 @@ class Replicated:
         return new
 
 
-class _Reduce:
-    """A gradient hook: the mean (or sum) over the data ranks; in a pipeline's step of all micro-batches together."""
+class ReduceGradient:
+    """A gradient hook: the mean (or sum) over the data ranks; in a pipeline's step of all micro-batches together.
+
+    Args:
+        exchange: Of the parameter's placement.
+        parameter: What the hook is registered on.
+    """
 
     def __init__(self, exchange: Exchange, parameter: torch.Tensor) -> None:
         self.exchange, self.parameter = exchange, weakref.ref(parameter)
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self.exchange.vector_stages:
+        if not self.exchange.vector_stages and self.exchange.vector_copies is None:
             return grad
         parameter, engine = self.parameter(), self.exchange.engine
         if engine.holding and parameter is not None:
@@ -90,7 +95,7 @@ class _Reduce:
             return torch.zeros_like(grad)
         return self.exchange.reduce_now(grad.clone())
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Reduce:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReduceGradient:
         return self
 
 

@@ -219,7 +219,7 @@ class Exchange(Route):
 
     def reduce_now(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduce the gradient of what z and data replicate, in place, on the spot."""
-        return self._now(self.engine.gradients.cast(grad), self.vector_stages, None).to(grad.dtype)
+        return self._now(self.engine.gradients.cast(grad), self.vector_stages, self.vector_copies).to(grad.dtype)
 
     def _now(self, tensor: torch.Tensor, stages: tuple[Stage, ...], copies: Copies | None) -> torch.Tensor:
         if stages:

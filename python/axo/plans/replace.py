@@ -15,6 +15,7 @@ from torch import nn
 from axo.errors import Refused
 from axo.nn import Conv2d, Embedding, Features, GroupNorm, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
+from axo.placement import Placement
 
 _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -164,9 +165,15 @@ class Replacer:
     @torch.no_grad()
     def _take_values(self, new: ParallelLayer, old: nn.Module) -> None:
         for name, placement in new.placements.items():
-            getattr(new, name).copy_(placement.take(self._from_rank_0(getattr(old, name))))
+            getattr(new, name).copy_(self.part(getattr(old, name), placement))
         for name, buffer in old.named_buffers(recurse=False):
             getattr(new, name).copy_(self._from_rank_0(buffer))
+
+    def part(self, tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+        """This rank's part of rank 0's ``tensor``; on the meta device where that is. Every rank must call it."""
+        if tensor.is_meta:
+            return tensor.new_empty(placement.local_shape(self.comms.grid, self.comms.coords))
+        return placement.take(self._from_rank_0(tensor))
 
     def _from_rank_0(self, tensor: torch.Tensor) -> torch.Tensor:
         full = tensor.detach().to(self.comms.device).contiguous()

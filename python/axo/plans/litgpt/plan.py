@@ -24,8 +24,10 @@ before attention, before the MLP and after ln_f. The length of a batch must divi
 
 ``litgpt.lora.GPT``: each layer with its adapter beside it (``axo.plans.litgpt.lora``).
 
-Not here, refused by name: query groups that neither divide over x nor divide it, latent attention, other adapters,
-quantised layers; sequence parallelism with mixtures of experts or LoRA; Tesseract with these two or tied embeddings.
+Latent attention: ``axo.plans.litgpt.latent``.
+
+Not here, refused by name: query groups that neither divide over x nor divide it, quantised layers; sequence parallelism
+and Tesseract with mixtures of experts, LoRA, adapters or latent attention; Tesseract with tied embeddings.
 """
 
 from __future__ import annotations
@@ -35,8 +37,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from litgpt import lora
-from litgpt.model import GPT, CausalSelfAttention, GemmaMLP, GptNeoxMLP, GroupedTopkRouter, LLaMAMLP, LLaMAMoE
+from litgpt import adapter, adapter_v2, lora
+from litgpt.model import (
+    GPT,
+    CausalSelfAttention,
+    GemmaMLP,
+    GptNeoxMLP,
+    GroupedTopkRouter,
+    LLaMAMLP,
+    LLaMAMoE,
+    MultiheadLatentAttention,
+)
 from litgpt.model import RMSNorm as SerialRMSNorm
 from litgpt.scripts.convert_hf_checkpoint import qkv_reassemble
 from torch import nn
@@ -45,17 +56,29 @@ from axo.arrangement import AXONN, Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
 from axo.nn import RMSNorm
+from axo.nn.layer import ParallelLayer
 from axo.nn.sequence import GatherTokens
 from axo.placement import check_divides
 from axo.plans.heads import kv_copies
+from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import softcapped
 from axo.plans.litgpt.lora import AdaptedLinear
 from axo.plans.litgpt.moe import replace_mixture
 from axo.plans.replace import Replacer, check_exact
 
-_ATTENTIONS: tuple[type, ...] = (CausalSelfAttention, lora.CausalSelfAttention)
-_DENSE: tuple[type, ...] = (GptNeoxMLP, LLaMAMLP, GemmaMLP, lora.GptNeoxMLP, lora.LLaMAMLP, lora.GemmaMLP)
-_MIXTURES: tuple[type, ...] = (LLaMAMoE, lora.LLaMAMoE)
+_ATTENTIONS: tuple[type, ...] = (
+    CausalSelfAttention,
+    lora.CausalSelfAttention,
+    adapter.CausalSelfAttention,
+    adapter_v2.CausalSelfAttention,
+    MultiheadLatentAttention,
+)
+_DENSE: tuple[type, ...] = (
+    *(GptNeoxMLP, LLaMAMLP, GemmaMLP, lora.GptNeoxMLP, lora.LLaMAMLP, lora.GemmaMLP),
+    *(adapter_v2.GptNeoxMLP, adapter_v2.LLaMAMLP, adapter_v2.GemmaMLP),
+)
+_MIXTURES: tuple[type, ...] = (LLaMAMoE, lora.LLaMAMoE, adapter_v2.LLaMAMoE)
+_ADAPTED = (lora.LoRALinear, adapter_v2.AdapterV2Linear)  # what is around a linear layer
 
 
 class LitRMSNorm(RMSNorm):
@@ -89,7 +112,7 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
     for index, block in enumerate(gpt.transformer.h):
-        _replace_attention(block, comms)
+        _replace_attention(block, f"transformer.h.{index}.attn", replacer)
         if hasattr(block.mlp, "experts"):
             replace_mixture(block.mlp, f"transformer.h.{index}.mlp", replacer)
         if replacer.sequence_parallel:
@@ -115,8 +138,12 @@ def _linears(gpt: Any, ranks: int, gather_logits: bool = False) -> Iterator[Plac
     copies = kv_copies("transformer.h", "n_query_groups", config.n_query_groups, ranks)
     for index, block in enumerate(gpt.transformer.h):
         name = f"transformer.h.{index}"
-        yield block.attn, "qkv", f"{name}.attn.qkv", {"out_blocks": sizes, "out_copies": (1, copies, copies)}
-        yield block.attn, "proj", f"{name}.attn.proj", {"transposed": True}
+        if config.latent_attention:
+            for child, options in latent.LINEARS.items():
+                yield block.attn, child, f"{name}.attn.{child}", dict(options)
+        else:
+            yield block.attn, "qkv", f"{name}.attn.qkv", {"out_blocks": sizes, "out_copies": (1, copies, copies)}
+            yield block.attn, "proj", f"{name}.attn.proj", {"transposed": True}
         for path, module in block.mlp.named_modules(prefix=f"{name}.mlp"):
             if hasattr(module, "experts") and not isinstance(module.gate, GroupedTopkRouter):
                 yield module, "gate", f"{path}.gate", {"whole_output": True}
@@ -134,10 +161,12 @@ def _norms(gpt: Any, inner: str, sequence_parallel: bool) -> Iterator[Place]:
         for child in ("norm_1", "norm_2", "post_attention_norm", "post_mlp_norm"):
             if not isinstance(getattr(block, child), nn.Identity | None):
                 yield block, child, f"transformer.h.{index}.{child}", stream
+        for child in ("q_a_norm", "kv_a_norm") if gpt.config.latent_attention else ():
+            yield block.attn, child, f"transformer.h.{index}.attn.{child}", {"axis": None}
         spans_heads = gpt.config.norm_qk_type == "olmo2"
         over = {"axis": inner} if spans_heads else {"axis": None, "sum_grad_over": (inner,)}
         for child in ("norm_q", "norm_k"):
-            if getattr(block.attn, child) is not None:
+            if getattr(block.attn, child, None) is not None:
                 yield block.attn, child, f"transformer.h.{index}.attn.{child}", over
     yield gpt.transformer, "ln_f", "transformer.ln_f", stream
 
@@ -154,10 +183,15 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
     ranks = grid.size(inner)
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
     if config.latent_attention:
-        raise Refused(f"{owner}: latent_attention (DeepSeek's MLA) is not supported by plan 'litgpt'")
-    adapted = [name for name, module in model.named_modules() if isinstance(module, lora.LoRALinear)]
+        arrangement.only_axonn(f"{owner}: latent attention")
+        if sequence_parallel:
+            raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
+        for what in ("q_lora_rank", "kv_lora_rank"):
+            check_divides(owner, what, getattr(config, what), "y", grid.y)
+    adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
+    kind = "LoRA" if adapted and isinstance(model.get_submodule(adapted[0]), lora.LoRALinear) else "an adapter"
     if adapted:
-        arrangement.only_axonn(f"{owner}: LoRA ({adapted[0]!r})")
+        arrangement.only_axonn(f"{owner}: {kind} ({adapted[0]!r})")
     if _layer(model.lm_head).weight is model.transformer.wte.weight:
         arrangement.only_axonn(f"{owner}: a head tied to the embedding, whose weight it cuts otherwise,")
     widths: dict[str, int] = {}
@@ -172,7 +206,7 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         if mixture:
             arrangement.only_axonn(f"{owner}: a mixture of experts (block {index})")
         if sequence_parallel and (mixture or adapted):
-            what = f"a mixture of experts (block {index})" if mixture else f"LoRA ({adapted[0]!r})"
+            what = f"a mixture of experts (block {index})" if mixture else f"{kind} ({adapted[0]!r})"
             raise Refused(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
         for mlp in block.mlp.modules():
             if type(mlp) in _DENSE:
@@ -194,42 +228,43 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
     for parent, child, name, _ in _linears(model, ranks):
         module = getattr(parent, child)
-        adapter = type(module) in (lora.LoRALinear, lora.LoRAQKVLinear)
-        check_exact(_layer(module) if adapter else module, nn.Linear, f"{name}.linear" if adapter else name)
+        around = type(module) in (lora.LoRALinear, lora.LoRAQKVLinear, adapter_v2.AdapterV2Linear)
+        check_exact(_layer(module) if around else module, nn.Linear, f"{name}.linear" if around else name)
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return isinstance(module, _ADAPTED) or hasattr(module, "gating_factor")
 
 
 def _layer(module: Any) -> Any:
-    """A linear layer itself, without the adapter that LoRA puts beside it."""
+    """A linear layer itself, without the adapter around it."""
     return getattr(module, "linear", module)
 
 
 def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **options: Any) -> None:
-    """Replace a linear layer, and what LoRA put around it; ``options`` are keyword arguments of ``axo.nn.Linear``."""
+    """Replace a linear layer, and the adapter around it; ``options`` are fields of :class:`axo.nn.Features`."""
     old = getattr(parent, child)
     if isinstance(old, nn.Linear):
         replacer.linear(parent, child, name, **options)
         return
-    gather = options.pop("gather_output", False)
     serial = old.linear
-    new = AdaptedLinear(
-        old,
-        transposed=options.get("transposed", False),
-        whole_output=options.get("whole_output", False),
-        out_blocks=options.get("out_blocks"),
-        out_copies=options.get("out_copies"),
-        gather_output=gather,
-        comms=replacer.comms,
-        grad_reduce=replacer.grad_reduce,
-        name=name,
-    )
+    lies = {key: value for key, value in options.items() if key != "uneven_out"}
+    new: ParallelLayer
+    if isinstance(old, adapter_v2.AdapterV2Linear):
+        new = adapters.ScaledLinear(old, replacer, name, **lies)
+    else:
+        new = AdaptedLinear(old, comms=replacer.comms, grad_reduce=replacer.grad_reduce, name=name, **lies)
+    options.pop("gather_output", None)  # the adapter comes first
     replacer.put(parent, child, new)
     new.linear = serial
     replacer.linear(new, "linear", f"{name}.linear", **options)
 
 
-def _replace_attention(block: Any, comms: Any) -> None:
+def _replace_attention(block: Any, name: str, replacer: Replacer) -> None:
     """Let attention compute with this rank's heads."""
+    comms = replacer.comms
     inner = comms.arrangement.inner
+    block.attn = adapters.with_prompt(block.attn, name, replacer)
     attn, config, parts = block.attn, block.config, comms.grid.size(inner)
     if config.attention_logit_softcapping is not None:
         attn.__class__ = softcapped(type(attn))
@@ -237,6 +272,8 @@ def _replace_attention(block: Any, comms: Any) -> None:
     attn.config = copy.copy(config)
     attn.config.n_head //= parts
     attn.config.n_query_groups //= parts // copies
+    if config.latent_attention:
+        latent.sum_shared_gradient(attn, comms)
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
             groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)

@@ -1,0 +1,205 @@
+"""LitGPT's adapters on a grid: a prompt that attention looks at too (LLaMA-Adapter), and v2's scales and biases.
+
+    v1   O = attention(q, k, v) + gate[heads] * attention(q, k', v'),    k', v' out of qkv(prompt[length, h])
+         the prompt's features are over y, as all that qkv takes; the gate is split by heads over x
+    v2   O[m, n] = scale[n] * (I @ W^T + b + bias[n])                     scale and bias lie as the features of O do
+
+z and data replicate them all, for they are small: their gradients are reduced over both.
+
+LitGPT 0.5.13 has two habits that a model on a grid shares, so that its results are LitGPT's. It takes k' and v' from
+the rows of qkv as if these came group by group, where they are [q | k | v]: a head's k' may be another head's query.
+So the few rows of the prompt are gathered over x before they are cut. And it keeps k' and v' of the first forward pass,
+with or without gradients, until somebody sets ``adapter_kv_cache`` to None.
+
+Not here: sequence parallelism and the algorithms that split rows over x (refused).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from litgpt.adapter_v2 import AdapterV2Linear
+from litgpt.model import CausalSelfAttention as PlainAttention
+from torch import nn
+
+from axo.matmul import cost, engine_cost
+from axo.nn.layer import ParallelLayer
+from axo.nn.replicated import ReduceGradient
+from axo.overlap.exchange import Exchange
+from axo.placement import Placement, chunk_bounds
+from axo.plans.litgpt.moe import SumGradient
+from axo.plans.replace import Replacer
+from axo.sharding import gather_features
+
+
+class _OwnParameters(ParallelLayer):
+    """A module that computes with small parameters of its own; a hook on each reduces its gradient."""
+
+    def _exchange(self, replacer: Replacer) -> None:
+        self.exchanges = tuple(
+            Exchange(replacer.comms, placement, replacer.grad_reduce) for placement in self.placements.values()
+        )
+
+    def _tag(self) -> None:
+        for (name, placement), exchange in zip(self.placements.items(), self.exchanges, strict=True):
+            parameter: Any = getattr(self, name)
+            if getattr(parameter, "placement", None) is not placement:
+                wanted = parameter.requires_grad
+                parameter.requires_grad_(True).register_hook(ReduceGradient(exchange, parameter))
+                parameter.requires_grad_(wanted)
+        super()._tag()
+
+    def cost(self, rows: int, *, itemsize: int = 4) -> list[cost.Call]:
+        """Count the reductions of this module's own gradients on this rank in one step, whatever ``rows``."""
+        calls: list[cost.Call] = []
+        for name in self.placements:
+            parameter: Any = getattr(self, name)
+            if parameter.requires_grad:
+                calls += cost.replicated_grad(parameter.numel(), itemsize)
+        dtype = self.exchanges[0].engine.reduce_dtype
+        calls = calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
+        return cost.issued(calls, self.comms.grid)
+
+
+class Prompt(_OwnParameters):
+    """The prompt of an attention: an ``nn.Embedding`` of which only the weight is used, its features over y.
+
+    Args:
+        old: The serial embedding.
+        replacer: Whose grid it is for.
+        name: Its name in the model.
+    """
+
+    def __init__(self, old: nn.Embedding, replacer: Replacer, name: str) -> None:
+        shape = (old.num_embeddings, old.embedding_dim)
+        self._start(replacer.comms, name, {"weight": Placement(shape, ((), ("y",)), comms=replacer.comms)})
+        self._exchange(replacer)
+        self._add_parameters("meta", old.weight.dtype)
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        return nn.Embedding(*self.placements["weight"].global_shape, device=device, dtype=dtype)
+
+
+class _Gate(nn.Module):
+    """What an attention is to those who fill its gate."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.gating_factor = nn.Parameter(torch.empty(1, 1, heads, 1))
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.gating_factor)
+
+
+class _Prompted(_OwnParameters):
+    """Mixed into ``litgpt.adapter.CausalSelfAttention``: this rank's heads look at the prompt."""
+
+    heads: tuple[int, int]  # of all heads, whole: how many there are of queries, and of keys and values
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        with torch.device(device):
+            return _Gate(self.heads[0]).to(dtype)
+
+    def scaled_dot_product_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        attention: Any = self
+        if attention.adapter_kv_cache is None:
+            attention.adapter_kv_cache = self._keys_and_values()
+        keys, values = attention.adapter_kv_cache
+        everything = torch.ones(q.size(2), keys.size(2), dtype=torch.bool, device=q.device)
+        of_prompt = PlainAttention.scaled_dot_product_attention(attention, q, keys, values, everything)
+        of_tokens = PlainAttention.scaled_dot_product_attention(attention, q, k, v, mask)
+        return of_tokens + attention.gating_factor * of_prompt
+
+    def _keys_and_values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """What this rank's heads see of the prompt, (1, heads, length, head size) each; one head where all share it."""
+        attention: Any = self
+        heads, groups = self.heads
+        layer = getattr(attention.qkv, "linear", attention.qkv)
+        rows = attention.qkv(attention.adapter_wte.weight.unsqueeze(0))
+        rows = gather_features(rows, self.comms, "x", layer.out_features, layer.out_blocks, layer.out_copies)
+        rows = SumGradient(self.comms, "x")(self, (), rows)  # each rank's heads use rows of all ranks
+        each = heads // groups
+        rows = rows.view(1, -1, groups, each + 2, attention.config.head_size).permute(0, 2, 3, 1, 4)
+        found = rows[:, :, each], rows[:, :, each + 1]
+        if groups == 1:
+            return found
+        first, last = chunk_bounds(heads, self.comms.grid.x, self.comms.coords.x)
+        keys, values = (part.repeat_interleave(each, dim=1)[:, first:last] for part in found)
+        return keys, values
+
+
+def with_prompt(old: Any, name: str, replacer: Replacer) -> Any:
+    """An attention like ``old``, whose linear layers are parallel already, with its prompt and gate split too.
+
+    A new module: the serial one stays as it is, for those who fill parameters as it would.
+    """
+    if not hasattr(old, "gating_factor"):
+        return old
+    new: Any = object.__new__(type(f"Prompted{type(old).__name__}", (_Prompted, type(old)), {}))
+    new.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in old.__dict__.items()}
+    new.comms, new.name, new.heads = replacer.comms, name, (old.config.n_head, old.config.n_query_groups)
+    gate = Placement(tuple(old.gating_factor.shape), ((), (), ("x",)), comms=replacer.comms)
+    new.placements = {"gating_factor": gate}
+    new._exchange(replacer)
+    part = replacer.part(old.gating_factor, gate)
+    new.gating_factor = nn.Parameter(part, old.gating_factor.requires_grad)
+    new._tag()
+    prompt = Prompt(old.adapter_wte, replacer, f"{name}.adapter_wte")
+    replacer.put(new, "adapter_wte", prompt)
+    return new
+
+
+class ScaledLinear(_OwnParameters, AdapterV2Linear):
+    """``litgpt.adapter_v2.AdapterV2Linear`` around an :class:`axo.nn.Linear`.
+
+    (..., in_features/Gin) -> (..., out_features/Gout), all out_features with ``gather_output``.
+
+    Args:
+        old: The serial layer. Whoever makes this gives it a parallel ``linear``.
+        replacer: Whose grid it is for.
+        name: Its name in the model.
+        transposed, whole_output, out_blocks, out_copies, gather_output: As for :class:`axo.nn.Linear`.
+    """
+
+    def __init__(
+        self,
+        old: Any,
+        replacer: Replacer,
+        name: str,
+        *,
+        transposed: bool = False,
+        whole_output: bool = False,
+        out_blocks: tuple[int, ...] | None = None,
+        out_copies: tuple[int, ...] | None = None,
+        gather_output: bool = False,
+    ) -> None:
+        axes = ("y",) if transposed else () if whole_output else ("x",)
+        out = old.linear.out_features
+        placement = Placement((out,), (axes,), out_blocks, replacer.comms, out_copies)
+        self._start(replacer.comms, name, {"adapter_bias": placement, "adapter_scale": placement})
+        self.in_axis, self.out_axis = "x" if transposed else "y", axes[0] if axes else None
+        self.in_features_whole, self.out_features_whole = old.linear.in_features, out
+        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, gather_output
+        self._exchange(replacer)
+        self._add_parameters("meta", old.adapter_scale.dtype)
+
+    def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Scale and bias alone, whole; the layer beside them is a parallel one by itself."""
+        with torch.device("meta"):
+            whole = AdapterV2Linear(1, 1)
+        whole.linear = nn.Identity()  # type: ignore[assignment]
+        for name, placement in self.placements.items():
+            setattr(whole, name, nn.Parameter(torch.empty(placement.global_shape, device=device, dtype=dtype)))
+        return whole
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output = AdapterV2Linear.forward(self, x)
+        if self.gather_output and self.out_axis is not None:
+            whole = self.out_features_whole
+            output = gather_features(output, self.comms, self.out_axis, whole, self.out_blocks, self.out_copies)
+        return output
+
+

@@ -1,0 +1,63 @@
+"""LitGPT's multi-head latent attention (DeepSeek's MLA) on a grid: latents whole on every rank, heads over x.
+
+    q_a_proj, kv_a_proj_with_mqa   latent[m, r] = all-reduce_y(I[m, h/Gy] @ W[r, h/Gy]^T)    whole on every rank
+    q_a_norm, kv_a_norm            whole
+    q_b_proj, kv_b_proj            normal: each takes its features of the latent over y and leaves its heads over x
+    proj                           transposed
+
+The part of the keys that carries positions comes from ``kv_a_proj_with_mqa`` too, and all heads share it: each rank
+along x has the gradient of its heads, so these are summed over x. A KV cache holds this rank's heads.
+
+Not here, refused: sequence parallelism, and the algorithms that split rows over x.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from axo.comm.connect import Communicators
+from axo.matmul.product import refuse_create_graph
+
+# Layer -> options of the parallel layer that takes its place.
+LINEARS: dict[str, dict[str, Any]] = {
+    "q_a_proj": {"whole_output": True},
+    "q_b_proj": {"scatter_input": True},
+    "kv_a_proj_with_mqa": {"whole_output": True},
+    "kv_b_proj": {"scatter_input": True},
+    "proj": {"transposed": True},
+}
+
+
+def sum_shared_gradient(attention: Any, comms: Communicators) -> None:
+    """Let all ranks along x have the whole gradient of what their heads share."""
+    hook = _SumSharedGradient(comms, attention.config.kv_lora_rank)
+    attention.kv_a_proj_with_mqa.register_forward_hook(hook)
+
+
+class _SumSharedGradient:
+    """A forward hook: the gradient of what comes after the first ``first`` features is summed over x."""
+
+    def __init__(self, comms: Communicators, first: int) -> None:
+        self.comms, self.first = comms, first
+
+    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output if self.comms.grid.x == 1 else _SumShared.apply(output, self.comms, self.first)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _SumSharedGradient:
+        return self
+
+
+class _SumShared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, latent: torch.Tensor, comms: Communicators, first: int) -> torch.Tensor:
+        ctx.comms, ctx.first = comms, first
+        return latent.view_as(latent)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        refuse_create_graph("latent attention")
+        whole, shared = grad[..., : ctx.first], grad[..., ctx.first :]
+        summed = ctx.comms.x.all_reduce(shared.clone(memory_format=torch.contiguous_format))
+        return torch.cat([whole, summed], -1), None, None

@@ -1,0 +1,101 @@
+"""LitGPT's adapter models on grids, against the serial ``litgpt.adapter.GPT`` and ``litgpt.adapter_v2.GPT``."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from litgpt import adapter, adapter_v2
+
+import axo
+from tests.gpt import LLAMA, NEOX, batch
+from tests.launcher import run_ranks
+from tests.nn.support import assert_close, my_rows, seed_apart, serial_seed
+
+EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 16}
+# Heads: groups of two, one shared by all (several ranks hold it), one each. Prompts in the second block only, or in all.
+CASES = {
+    "prompt": (adapter, LLAMA, 1),
+    "multi-query": (adapter, {**LLAMA, "n_query_groups": 1}, 0),
+    "scales": (adapter_v2, {**NEOX, "lm_head_bias": True}, 0),
+    "scales-experts": (adapter_v2, {**LLAMA, **EXPERTS}, 1),
+    "scales-multi-query": (adapter_v2, {**LLAMA, "n_query_groups": 1, "mlp_class_name": "GemmaMLP"}, 0),
+}
+
+
+def serial_model(case):
+    """The serial model with adapters that do something, only these trainable."""
+    module, fields, start = CASES[case]
+    serial_seed()
+    model = module.GPT(module.Config(**fields, adapter_start_layer=start, adapter_prompt_length=5))
+    keep = module.mark_only_adapter_as_trainable if module is adapter else module.mark_only_adapter_v2_as_trainable
+    for name, parameter in model.named_parameters():
+        if "gating_factor" in name or "adapter_bias" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+        elif "adapter_scale" in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.2)
+    keep(model)
+    return model
+
+
+def forget_prompt(model):
+    """LitGPT keeps what the first pass made of the prompt, graph and all."""
+    for block in model.transformer.h:
+        if hasattr(block.attn, "gating_factor"):
+            assert block.attn.adapter_kv_cache is not None
+            block.attn.adapter_kv_cache = None
+
+
+def compare(grid, cases):
+    comms = axo.connect(grid)
+    for case in cases:
+        what = f"{case} at {grid}"
+        serial, model = serial_model(case), serial_model(case)
+        seed_apart(comms)
+        axo.parallelize(model, comms, gather_logits=True)
+        state = model.state_dict()
+        assert list(state) == list(serial.state_dict())
+        for name, value in serial.state_dict().items():
+            assert torch.equal(state[name], value), f"{what}: {name}"
+        ids, targets = batch(serial.config, 0)
+        trained = {name for name, p in serial.named_parameters() if p.requires_grad}
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
+        for _ in range(2):
+            expected = serial(ids)
+            F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+            logits = model(my_rows(comms, ids))
+            F.cross_entropy(logits.flatten(0, 1), my_rows(comms, targets).flatten()).backward()
+            assert_close(logits, my_rows(comms, expected), 1e-5, f"{what}: logits")
+            for name in trained:
+                mine, theirs = model.get_parameter(name), serial.get_parameter(name).grad
+                assert theirs.abs().max() > 1e-6, name
+                assert_close(mine.grad, axo.shard(theirs, mine.placement), 1e-5, f"{what}: gradient of {name}")
+            forget_prompt(model)
+            forget_prompt(serial)
+            model.zero_grad()
+            serial.zero_grad()
+        state = {name: value * 1.2 for name, value in serial.state_dict().items()}
+        for target in (model, serial):
+            target.load_state_dict(state)
+        with torch.no_grad():
+            assert_close(model(my_rows(comms, ids)), my_rows(comms, serial(ids)), 2e-5, f"{what}: after loading")
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])
+def test_adapters_equal_serial(grid):
+    """Logits and every gradient, of prompts, gates, scales, biases and norms; whole weights are cut when loaded."""
+    run_ranks(compare, 2, grid, list(CASES), timeout=120)
+
+
+def test_adapters_equal_serial_on_all_axes():
+    run_ranks(compare, 8, "2x2x2x1", ["multi-query", "scales", "scales-experts"], timeout=120)
+
+
+def refusals():
+    comms = axo.connect("2x1x1x1")
+    with pytest.raises(ValueError) as error:
+        axo.parallelize(serial_model("prompt"), comms, sequence_parallel=True)
+    return str(error.value)
+
+
+def test_sequence_parallelism_is_refused():
+    for message in run_ranks(refusals, 2):
+        assert "sequence_parallel=True with an adapter ('transformer.h.1.attn') is not supported" in message
