@@ -203,6 +203,23 @@ def generate(checkpoint, grid=None, top_k=1, temperature=0.0):
     return made[0].tolist()
 
 
+def chat(checkpoint, grid=None):
+    """What one rank of ``litgpt chat`` prints of a conversation of two questions."""
+    import contextlib
+    import io
+
+    import litgpt.chat.base as base
+
+    def start():
+        base.main(checkpoint, max_new_tokens=12, top_k=1, temperature=0.0, precision="32-true")
+
+    first = os.environ["RANK"] == "0"
+    sys.stdin = io.StringIO("line 7: \nline 8: \n\n" if first else "nobody reads this\n")
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        _run(start, "chat", grid)
+    return printed.getvalue().partition("Now chatting")[2]
+
+
 def ranks_of(grid):
     """(number of ranks, environment) for the launcher."""
     if grid is None:

@@ -11,7 +11,7 @@ from tests.launcher import run_ranks
 from tests.nn.support import assert_close, my_rows, seed_apart, serial_seed
 
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 16}
-# Heads: groups of two, one shared by all (several ranks hold it), one each. Prompts in the second block only, or in all.
+# Heads: groups of two, one shared by all (several ranks hold it), one each; prompts in all blocks or the second only.
 CASES = {
     "prompt": (adapter, LLAMA, 1),
     "multi-query": (adapter, {**LLAMA, "n_query_groups": 1}, 0),

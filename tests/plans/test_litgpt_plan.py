@@ -316,9 +316,6 @@ REFUSED = [
 
 
 def refusals():
-    from litgpt.adapter import GPT as AdapterGPT
-    from litgpt.adapter import Config as AdapterConfig
-
     comms = axo.connect("4x2x1x1")
     messages = []
 
@@ -331,7 +328,9 @@ def refusals():
         config = Config(**{**LLAMA, "name": "odd", **changes})
         refused(partial(GPT, config))
 
-    refused(lambda: AdapterGPT(AdapterConfig(**LLAMA, adapter_start_layer=0)))
+    strange = GPT(Config(**LLAMA))
+    strange.transformer.h[0].attn = type("Attention", (torch.nn.Module,), {})()
+    refused(lambda: strange)
     refused(lambda: torch.nn.Linear(4, 4))
     refused(lambda: axo.parallelize(GPT(Config(**LLAMA)), comms))
     refused(lambda: GPT(Config(**LLAMA)), plan="megatron")
@@ -344,7 +343,7 @@ def refusals():
 
 def test_what_the_plan_cannot_do_is_one_error_that_names_it():
     expected = [message for _, message in REFUSED] + [
-        "block 0 holds a litgpt.adapter.CausalSelfAttention, which plan 'litgpt' does not know",
+        "block 0 holds a tests.plans.test_litgpt_plan.Attention, which plan 'litgpt' does not know",
         "wants a litgpt.GPT, got a Linear",
         "'lm_head' is parallel already",
         "plan='megatron' is not known",

@@ -32,8 +32,6 @@ NEOX = {
     "padded_vocab_size": 256, "rotary_percentage": 0.25, "parallel_residual": True, "bias": True,
 }  # fmt: skip
 
-LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-
 
 @pytest.fixture()
 def text(tmp_path: Path) -> str:
@@ -81,10 +79,6 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"model_overrides": {"vocab_size": 200, "padded_vocab_size": 200}}, r"has 256 tokens, more than .*\(200\)"),
         ({"grid": Grid(3, 1, 1, 1)}, r"intermediate_size=128 does not divide over x=3; use 126 or 129, or"),
         ({"grid": Grid(1, 3, 1, 1)}, r"n_embd=64 does not divide over y=3"),
-        (
-            {"model_overrides": SMALL | {"n_query_groups": 8, "latent_attention": LATENT}},
-            r"latent_attention \(DeepSeek's MLA\) is not supported",
-        ),
         ({"algorithm": "cannon"}, r"algorithm='cannon' is not known; use one of axonn, tesseract, summa"),
         (
             {"algorithm": "tesseract", "grid": Grid(2, 1, 2, 1)},

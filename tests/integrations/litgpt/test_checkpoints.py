@@ -9,7 +9,7 @@ import torch
 from axo.integrations.fabric.sharded_checkpoint import consolidate
 from axo.integrations.litgpt.command import run as run_command
 from tests.integrations.support import distance, tell
-from tests.integrations.trainer import generate, ranks_of, run
+from tests.integrations.trainer import chat, generate, ranks_of, run
 from tests.launcher import run_ranks
 
 TEN = "step-00000010/lit_model.pth"
@@ -176,6 +176,9 @@ def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     assert len(stock) == 48
     ranks, environment = ranks_of("2x2x1x1")
     assert run_ranks(generate, ranks, checkpoint, "2x2x1x1", env=environment) == [stock] * ranks
+    asked = run_ranks(chat, 1, checkpoint)[0]
+    assert asked.count(">> Reply: ") == 2
+    assert run_ranks(chat, 2, checkpoint, "2x1x1x1", env=ranks_of("2x1x1x1")[1])[0] == asked
     sampled = run_ranks(generate, ranks, checkpoint, "2x2x1x1", None, 1.0, env=environment)
     consolidate(folder / "sharded" / "final", folder / "generated-from")
     assert (folder / "generated-from" / "tokenizer.json").is_file()

@@ -119,8 +119,9 @@ def test_what_runs_in_real_size_is_told():
     why = refusal(Config.from_name("pythia-14m"), Grid.parse("3x1x1x1"))
     assert why.endswith("a grid with x in {1, 2, 4}")  # what its four heads allow too
     latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    unknown = Config(n_layer=1, n_head=4, n_embd=32, latent_attention=latent)
-    assert "latent_attention" in refusal(unknown, Grid())
+    deepseek = Config(n_layer=1, n_head=4, n_embd=32, latent_attention=latent)
+    assert refusal(deepseek, Grid.parse("2x2x1x1")) is None
+    assert "q_lora_rank=8 does not divide over y=3" in refusal(deepseek, Grid.parse("1x3x1x1"))
 
 
 def test_architectures_are_told_apart_by_flags_not_sizes():

@@ -73,6 +73,23 @@ def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid):
     assert made[0] == made[1]
 
 
+@pytest.mark.parametrize("method", ["adapter_v2", pytest.param("adapter", marks=pytest.mark.soak)])
+def test_finetuning_adapters_equals_stock_litgpt(base, method):
+    """Losses to 1e-4, examples generated on the way; the saved adapters to 1e-5. Prompts begin at the third block."""
+    if not (base / "deep").exists():
+        write_base(base, "deep", n_layer=3)
+    options = {"lr": 1e-2, "base": "deep"}
+    stock = run_ranks(finetune, 1, base, f"stock-{method}", None, method, options)[0]
+    assert len(stock) == 40 and len(set(stock)) > 30
+    assert losses_on(base, method, "2x1x2x1", method, options) == pytest.approx(stock, abs=1e-4)
+    saved = (
+        torch.load(base / out / "final" / f"lit_model.pth.{method}")["model"] for out in (f"stock-{method}", method)
+    )
+    expected, mine = saved
+    assert list(mine) == list(expected) and any("gating_factor" in name for name in mine)
+    assert distance(mine, expected) < 1e-5
+
+
 def finetune_with_clocks(folder, out, grid):
     """How many losses this rank saw; time passes on rank 1 only, a second each time that it looks."""
     import itertools

@@ -15,6 +15,7 @@ Ranks are started here, or are torchrun's. The printed loss is rank 0's own, as 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import inspect
 import logging
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations.litgpt import restarts
+from axo.integrations.litgpt import conversation, restarts
 from axo.integrations.litgpt.options import AUTO, Options, help_text, take
 from axo.launch import Rank, Termination, set_threads
 
@@ -59,7 +60,10 @@ PARALLEL = {
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
     "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False),
     "generate": Command("litgpt.generate.base", "main", False),
+    "chat": Command("litgpt.chat.base", "main", False),
 }
+for _kind in ("adapter", "adapter_v2"):
+    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(PARALLEL["finetune_lora"], module=f"litgpt.finetune.{_kind}")
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
@@ -92,6 +96,8 @@ def run(arguments: list[str]) -> None:
     if rank is not None:
         _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
         return
+    if name == "chat":
+        conversation.keep_input()
     restarts.run(
         _rank,
         grid.world_size,

@@ -27,6 +27,7 @@ from axo.errors import Error
 from axo.grid import Grid
 from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
 from axo.nn.generator import source_generator
@@ -102,7 +103,9 @@ def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
         if train.max_time:
             given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, run.fabric.strategy))
         try:
-            with _every_rank_is_first(run.fabric) if _trains_adapters(run) else contextlib.nullcontext():
+            with (
+                _every_rank_is_first(run.fabric) if _saver(run) == "save_lora_checkpoint" else contextlib.nullcontext()
+            ):
                 return stock(**given)
         except _End:
             raise _save(run, given) from None
@@ -110,8 +113,17 @@ def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return fit
 
 
-def _trains_adapters(run: Run) -> bool:
-    return hasattr(run.module, "save_lora_checkpoint")
+# What saves adapters alone -> how the file is called.
+_ADAPTER_FILES = {
+    "save_lora_checkpoint": "lit_model.pth.lora",
+    "save_adapter_checkpoint": "lit_model.pth.adapter",
+    "save_adapter_v2_checkpoint": "lit_model.pth.adapter_v2",
+}
+
+
+def _saver(run: Run) -> str | None:
+    """The command's function that saves adapters alone; None: it saves whole models."""
+    return next((name for name in _ADAPTER_FILES if hasattr(run.module, name)), None)
 
 
 @contextlib.contextmanager
@@ -128,10 +140,12 @@ def _every_rank_is_first(fabric: Any) -> Iterator[None]:
 def _save(run: Run, given: dict[str, Any]) -> Stopped:
     """Save as the loop itself does, in the folder of the step that was done last."""
     module, fabric, out = run.module, given["fabric"], Path(given["out_dir"])
-    if _trains_adapters(run):
+    saver = _saver(run)
+    if saver is not None:
         step = run.agreement.step
-        path = out / f"step-{step:06d}" / "lit_model.pth.lora"
-        module.save_lora_checkpoint(fabric, given["model"], path)
+        path = out / f"step-{step:06d}" / _ADAPTER_FILES[saver]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        getattr(module, saver)(fabric, given["model"], path)
     else:
         state: dict[str, Any] = given["state"]
         step = int(state["step_count"])
@@ -147,7 +161,7 @@ def _save(run: Run, given: dict[str, Any]) -> Stopped:
     module.copy_config_files(given["checkpoint_dir"], path.parent)
     module.save_hyperparameters(module.setup, path.parent)
     module.save_prompt_style(given["data"].prompt_style, path.parent)
-    return Stopped(path, step, resumes=not _trains_adapters(run))
+    return Stopped(path, step, resumes=saver is None)
 
 
 class _AgreedLimit(float):
@@ -271,7 +285,10 @@ def _check_checkpoint_dir(run: Run, stock: Callable[..., Any]) -> Callable[..., 
 
 def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     def load(fabric: Any, model: Any, checkpoint_path: Path, strict: bool = True) -> None:
-        if is_sharded(checkpoint_path):
+        if any(parameter.is_meta for parameter in model.parameters()):  # chat's, which is split afterwards
+            assert run.strategy is not None
+            run.strategy.after_setup = lambda module: load(fabric, module, checkpoint_path, strict)
+        elif is_sharded(checkpoint_path):
             fabric.load_raw(checkpoint_path, model, strict=strict)
         else:
             stock(fabric, model, checkpoint_path, strict=strict)
@@ -317,6 +334,17 @@ def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
+def _interact(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def interact(*args: Any, fabric: Any, **options: Any) -> Any:
+        run.module.__dict__["input"] = Lines(fabric)  # before the builtin
+        try:
+            return stock(*args, fabric=fabric, **options)
+        finally:
+            del run.module.__dict__["input"]
+
+    return interact
+
+
 PATCHES = {
     "main": Patch(_main, "the strategy must know the batch sizes to go on from a checkpoint of other data ranks"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
@@ -325,6 +353,7 @@ PATCHES = {
     "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks"),
     "measure_flops": Patch(_measure, "on the meta device a mixture of experts cannot ask which tokens chose an expert"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
+    "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
     "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
     "merge_lora": Patch(
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
@@ -333,7 +362,10 @@ PATCHES = {
     "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
     "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
-    "load_checkpoint": Patch(_load_checkpoint, "each rank reads its part of a sharded model"),
+    "load_checkpoint": Patch(
+        _load_checkpoint,
+        "each rank reads its part of a sharded model; a model without values is split before it is filled",
+    ),
 }
 
 

@@ -12,10 +12,12 @@ Checkpoints of LitGPT's own say so in the ``hyperparameters.yaml`` beside them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import nn
 
 from axo.integrations.fabric.strategy import AxoStrategy
 
@@ -32,6 +34,16 @@ class LitGPTStrategy(AxoStrategy):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, counts="data", **options)
         self.train: Any = None
+        self.after_setup: Callable[[nn.Module], None] | None = (
+            None  # what is to be done with the next model, once split
+        )
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        module = super().setup_module(module)
+        if self.after_setup is not None:
+            self.after_setup(module)
+            self.after_setup = None
+        return module
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **options: Any) -> None:
         if "iter_num" in state:

@@ -78,7 +78,8 @@ class Prompt(_OwnParameters):
         self._add_parameters("meta", old.weight.dtype)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return nn.Embedding(*self.placements["weight"].global_shape, device=device, dtype=dtype)
+        length, features = self.placements["weight"].global_shape
+        return nn.Embedding(length, features, device=device, dtype=dtype)
 
 
 class _Gate(nn.Module):
@@ -198,8 +199,6 @@ class ScaledLinear(_OwnParameters, AdapterV2Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         output = AdapterV2Linear.forward(self, x)
         if self.gather_output and self.out_axis is not None:
-            whole = self.out_features_whole
+            whole = self.placements["adapter_scale"].global_shape[0]
             output = gather_features(output, self.comms, self.out_axis, whole, self.out_blocks, self.out_copies)
         return output
-
-
