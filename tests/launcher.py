@@ -15,6 +15,9 @@
     for outcome in rank_outcomes(check_bad_grid, 4):
         assert outcome.error == "ValueError" and "4 ranks" in outcome.message
 
+``Command`` starts a program in a process of its own, forked from the zygote too: as ``subprocess.Popen`` without the
+seconds that importing torch and LitGPT takes.
+
 Why a zygote: 16 ranks fork in 0.2 s and spawn in 13 s; but a process that has run one parallel torch operation cannot
 be forked (libgomp's pool is lost, and the child hangs). So a process that imports torch, axo and litgpt and never
 computes forks the ranks, and pytest itself, which computes, does not. Each rank first calls
@@ -28,9 +31,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
+import runpy
+import select
 import selectors
 import signal
 import struct
@@ -39,6 +45,7 @@ import sys
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,11 +119,79 @@ def rank_outcomes(
     hosts: dict[str, float] | None = None,
 ) -> list[Outcome]:
     """Call ``fn(*args)`` on every rank; return how each rank ended, in rank order. Never raises for a rank."""
+    limit = timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
+    return _running_zygote().run(fn, world_size, args, limit, env or {}, preload, hosts)
+
+
+def _running_zygote() -> Zygote:
     global _zygote
     if _zygote is None or not _zygote.alive():
         _zygote = Zygote()
-    limit = timeout * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))
-    return _zygote.run(fn, world_size, args, limit, env or {}, preload, hosts)
+    return _zygote
+
+
+class Command:
+    """A program that runs as ``python -m module arguments``, in a session of its own, with what the zygote imported.
+
+    It sees this process's environment and current folder. What must see Python start or end (its options, its streams'
+    encodings, how long imports take) wants ``subprocess`` instead.
+
+    Attributes:
+        pid: Its process, and its session and process group.
+        returncode: As that of ``subprocess.Popen``; None until ``poll`` or ``communicate`` has found it ended.
+    """
+
+    def __init__(self, module: str, *arguments: str, prepare: Callable[[], None] | None = None) -> None:
+        """``prepare``: a module-level function that the process calls before the program."""
+        self._output, write_output = os.pipe()
+        self._status, write_status = os.pipe()
+        request = {
+            "module": module,
+            "arguments": arguments,
+            "prepare": prepare and (prepare.__module__, prepare.__name__),
+            "path": sys.path,
+            "folder": os.getcwd(),
+            "env": dict(os.environ),
+            "output": f"/proc/{os.getpid()}/fd/{write_output}",
+            "status": f"/proc/{os.getpid()}/fd/{write_status}",
+        }
+        self.returncode: int | None = None
+        try:
+            _running_zygote().start(request)
+            self.pid = self._told()
+        finally:
+            os.close(write_output)
+            os.close(write_status)
+
+    def _told(self) -> int:
+        return struct.unpack("<i", os.read(self._status, 4))[0]  # first the process id, at the end the exit status
+
+    def poll(self) -> int | None:
+        """``returncode``, looked up."""
+        if self.returncode is None and select.select([self._status], [], [], 0)[0]:
+            self.returncode = os.waitstatus_to_exitcode(self._told())
+        return self.returncode
+
+    def communicate(self, timeout: float = 240) -> str:
+        """Wait for its end; what it, and whatever it started, has printed on stdout and stderr.
+
+        Raises:
+            subprocess.TimeoutExpired: Not within ``timeout`` seconds; it has been killed.
+        """
+        text, deadline = b"", time.monotonic() + timeout
+        while True:
+            if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, text)
+            piece = os.read(self._output, 1 << 16)
+            if not piece:
+                break
+            text += piece
+        select.select([self._status], [], [])
+        self.poll()
+        os.close(self._output)
+        os.close(self._status)
+        return text.decode(errors="replace")
 
 
 class Zygote:
@@ -134,6 +209,10 @@ class Zygote:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
+
+    def start(self, command: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        _send(self._process.stdin, (0, command))
 
     def run(
         self,
@@ -192,17 +271,85 @@ def zygote_main() -> None:
     import torch
     import torch.distributed.fsdp  # noqa: F401
 
-    import axo.comm.connect  # noqa: F401
+    import axo.comm.connect
 
     _rewrite_asserts()
     try:
-        import litgpt.model  # noqa: F401
+        import axo.integrations.fabric.strategy
+        import axo.train.runner  # noqa: F401  # with LitGPT, the layers, plans and checkpoints
     except ImportError:
-        pass  # an extra; the tests that need it say so
+        pass  # LitGPT is an extra; the tests that need it say so
+    _make_forks_cheap()
+    keepers: set[int] = set()
     while (request := _receive(requests)) is not None:
-        for name in request[1]["preload"]:
+        world_size, job = request
+        if world_size == 0:
+            keepers.add(_start_command(job))
+            continue
+        for name in job["preload"]:
             importlib.import_module(name)  # once, before the fork, instead of once a rank
-        _send(answers, _run_job(*request))
+        _send(answers, _run_job(world_size, job))
+        keepers = {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0] == 0}
+
+
+def _start_command(command: dict[str, Any]) -> int:
+    """Fork a process that forks the program and tells how it ends; its id."""
+    keeper = os.fork()
+    if keeper:
+        return keeper
+    try:
+        _die_with_parent()
+        status, output = (os.open(command[pipe], os.O_WRONLY) for pipe in ("status", "output"))
+        pid = os.fork()
+        if pid == 0:
+            os.close(status)
+            _command_main(command, output)
+        os.close(output)
+        os.write(status, struct.pack("<i", pid))
+        os.write(status, struct.pack("<i", os.waitpid(pid, 0)[1]))
+    finally:
+        os._exit(0)
+
+
+def _command_main(command: dict[str, Any], output: int) -> None:
+    """The life of a program, from fork to exit. Never returns."""
+    code = 1
+    try:
+        _die_with_parent()
+        os.setsid()
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.close(output)
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # the zygote's believe that they can seek
+        sys.stderr = open(2, "w", 1, encoding="utf-8", closefd=False)
+        os.environ.clear()
+        os.environ.update(command["env"])
+        os.chdir(command["folder"])
+        sys.path[:] = command["path"]
+        sys.argv = [command["module"], *command["arguments"]]
+        try:
+            if command["prepare"]:
+                module, name = command["prepare"]
+                getattr(importlib.import_module(module), name)()
+            runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _make_forks_cheap() -> None:
+    """Spare each rank 50 ms: what it inherits is neither searched for garbage nor taken down at its end."""
+    gc.collect()
+    gc.freeze()
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # of torch's operator libraries, hundreds; those that a rank makes do run
 
 
 def _rewrite_asserts() -> None:

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from axo.cli import bench
 from axo.cli import main as cli
 from axo.perf.flops import narayanan
-from tests.launcher import Outcome, rank_outcomes
+from tests.launcher import Command, Outcome, rank_outcomes
 from tests.train.test_train import NEOX, TEXT
 
 SMALL = [
@@ -238,15 +238,25 @@ def test_an_unexpected_error_shows_one_traceback_of_the_rank_that_caused_it(text
 # --- real processes ----------------------------------------------------------------------------------------------
 
 
-def start(*arguments: str, launcher: tuple[str, ...] = ("-m", "axo.cli")) -> subprocess.Popen[str]:
+def start_afresh(*launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, *launcher, *arguments],
+        [sys.executable, *launcher],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )
+
+
+def endless_run(text: str, out: Path, *options: str) -> Command:
+    """``axo train`` in its second step or later, of 100,000."""
+    command = Command("axo.cli", "train", "--data", text, "--steps", "100000", "--out", str(out), *options, *SMALL)
+    log, deadline = out / "log.jsonl", time.monotonic() + 250
+    while not (log.exists() and log.read_text().count("\n") > 2):
+        assert command.poll() is None and time.monotonic() < deadline, command.communicate(timeout=5)
+        time.sleep(0.05)
+    return command
 
 
 def living(session: int) -> list[int]:
@@ -264,19 +274,14 @@ def living(session: int) -> list[int]:
 
 
 def test_ctrl_c_ends_all_ranks(text: str, tmp_path: Path) -> None:
-    process = start("train", "--grid", "1x1x2x1", "--data", text, "--steps", "100000", "--out", str(tmp_path), *SMALL)
-    log = tmp_path / "log.jsonl"
-    deadline = time.monotonic() + 100
-    while not (log.exists() and log.read_text().count("\n") > 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)[0]
-        time.sleep(0.05)
+    process = endless_run(text, tmp_path, "--grid", "1x1x2x1")
     assert len(living(process.pid)) >= 3
     os.killpg(process.pid, signal.SIGINT)  # what a terminal does
-    output = process.communicate(timeout=30)[0]
+    output = process.communicate(timeout=30)
     assert process.returncode == 130, output
     assert output.strip().splitlines()[-1] == "axo train: interrupted; all ranks have ended"
     assert "Traceback" not in output and living(process.pid) == []
-    for line in log.read_text().splitlines():
+    for line in (tmp_path / "log.jsonl").read_text().splitlines():
         json.loads(line)
 
 
@@ -284,7 +289,7 @@ def test_under_torchrun_the_given_ranks_are_used(text: str, tmp_path: Path) -> N
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
     out = str(tmp_path / "run")
     arguments = ("train", "--data", text, "--steps", "3", "--compare-serial", "--out", out, *SMALL)
-    good = start(*arguments, "--grid", "1x1x2x1", launcher=torchrun)
+    good = start_afresh(*torchrun, *arguments, "--grid", "1x1x2x1")
     output = good.communicate(timeout=120)[0]
     assert good.returncode == 0, output
     parities = [line for line in output.splitlines() if line.startswith("parity")]
@@ -293,7 +298,7 @@ def test_under_torchrun_the_given_ranks_are_used(text: str, tmp_path: Path) -> N
 
 def test_a_grid_that_does_not_match_torchrun_is_one_error(text: str, tmp_path: Path) -> None:
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
-    bad = start("train", "--data", text, "--grid", "2x2x1x1", "--out", str(tmp_path), *SMALL, launcher=torchrun)
+    bad = start_afresh(*torchrun, "train", "--data", text, "--grid", "2x2x1x1", "--out", str(tmp_path), *SMALL)
     output = bad.communicate(timeout=120)[0]
     message = "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use a grid such as 2x1x1x1"
     assert bad.returncode != 0 and output.count(message) == 1, output
@@ -310,7 +315,7 @@ def test_help_is_quick_and_needs_no_torch() -> None:
         "try: cli.main()\nexcept SystemExit: pass\n"
         "print('heavy:', sorted({'torch', 'litgpt', 'matplotlib', 'numpy'} & set(sys.modules)))"
     )
-    process = start(launcher=("-c", code))
+    process = start_afresh("-c", code)
     output = process.communicate(timeout=60)[0]
     assert output.strip().endswith("heavy: []"), output
     assert all(name in output for name in ("train", "info", "bench"))

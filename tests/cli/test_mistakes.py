@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from axo.cli import main as cli
-from tests.cli.test_cli import SMALL, living, run_axo, start, text
+from tests.cli.test_cli import SMALL, endless_run, living, run_axo, text
 
 __all__ = ["text"]  # a fixture
 
@@ -167,13 +167,8 @@ def test_a_new_run_does_not_touch_an_earlier_runs_checkpoints(text: str, tmp_pat
 
 
 def test_a_second_run_in_the_same_folder_is_refused_by_name(text: str, tmp_path: Path) -> None:
-    first = start("train", "--data", text, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL)
+    first = endless_run(text, tmp_path / "out")
     try:
-        log = tmp_path / "out" / "log.jsonl"
-        deadline = time.monotonic() + 250
-        while not (log.exists() and log.read_text().count("\n") > 1):
-            assert first.poll() is None and time.monotonic() < deadline
-            time.sleep(0.05)
         code, lines = run_axo("train", "--data", text, "--steps", "2", "--out", str(tmp_path / "out"), *SMALL)
         assert code == 2 and len(lines) == 1 and "is in use by process" in lines[0], lines
     finally:
@@ -195,14 +190,9 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(text: str, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_with_128_and_its_number(text: str, tmp_path: Path, number: signal.Signals) -> None:
-    process = start("train", "--grid", "1x1x2x1", "--data", text, "--steps", "100000", "--out", str(tmp_path), *SMALL)
-    log = tmp_path / "log.jsonl"
-    deadline = time.monotonic() + 100
-    while not (log.exists() and log.read_text().count("\n") > 2):
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate(timeout=5)[0]
-        time.sleep(0.05)
+    process = endless_run(text, tmp_path, "--grid", "1x1x2x1")
     os.kill(process.pid, number)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output
     assert output.strip().splitlines()[-1] == f"axo train: interrupted by {number.name}; all ranks have ended"
     assert "Traceback" not in output and living(process.pid) == []

@@ -3,9 +3,6 @@
 import importlib
 import json
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,8 +13,7 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import as_table, tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers, parse_grid
 from bench.lib.simulated import SimulatedCommunicator
-
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from tests.launcher import Command
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -84,11 +80,10 @@ def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
 
 
 def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):
-    command = [sys.executable, "-m", f"bench.{name}", *common, *arguments]
-    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    command = Command(f"bench.{name}", *common, *arguments)
+    printed = command.communicate()
+    assert command.returncode == 0, printed
+    return printed
 
 
 @pytest.mark.slow

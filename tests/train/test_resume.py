@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from axo import checkpoint
 from axo.grid import Grid
-from axo.train import TrainConfig, runner
-from tests.launcher import run_ranks
+from axo.train import TrainConfig, loop, runner
+from tests.launcher import Command, run_ranks
 from tests.train.test_train import SMALL, small, text
 
 __all__ = ["text"]  # a fixture
@@ -66,20 +67,20 @@ def test_what_cannot_be_resumed_is_named(text: str) -> None:
         assert part in message
 
 
-COMMAND = """
-import os, signal, sys
-from axo.train import loop
-step = loop.Trainer.step
-def stopping(self, index):
-    if index == 2 and self.comms.rank == 1:
-        if os.environ["SIGNAL_TO"] == "group": os.killpg(0, signal.SIGTERM)   # as timeout and batch systems do
-        else: os.kill(os.getppid(), signal.SIGTERM)   # as an operator would: to the command
-        while not self.asked_to_stop(): pass
-    return step(self, index)
-if "--resume" not in sys.argv: loop.Trainer.step = stopping
-from axo.cli.main import main
-main()
-"""
+def stop_in_the_third_step() -> None:
+    step = loop.Trainer.step
+
+    def stopping(self: loop.Trainer, index: int) -> Any:
+        if index == 2 and self.comms.rank == 1:
+            if os.environ["SIGNAL_TO"] == "group":
+                os.killpg(0, signal.SIGTERM)  # as timeout and batch systems do
+            else:
+                os.kill(os.getppid(), signal.SIGTERM)  # as an operator would: to the command
+            while not self.asked_to_stop():
+                pass
+        return step(self, index)
+
+    loop.Trainer.step = stopping  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("to", ["command", "group"])
@@ -89,12 +90,13 @@ def test_sigterm_saves_and_ends_cleanly(text: str, tmp_path: Path, to: str, monk
     arguments = ["train", "--data", text, "--grid", "2x1x1x1", "--steps", "5", "--batch-size", "4", "--seq-len", "32"]
     arguments += ["--save-every", "100", "--out", str(tmp_path / "out"), "--precision", "32-true"]
     arguments += ["--model-override", "n_layer=1"]
-    command = [sys.executable, "-c", COMMAND, *arguments]
-    first = subprocess.run(command, capture_output=True, text=True, timeout=240, start_new_session=True)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert "stopped by SIGTERM after 3 steps; go on with --resume auto" in first.stdout
+    first = Command("axo.cli", *arguments, prepare=stop_in_the_third_step)
+    output = first.communicate()
+    assert first.returncode == 0, output
+    assert "stopped by SIGTERM after 3 steps; go on with --resume auto" in output
     assert checkpoint.latest(tmp_path / "out" / "checkpoints").name == "step-00000003"
     if to == "group":
         return
-    again = subprocess.run([*command, "--resume", "--compare-serial"], capture_output=True, text=True)
-    assert again.returncode == 0 and "over 5 steps (limit 1e-4): ok" in again.stdout, again.stdout + again.stderr
+    again = Command("axo.cli", *arguments, "--resume", "--compare-serial")
+    output = again.communicate()
+    assert again.returncode == 0 and "over 5 steps (limit 1e-4): ok" in output, output

@@ -7,8 +7,6 @@ computes on the CPU, so equal runs give equal losses but for the order of sums. 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ from axo.train import TrainConfig, runner
 from axo.train.check import check, open_batches, open_corpus
 from axo.train.serial import train_serial
 from tests import standin
-from tests.launcher import run_ranks
+from tests.launcher import Command, run_ranks
 from tests.train.test_train import SMALL, TEXT
 
 
@@ -109,15 +107,11 @@ def test_models_on_a_device_get_serial_gradients(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
 def test_without_a_gpu_the_command_says_so_in_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "axo.cli", "train", "--device", "cuda", "--grid", "2x1x1x1", "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode != 0 and "Traceback" not in done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(" ".join(lines)) < 300 and "device='cuda', and torch" in " ".join(lines), done.stderr
+    command = Command("axo.cli", "train", "--device", "cuda", "--grid", "2x1x1x1", "--out", str(tmp_path))
+    output = command.communicate()
+    assert command.returncode != 0 and "Traceback" not in output
+    lines = [line for line in output.splitlines() if line.strip()]
+    assert len(" ".join(lines)) < 300 and "device='cuda', and torch" in " ".join(lines), output
 
 
 def test_one_device_does_not_serve_two_ranks(text: str) -> None:

@@ -1,8 +1,5 @@
 """Checkpoints of ``axo litgpt``: read by stock LitGPT and by other grids, resumed, and generated from."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -10,7 +7,7 @@ from axo.integrations.fabric.sharded_checkpoint import consolidate
 from axo.integrations.litgpt.command import run as run_command
 from tests.integrations.support import distance, tell
 from tests.integrations.trainer import chat, generate, ranks_of, run
-from tests.launcher import run_ranks
+from tests.launcher import Command, run_ranks
 
 TEN = "step-00000010/lit_model.pth"
 
@@ -109,10 +106,9 @@ def test_a_sharded_checkpoint_goes_on_on_another_grid(folder, twenty, sharded):
     """And made whole, in stock LitGPT. Oracle: the uninterrupted run."""
     del sharded
     step = folder / "sharded" / "step-00000015"
-    done = subprocess.run(
-        [sys.executable, "-m", "axo.cli", "consolidate", step, folder / "fifteen", "--optimizer"], capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
+    command = Command("axo.cli", "consolidate", str(step), str(folder / "fifteen"), "--optimizer")
+    output = command.communicate()
+    assert command.returncode == 0, output
     assert {path.name for path in step.iterdir()} == {path.name for path in (folder / "fifteen").iterdir()}
     for grid, source in (("2x1x2x1", step), (None, folder / "fifteen")):
         losses, sums, state = run(folder, f"from-sharded-{grid}", grid, resume=source / "lit_model.pth")
