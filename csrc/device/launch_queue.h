@@ -2,13 +2,13 @@
 //
 // NCCL needs one consistent launch order of overlapping communicators on all ranks, or all kernels resident together,
 // and does not allow two threads to launch on one device at a time. So every launch takes its turn here: the order of
-// the turns is the launch order, and a group is one turn. Within a turn:
-//   1. AXO_CHECK=1: compare every operation with the peers' (device/order_check.h);
-//   2. event edges: the operation's stream after the caller's stream, and after the communicator's last operation;
-//   3. the library's calls, in one group when there are several;
-//   4. record the event that the works wait for.
-// It does not reorder, and it does not wait for operations to complete. The library may wait, in 3: to connect to peers
-// at the first operation of a kind, and for room on a device that is far behind. The watchdog looks after that.
+// the turns is the launch order, and a group is one turn. A turn first compares every operation with the peers', if
+// AXO_CHECK=1 asks for it (device/order_check.h). Then it lets the operation's stream wait for the caller's stream and
+// for the communicator's last operation, calls the library (in one group when there are several calls), and records the
+// event that the works wait for.
+// It does not reorder, and it does not wait for operations to complete. The library's calls may wait: for peers to
+// connect at the first operation of a kind, and for space on a device that is far behind. The watchdog looks after
+// such waits.
 #pragma once
 
 #include <memory>

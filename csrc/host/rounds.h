@@ -75,15 +75,15 @@ class Rounds {
   std::vector<std::uint64_t> in_offsets_, out_offsets_;                  // of shared buffers, by rank, checked
   std::uint64_t longest_ = 0;  // all_to_all_v: bytes of the longest part of any pair
   std::size_t per_round_ = 0;  // elements a round: of the whole, or of one part where the operation has parts
-  bool headers_ok_ = false;
-  bool planned_ = false;
-  bool stages_ = false;    // this rank fills stages
-  bool combines_ = false;  // parts have owners, or buffers are shared
-  bool offered_ = false;   // my buffers are in the heap: whether all are, the headers will tell
-  bool shared_ = false;    // all are: no stages
-  bool reads_ = false;     // this rank reads in `consume`
-  bool streams_ = false;   // what it writes there goes around the caches
-  bool around_ = false;    // so does what it stages: as write_mode() says
+  bool headers_ok_ = false;    // all ranks have come and have issued the same operation
+  bool planned_ = false;       // what follows is known
+  bool stages_ = false;        // this rank copies its input into stages
+  bool combines_ = false;      // there is a step `combine`: parts have owners, or all buffers are shared
+  bool offered_ = false;       // this rank's buffers are in the heap; the headers tell whether those of all are
+  bool shared_ = false;        // the buffers of all ranks are in the heap, so there are no stages
+  bool reads_ = false;         // this rank reads from its peers in `consume`
+  bool streams_ = false;       // what it writes in `consume` goes past the caches
+  bool around_ = false;        // what it writes in `stage` does too, as write_mode() says
   std::array<WriteMode, kKindCount> write_modes_;
 };
 

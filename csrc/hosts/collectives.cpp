@@ -40,7 +40,7 @@ using Parts = std::vector<Part>;
 
 class Collective {
  public:
-  Collective(Core& core, const Request& request)
+  Collective(HostsCore& core, const Request& request)
       : core_(core),
         r_(request),
         map_(core.membership().map),
@@ -310,7 +310,7 @@ class Collective {
     core_.await(pieces);
   }
 
-  Core& core_;
+  HostsCore& core_;
   const Request& r_;
   const HostMap& map_;
   Communicator* const inner_;
@@ -323,6 +323,6 @@ class Collective {
 
 }  // namespace
 
-void run_collective(Core& core, const Request& request) { Collective(core, request).run(); }
+void run_collective(HostsCore& core, const Request& request) { Collective(core, request).run(); }
 
 }  // namespace axo::hosts

@@ -47,7 +47,7 @@ std::string transport_of(const HostMap& map) {
 class HostsCommunicator final : public RequestCommunicator {
  public:
   explicit HostsCommunicator(Membership membership)
-      : transport_(transport_of(membership.map)), core_(Core::create(std::move(membership))) {}
+      : transport_(transport_of(membership.map)), core_(HostsCore::create(std::move(membership))) {}
   ~HostsCommunicator() override { core_->release(); }
 
   int rank() const override { return core_->rank(); }
@@ -91,7 +91,7 @@ class HostsCommunicator final : public RequestCommunicator {
   }
 
   const std::string transport_;
-  std::shared_ptr<Core> core_;
+  std::shared_ptr<HostsCore> core_;
   std::uint64_t splits_ = 0;
 };
 

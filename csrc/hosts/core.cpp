@@ -15,7 +15,7 @@ constexpr std::chrono::seconds kReason{2};  // for the reason of an end whose co
 
 }  // namespace
 
-HostsWork::HostsWork(std::shared_ptr<Core> core, Request r, const CallOptions& options)
+HostsWork::HostsWork(std::shared_ptr<HostsCore> core, Request r, const CallOptions& options)
     : WorkState(std::move(r), options, core->timeout()), core_(std::move(core)) {}
 
 const Member& HostsWork::member() const { return core_->membership().member; }
@@ -25,15 +25,15 @@ void HostsWork::wait_until(Clock::time_point deadline) {
   core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
 }
 
-Core::Core(Membership membership)
+HostsCore::HostsCore(Membership membership)
     : engine_(ProgressEngine::get()),
       m_(std::move(membership)),
       timeout_(m_.timeout),
       flight_(std::make_shared<FlightRecorder>(m_.member, m_.number)),
       peers_(m_.map.wire.size()) {}
 
-std::shared_ptr<Core> Core::create(Membership membership) {
-  std::shared_ptr<Core> core(new Core(std::move(membership)));
+std::shared_ptr<HostsCore> HostsCore::create(Membership membership) {
+  std::shared_ptr<HostsCore> core(new HostsCore(std::move(membership)));
   FlightLog::get().add(core->flight_);
   core->engine_.add(core);
   core->m_.mesh->add(core->m_.number, core);
@@ -41,13 +41,13 @@ std::shared_ptr<Core> Core::create(Membership membership) {
   return core;
 }
 
-int Core::rank_of(int wire_rank) const {
+int HostsCore::rank_of(int wire_rank) const {
   const auto at = std::find(m_.map.wire.begin(), m_.map.wire.end(), wire_rank);
   if (at == m_.map.wire.end()) throw Error("a frame for '" + m_.member.name + "', which the sender is not in");
   return static_cast<int>(at - m_.map.wire.begin());
 }
 
-Head Core::head(FrameKind frame, Stream stream) const {
+Head HostsCore::head(FrameKind frame, Stream stream) const {
   Head h;
   h.communicator = m_.number;
   h.frame = frame;
@@ -55,13 +55,13 @@ Head Core::head(FrameKind frame, Stream stream) const {
   return h;
 }
 
-void Core::tell_all(const Head& h) {
+void HostsCore::tell_all(const Head& h) {
   for (int r = 0; r < size(); ++r) {
     if (r != m_.member.rank) m_.mesh->post(wire_of(r), h);
   }
 }
 
-void Core::launch(const std::vector<WorkStatePtr>& works) {
+void HostsCore::launch(const std::vector<WorkStatePtr>& works) {
   std::vector<HostsWorkPtr> messages;
   try {
     check_usable(name_of(works.front()->request.kind));
@@ -89,7 +89,7 @@ void Core::launch(const std::vector<WorkStatePtr>& works) {
 }
 
 // The communicator's thread: collectives in issue order, and the end.
-void Core::run() {
+void HostsCore::run() {
   Lock lock(mutex_);
   for (;;) {
     const bool pending_any = !queue_.empty() || !messages_.empty();
@@ -106,7 +106,7 @@ void Core::run() {
 }
 
 // Runs the front of the queue. What is complete here has ended well, whatever comes after it.
-void Core::execute(Lock& lock) {
+void HostsCore::execute(Lock& lock) {
   running_ = queue_.front();
   flight_->started(running_->flight());
   for (int r = 0; r < size(); ++r) compare(lock, r);
@@ -131,7 +131,7 @@ void Core::execute(Lock& lock) {
 }
 
 // An operation has ended well. Unlocks for its callbacks.
-void Core::end(Lock& lock, const HostsWorkPtr& work) {
+void HostsCore::end(Lock& lock, const HostsWorkPtr& work) {
   if (messages_.erase(work) != 0) {
     pending.fetch_sub(1);
     engine_.finished();
@@ -146,7 +146,7 @@ void Core::end(Lock& lock, const HostsWorkPtr& work) {
 
 // Ends everything pending with the communicator's failure, after the peers have been told (the program may exit on its
 // error) and when nobody touches the memory of what ends.
-void Core::end_all(Lock& lock) {
+void HostsCore::end_all(Lock& lock) {
   lock.unlock();
   if (m_.inner) m_.inner->abort(failure_.text);
   m_.mesh->flush(m_.number, Clock::now() + kFlush);
@@ -174,7 +174,7 @@ void Core::end_all(Lock& lock) {
 }
 
 // Waits for `done`, which depends on rank `on`; of a piece that is leaving the mesh tells what becomes of it.
-void Core::await(Lock& lock, int on, const std::function<bool()>& done, const Piece* piece) {
+void HostsCore::await(Lock& lock, int on, const std::function<bool()>& done, const Piece* piece) {
   while (!done()) {
     if (failed()) throw Failed{};
     if (peer(on).lost() && (piece == nullptr || !piece->leaving)) {
@@ -185,18 +185,18 @@ void Core::await(Lock& lock, int on, const std::function<bool()>& done, const Pi
   }
 }
 
-void Core::await(const Pieces& pieces) {
+void HostsCore::await(const Pieces& pieces) {
   Lock lock(mutex_);
   for (const auto& p : pieces) await(lock, p->rank, [&] { return p->done; }, p.get());
 }
 
 // Whether `rank` has come to the collective that runs and has issued the same.
-bool Core::agrees(int rank) const {
+bool HostsCore::agrees(int rank) const {
   return peer(rank).begun > running_->sequence() && peer(rank).operations.front() == running_->request;
 }
 
 // Fails where `rank` has come to the collective that runs with another.
-void Core::compare(Lock& lock, int rank) {
+void HostsCore::compare(Lock& lock, int rank) {
   if (!running_ || peer(rank).operations.empty() || agrees(rank)) return;
   const Operation &mine = running_->request, &theirs = peer(rank).operations.front();
   fail(lock, {FailureKind::mismatch, rank,
@@ -204,12 +204,12 @@ void Core::compare(Lock& lock, int rank) {
                   " issued " + words(mine) + ", rank " + std::to_string(rank) + " issued " + words(theirs)});
 }
 
-char* Core::scratch(std::size_t bytes) {
+char* HostsCore::scratch(std::size_t bytes) {
   scratch_.emplace_back(new char[std::max<std::size_t>(bytes, 1)]);
   return scratch_.back().get();
 }
 
-PiecePtr Core::expect(int rank, char* data, std::size_t bytes) {
+PiecePtr HostsCore::expect(int rank, char* data, std::size_t bytes) {
   auto piece = std::make_shared<Piece>(Piece{rank, data, bytes});
   Lock lock(mutex_);
   piece->done = bytes == 0;
@@ -217,13 +217,13 @@ PiecePtr Core::expect(int rank, char* data, std::size_t bytes) {
   return piece;
 }
 
-void Core::begin() {
+void HostsCore::begin() {
   Head h = head(FrameKind::begin);
   h.operation = running_->request;
   tell_all(h);
 }
 
-PiecePtr Core::send(int rank, const char* data, std::size_t bytes) {
+PiecePtr HostsCore::send(int rank, const char* data, std::size_t bytes) {
   auto piece = std::make_shared<Piece>(Piece{rank, const_cast<char*>(data), bytes});
   Lock lock(mutex_);
   piece->done = bytes == 0;
@@ -233,7 +233,7 @@ PiecePtr Core::send(int rank, const char* data, std::size_t bytes) {
   return piece;
 }
 
-void Core::inside(const std::function<std::vector<WorkPtr>(const CallOptions& options)>& issue) {
+void HostsCore::inside(const std::function<std::vector<WorkPtr>(const CallOptions& options)>& issue) {
   CallOptions options;
   const auto left = std::chrono::duration_cast<Milliseconds>(running_->deadline() - Clock::now());
   options.timeout = std::max(left, Milliseconds(1));
@@ -252,7 +252,7 @@ void Core::inside(const std::function<std::vector<WorkPtr>(const CallOptions& op
 }
 
 // Lets the next piece of a stream leave when the peer has a place for it; one at a time.
-void Core::match(Lock& lock, const Key& key) {
+void HostsCore::match(Lock& lock, const Key& key) {
   const auto sends = sends_.find(key);
   if (failed() || sends == sends_.end() || sends->second.front()->leaving) return;
   const PiecePtr piece = sends->second.front();
@@ -283,10 +283,10 @@ void Core::match(Lock& lock, const Key& key) {
       m_.mesh->send(wire_of(key.first), head(FrameKind::data, key.second), piece->data, piece->bytes, sent);
 }
 
-Failure Core::loss_of(int rank) const { return {FailureKind::peer_lost, rank, peer(rank).left ? "left" : "died"}; }
+Failure HostsCore::loss_of(int rank) const { return {FailureKind::peer_lost, rank, peer(rank).left ? "left" : "died"}; }
 
 // The front piece of a stream has left, or has come.
-void Core::moved(Lock& lock, Queues& queues, const Key& key) {
+void HostsCore::moved(Lock& lock, Queues& queues, const Key& key) {
   const auto found = queues.find(key);
   if (found == queues.end()) return;  // it has failed meanwhile
   const PiecePtr piece = found->second.front();
@@ -297,7 +297,7 @@ void Core::moved(Lock& lock, Queues& queues, const Key& key) {
   if (piece->message) end(lock, piece->message);
 }
 
-char* Core::place(int from, const Head& h) {
+char* HostsCore::place(int from, const Head& h) {
   const int rank = rank_of(from);
   Lock lock(mutex_);
   if (failed()) return nullptr;
@@ -311,7 +311,7 @@ char* Core::place(int from, const Head& h) {
   return nullptr;
 }
 
-void Core::arrived(int from, const Head& h) {
+void HostsCore::arrived(int from, const Head& h) {
   const int rank = rank_of(from);
   const Key key{rank, h.stream};
   Lock lock(mutex_);
@@ -348,7 +348,7 @@ void Core::arrived(int from, const Head& h) {
   changed_.notify_all();
 }
 
-void Core::lost(int from) {
+void HostsCore::lost(int from) {
   const auto at = std::find(m_.map.wire.begin(), m_.map.wire.end(), from);
   if (at == m_.map.wire.end()) return;
   Lock lock(mutex_);
@@ -357,7 +357,7 @@ void Core::lost(int from) {
 }
 
 // Messages that are late, or whose peer is gone. Collectives are judged where they wait.
-bool Core::progress(bool check) {
+bool HostsCore::progress(bool check) {
   if (!check) return false;
   Lock lock(mutex_);
   for (const auto& work : std::set<HostsWorkPtr>(messages_)) {
@@ -371,7 +371,7 @@ bool Core::progress(bool check) {
   return false;
 }
 
-void Core::submit_message(const HostsWorkPtr& work) {
+void HostsCore::submit_message(const HostsWorkPtr& work) {
   const Request& r = work->request;
   flight_->started(work->flight());
   if (m_.map.host_of(r.root) == m_.map.host_of(m_.member.rank)) return submit_inside(work);
@@ -388,7 +388,7 @@ void Core::submit_message(const HostsWorkPtr& work) {
 }
 
 // A message to or from a rank of this host.
-void Core::submit_inside(const HostsWorkPtr& work) {
+void HostsCore::submit_inside(const HostsWorkPtr& work) {
   const Request& r = work->request;
   CallOptions options;
   options.timeout = std::chrono::duration_cast<Milliseconds>(work->deadline() - Clock::now());
@@ -411,7 +411,7 @@ void Core::submit_inside(const HostsWorkPtr& work) {
 }
 
 // The first failure counts. `tell`: this rank has found it, and the others shall know. Unlocks.
-void Core::fail(Lock& lock, const Failure& failure, bool tell) {
+void HostsCore::fail(Lock& lock, const Failure& failure, bool tell) {
   if (failed()) return;
   failure_ = failure;
   if (tell && failure.kind == FailureKind::peer_lost && failure.peer == m_.member.rank) {
@@ -435,7 +435,7 @@ void Core::fail(Lock& lock, const Failure& failure, bool tell) {
 
 // What an operation inside the host ended with, for the ranks of all hosts. `work`: the operation that used it; null: a
 // split.
-void Core::fail_by(const HostsWork* work, const std::exception_ptr& error) {
+void HostsCore::fail_by(const HostsWork* work, const std::exception_ptr& error) {
   const auto& neighbours = m_.map.ranks_on(m_.map.host_of(m_.member.rank));
   Lock lock(mutex_);
   // What a rank that has given up, or come to another operation, tells of it says more, and is under way.
@@ -458,7 +458,7 @@ void Core::fail_by(const HostsWork* work, const std::exception_ptr& error) {
   }
 }
 
-void Core::fail_split(const std::exception_ptr& error) {
+void HostsCore::fail_split(const std::exception_ptr& error) {
   fail_by(nullptr, error);
   try {
     std::rethrow_exception(error);
@@ -469,31 +469,31 @@ void Core::fail_split(const std::exception_ptr& error) {
   }  // another exception, such as an interrupt, is the caller's
 }
 
-Milliseconds Core::set_timeout(Milliseconds timeout) {
+Milliseconds HostsCore::set_timeout(Milliseconds timeout) {
   if (m_.inner) m_.inner->set_timeout(timeout);  // of a split inside the host
   return timeout_.exchange(timeout);
 }
 
-void Core::abort(const Failure& failure) {
+void HostsCore::abort(const Failure& failure) {
   if (engine_.forked()) return;
   Lock lock(mutex_);
   if (!ended_) fail(lock, failure);  // else the others' operations are not its affair
 }
 
-void Core::shutdown() {
+void HostsCore::shutdown() {
   if (engine_.forked()) return;
   release();
   engine_.wait(*this, [this] { return ended_.load(); }, Clock::time_point::max());
 }
 
-void Core::release() {
+void HostsCore::release() {
   if (engine_.forked()) return;
   Lock lock(mutex_);
   closing_ = true;
   changed_.notify_all();
 }
 
-void Core::leave(Lock& lock) {
+void HostsCore::leave(Lock& lock) {
   lock.unlock();
   tell_all(head(FrameKind::leave));
   m_.mesh->flush(m_.number, Clock::now() + kFlush);
@@ -505,14 +505,14 @@ void Core::leave(Lock& lock) {
   engine_.self()->ring();
 }
 
-std::string Core::rank_text(int rank) const {
+std::string HostsCore::rank_text(int rank) const {
   if (rank < 0) return "a rank";
   return "rank " + std::to_string(rank) + " (host " + m_.map.names[static_cast<std::size_t>(m_.map.host_of(rank))] +
          ")";
 }
 
 // Under mutex_.
-std::string Core::timeout_text(const HostsWork& work) const {
+std::string HostsCore::timeout_text(const HostsWork& work) const {
   const std::string text = "rank " + std::to_string(m_.member.rank) + " timed out after " +
                            seconds_since(work.issue_time()) + " in " + work.describe();
   if (work.request.point_to_point()) return text + "; " + rank_text(work.request.root) + " did not answer";
@@ -527,24 +527,24 @@ std::string Core::timeout_text(const HostsWork& work) const {
   return text + "; arrived: " + arrived + "; not arrived: " + (missing.empty() ? "none" : missing);
 }
 
-std::exception_ptr Core::failure() const {
+std::exception_ptr HostsCore::failure() const {
   Lock lock(mutex_);
   return failed() ? error_at(m_.member.words()) : nullptr;
 }
 
 // What failure_, once set, is for the caller.
-std::exception_ptr Core::error_at(const std::string& where, const std::string& waited) const {
+std::exception_ptr HostsCore::error_at(const std::string& where, const std::string& waited) const {
   const std::string who = failure_.kind == FailureKind::peer_lost ? rank_text(failure_.peer) : "";
   return error_of(failure_, where + ": ", who, waited);
 }
 
-void Core::check_not_forked(const char* what) const {
+void HostsCore::check_not_forked(const char* what) const {
   if (!engine_.forked()) return;
   throw Error(std::string(what) + " on '" + m_.member.name +
               "': the communicator belongs to the parent process; connect again after fork");
 }
 
-void Core::check_usable(const char* what) const {
+void HostsCore::check_usable(const char* what) const {
   check_not_forked(what);
   const std::string at = std::string(what) + " on " + m_.member.words();
   Lock lock(mutex_);

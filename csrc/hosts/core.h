@@ -42,18 +42,18 @@ struct HostMap {
   const std::vector<int>& ranks_on(int h) const { return hosts[static_cast<std::size_t>(h)]; }
 };
 
-class Core;
+class HostsCore;
 
 class HostsWork final : public WorkState {
  public:
-  HostsWork(std::shared_ptr<Core> core, Request r, const CallOptions& options);
+  HostsWork(std::shared_ptr<HostsCore> core, Request r, const CallOptions& options);
   int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
 
  private:
   const Member& member() const override;
   void wait_until(Clock::time_point deadline) override;
 
-  const std::shared_ptr<Core> core_;
+  const std::shared_ptr<HostsCore> core_;
 };
 
 using HostsWorkPtr = std::shared_ptr<HostsWork>;
@@ -82,9 +82,12 @@ struct Membership {
   Milliseconds timeout{600000};
 };
 
-class Core final : public Sink, public ProgressClient, public GroupLauncher, public std::enable_shared_from_this<Core> {
+class HostsCore final : public Sink,
+                        public ProgressClient,
+                        public GroupLauncher,
+                        public std::enable_shared_from_this<HostsCore> {
  public:
-  static std::shared_ptr<Core> create(Membership membership);
+  static std::shared_ptr<HostsCore> create(Membership membership);
 
   int rank() const { return m_.member.rank; }
   int size() const { return m_.member.size; }
@@ -138,7 +141,7 @@ class Core final : public Sink, public ProgressClient, public GroupLauncher, pub
   using Queues = std::map<Key, std::deque<PiecePtr>>;
   using Lock = std::unique_lock<std::mutex>;
 
-  explicit Core(Membership membership);
+  explicit HostsCore(Membership membership);
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int wire_of(int rank) const { return m_.map.wire[static_cast<std::size_t>(rank)]; }
@@ -190,6 +193,6 @@ class Core final : public Sink, public ProgressClient, public GroupLauncher, pub
 };
 
 // Runs a collective (hosts/collectives.cpp).
-void run_collective(Core& core, const Request& request);
+void run_collective(HostsCore& core, const Request& request);
 
 }  // namespace axo::hosts
