@@ -6,7 +6,7 @@ Tolerance 1e-12: the same few products and quotients in double precision, perhap
 
 import pytest
 
-from axo.grid import Grid
+from axo.grid import AXES, Grid
 from axo.matmul import cost
 from axo.perf import flops, layer_time, machine, model, readers
 from axo.perf.machine import Machine
@@ -72,13 +72,13 @@ def test_ring_equations() -> None:
     ],
 )
 def test_bandwidths_of_equation_10(grid: str, expected: dict[str, float]) -> None:
-    found = machine.axis_bandwidths(on(4, 25, 200), Grid.parse(grid))
+    found = {axis: on(4, 25, 200).bandwidth(Grid.parse(grid), axis) for axis in expected}
     assert found == pytest.approx({axis: gbs * 1e9 for axis, gbs in expected.items()}, rel=EXACT)
 
 
 def test_agnostic_bandwidth_is_one_for_all_axes() -> None:
     agnostic = on(4, 25, 200).agnostic()
-    assert len(set(machine.axis_bandwidths(agnostic, Grid(2, 2, 4, 8)).values())) == 1
+    assert len({agnostic.bandwidth(Grid(2, 2, 4, 8), axis) for axis in AXES}) == 1
 
 
 def test_measured_entries_come_before_the_nearest() -> None:

@@ -9,6 +9,7 @@ import torch
 from typer.testing import CliRunner
 
 import axo
+from axo.arrangement import TESSERACT
 from axo.cli import main as cli
 from axo.grid import Grid
 from axo.matmul import cost
@@ -57,7 +58,7 @@ def test_a_step_sends_what_the_engine_issues():
                 call
                 for block in workload.unrolled()
                 for layer in block.layers
-                for call in tesseract.calls_of(layer, grid, rows, run, grid.coords(rank))
+                for call in layer_time.calls_of(layer, grid, rows, run, arrangement=TESSERACT, coords=grid.coords(rank))
             ]
             assert {key: tuple(value) for key, value in cost.total(calls).items()} == counted, (rank, case)
 

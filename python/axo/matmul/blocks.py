@@ -29,11 +29,10 @@ import torch
 
 from axo.comm.connect import Communicators
 from axo.matmul.algorithm import accumulator, add_product, ahead
-from axo.matmul.product import DistributedMatmul, check_unchanged, no_autocast, refuse_create_graph
+from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
 from axo.matmul.products import LayerProducts, compute_dtype
 from axo.overlap.events import Pending, span
 from axo.overlap.exchange import Done, Exchange, Sum
-from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden
 from axo.placement import Placement
@@ -110,7 +109,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = compute_dtype(input)
         exchange = matmul.exchange
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        needs_input = ctx.needs_input_grad[0]
         rows = input.to(dtype).reshape(-1, input.shape[-1])
         block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input)
         with hidden(), span(exchange.engine.events, "compute", "forward", "", exchange.name):
@@ -122,33 +121,26 @@ class _Product(torch.autograd.Function):
             output = total.to(dtype)
             if bias is not None:
                 output += bias.to(dtype)
-        ctx.save_for_backward(rows if needs_weight else None, weight)
-        ctx.weight, ctx.version, ctx.held = weight, version_of(weight), held
-        ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, dtype, input.dtype, input.shape
-        ctx.bias = bias
+        keep_for_backward(ctx, matmul, input, rows, weight, bias, held)
         return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], output.shape[-1]])  # no view, as there
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_create_graph("Linear")
+        grad, rows, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange = ctx.matmul, ctx.matmul.exchange
-        weight, bias = ctx.weight, ctx.bias
-        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", weight, ctx.version)
-        rows, _ = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
-        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
-        grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
+        weight, bias, needs_input = ctx.weight, ctx.bias, ctx.needs_input_grad[0]
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
             block = exchange.backward_block(ctx.held, weight, ctx.dtype) if needs_input else None
             ctx.held = None
             sums = _Backward(matmul, grad, block, rows if how_weight != SKIP else None)
             if how_weight != SKIP:
-                room, sums.grad_block = exchange.room(how_weight, weight, rows.shape[1], sums.reduced(grad[:0]))
+                into, sums.grad_block = exchange.gradient_buffer(
+                    how_weight, weight, rows.shape[1], sums.reduced(grad[:0])
+                )
             sums.run()
             if how_weight != SKIP:
-                grad_weight = exchange.weight_gradient(how_weight, weight, room)
+                grad_weight = exchange.weight_gradient(how_weight, weight, into)
             if how_bias != SKIP:
                 grad_bias = exchange.vector_gradient(how_bias, bias, grad.sum(0, dtype=bias.dtype))
             if needs_input:

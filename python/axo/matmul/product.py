@@ -31,7 +31,7 @@ from axo.matmul.products import LayerProducts, compute_dtype
 from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
-from axo.overlap.gathers import version_of
+from axo.overlap.gathers import Gathered, version_of
 from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
 from axo.placement import Placement
@@ -89,7 +89,7 @@ class _Product(torch.autograd.Function):
         dtype = compute_dtype(input)
         exchange, products = matmul.exchange, matmul.products
         events = exchange.engine.events
-        needs_input, needs_weight, *_ = ctx.needs_input_grad
+        needs_input = ctx.needs_input_grad[0]
         rows = input.to(dtype).reshape(-1, input.shape[-1])
         bias_cast = None if bias is None else bias.to(dtype)
         partial = exchange.size(matmul.in_axis) > 1
@@ -107,27 +107,18 @@ class _Product(torch.autograd.Function):
             if bias_cast is not None:
                 with hidden():
                     output += bias_cast
-        ctx.save_for_backward(rows if needs_weight else None, weight)
-        ctx.weight, ctx.version, ctx.held = weight, version_of(weight), held
-        ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, dtype, input.dtype, input.shape
-        ctx.bias = bias
+        keep_for_backward(ctx, matmul, input, rows, weight, bias, held)
         # not a view: an operation in place (``nn.ReLU(inplace=True)``) may come next, and torch forbids that on a view
         return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_create_graph("Linear")
+        grad, rows, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange, products = ctx.matmul, ctx.matmul.exchange, ctx.matmul.products
         weight, bias, events = ctx.weight, ctx.bias, exchange.engine.events
-        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", weight, ctx.version)
-        rows, _ = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
-        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
-        grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
-            if needs_input and wanted(ctx, 0):
+            if ctx.needs_input_grad[0] and wanted(ctx, 0):
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
                 with span(events, "compute", "dI", "", exchange.name):
                     grad_input = products.start_fused_grad_input(grad, block, matmul.out_axis)
@@ -154,6 +145,37 @@ class _Product(torch.autograd.Function):
         )
 
 
+def keep_for_backward(
+    ctx: Any,
+    matmul: DistributedMatmul,
+    input: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    held: Gathered | None,
+) -> None:
+    """Keep what the backward pass needs of a forward: ``rows`` is ``input`` in two dims and in the compute dtype."""
+    ctx.save_for_backward(rows if ctx.needs_input_grad[1] else None, weight)
+    ctx.weight, ctx.bias, ctx.version, ctx.held = weight, bias, version_of(weight), held
+    ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, rows.dtype, input.dtype, input.shape
+
+
+def begin_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str, str]:
+    """Check that a backward pass may run: its dO in two dims, the rows, and how dW and db are wanted.
+
+    Raises:
+        RuntimeError: ``create_graph=True``, or the weight has changed since the forward.
+    """
+    exchange = ctx.matmul.exchange
+    refuse_create_graph("Linear")
+    check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", ctx.weight, ctx.version)
+    rows, _ = ctx.saved_tensors
+    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+    grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
+    how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
+    return grad, rows, how_weight, exchange.how(ctx, 2) if needs_bias else SKIP
+
+
 def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
     """The gradient of the weight, on its way; None: it comes to .grad later."""
     exchange, products, weight = ctx.matmul.exchange, ctx.matmul.products, ctx.weight
@@ -161,14 +183,14 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
     with no_autocast(grad.device):
         scattering = products.scattering(grad) if exchange.waits_for_scatter(how, weight) else None
         if scattering is not None:
-            room, shard = exchange.shard_room(how, weight, rows.shape[1], grad)
+            into, shard = exchange.shard_buffer(how, weight, rows.shape[1], grad)
             with span(events, "compute", "dW", "", exchange.name):
                 products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
-            return exchange.shard_gradient(weight, room)
-        room, grad_block = exchange.room(how, weight, rows.shape[1], grad)
+            return exchange.shard_gradient(weight, into)
+        into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
         with span(events, "compute", "dW", "", exchange.name):
             products.grad_weight(grad, rows, out=grad_block)
-        return exchange.weight_gradient(how, weight, room)
+        return exchange.weight_gradient(how, weight, into)
 
 
 def _gathering(

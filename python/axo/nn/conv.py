@@ -294,11 +294,11 @@ def _weight_product(
     exchange, weight = ctx.layer.exchange, ctx.weight
     columns = math.prod(weight.shape[1:])  # this rank may have no rows
     with no_autocast(grad.device):
-        room, grad_block = exchange.room(how, weight, columns, grad)
+        into, grad_block = exchange.gradient_buffer(how, weight, columns, grad)
         like = grad.new_empty(1).expand(shape)
         with span(exchange.engine.events, "compute", "dW", "", exchange.name):
             grad_block.copy_(_convolution_backward(ctx, grad, batch, like, 1).flatten(1))
-        return exchange.weight_gradient(how, weight, room)
+        return exchange.weight_gradient(how, weight, into)
 
 
 def _convolution_backward(

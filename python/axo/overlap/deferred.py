@@ -1,9 +1,9 @@
-"""Gradients of micro-batches that were not synchronised (``axo.no_sync``): kept here, unreduced, until one is.
+"""Gradients of micro-batches under ``axo.no_sync``: kept here, unreduced, until a micro-batch is synchronised.
 
-torch's ``zero_grad`` throws away what was accumulated, and this must go with it. Nothing tells of ``zero_grad`` but
-what it leaves behind, so between backward passes a parameter whose gradient waits here has negative zeros in ``.grad``
-if it had None: where they are gone or positive, or what was there is zero now, ``zero_grad`` was called (scaling and
-clipping do neither). During a backward pass the zeros are away.
+``zero_grad`` drops what has been accumulated, so it must drop these gradients too. torch tells nobody of the call; only
+``.grad`` shows it. So when a backward pass ends, a parameter whose gradient is kept here and whose ``.grad`` is None
+gets negative zeros there. If they are gone or positive later, or if a ``.grad`` that had values is zero now,
+``zero_grad`` was called: scaling and clipping do neither. The negative zeros go when the next backward pass begins.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from axo.overlap.buckets import Slot
 from axo.overlap.engine import Engine
 from axo.overlap.events import Pending, span
 from axo.overlap.gathers import Gathered
-from axo.overlap.gradients import Room
+from axo.overlap.gradients import GradientBuffer
 from axo.overlap.modes import hidden
 from axo.overlap.options import Overlap
 from axo.overlap.route import Copies, Route, Stage
@@ -155,26 +155,28 @@ class Exchange(Route):
                 return None
         return product()
 
-    def room(self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor) -> tuple[Room, torch.Tensor]:
-        """Room for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill."""
-        room: Room = (
+    def gradient_buffer(
+        self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor
+    ) -> tuple[GradientBuffer, torch.Tensor]:
+        """Memory for the gradient of the block: what to pass to ``weight_gradient``, and the block to fill."""
+        into: GradientBuffer = (
             like.new_empty((self.padded_rows, columns))
             if how != wants.LATER
-            else self.engine.gradients.room(self, weight, columns, like)
+            else self.engine.gradients.gradient_buffer(self, weight, columns, like)
         )
-        buffer = room.tensor if isinstance(room, Slot) else room
+        buffer = into.tensor if isinstance(into, Slot) else into
         if self.padded_rows == self.block_rows:
-            return room, buffer
+            return into, buffer
         buffer[self.block_rows :].zero_()
-        return room, buffer[: self.block_rows]
+        return into, buffer[: self.block_rows]
 
-    def weight_gradient(self, how: str, weight: torch.Tensor, room: Room) -> torch.Tensor | None:
-        """Reduce the gradient of the block (what ``room`` gave, or a padded buffer); None: it comes to .grad later."""
+    def weight_gradient(self, how: str, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
+        """Reduce the gradient of the block, in what ``gradient_buffer`` gave; None: it comes to .grad later."""
         if how == wants.LATER:
-            self.engine.gradients.add_weight(self, weight, room)
+            self.engine.gradients.add_weight(self, weight, into)
             return None
-        assert isinstance(room, torch.Tensor)
-        grad = self.engine.gradients.cast(room)
+        assert isinstance(into, torch.Tensor)
+        grad = self.engine.gradients.cast(into)
         if self.shard_axis is not None and self.shards > 1:
             grad = self.comms.axis(self.shard_axis).reduce_scatter(grad, op=self.op)
         grad = self._now(grad, self.weight_stages, self.weight_copies)
@@ -188,20 +190,22 @@ class Exchange(Route):
             not self.engine.overlap.reduce_scatter and self.engine.gradients.takes_shard_of(weight)
         )
 
-    def shard_room(self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor) -> tuple[Room, torch.Tensor]:
-        """Room for this rank's rows of a gradient that is reduced over z already: as ``room``."""
+    def shard_buffer(
+        self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor
+    ) -> tuple[GradientBuffer, torch.Tensor]:
+        """Memory for this rank's rows of a gradient that is reduced over z already: as ``gradient_buffer``."""
         if how == wants.LATER:
-            slot = self.engine.gradients.shard_room(self, weight, columns, like)
+            slot = self.engine.gradients.shard_buffer(self, weight, columns, like)
             return slot, slot.tensor
         shard = like.new_empty((self.shard_rows, columns))
         return shard, shard
 
-    def shard_gradient(self, weight: torch.Tensor, room: Room) -> torch.Tensor | None:
-        """What ``shard_room`` gave is filled: reduce it over data; None: it comes to .grad later."""
-        if isinstance(room, Slot):
-            self.engine.gradients.add_shard(self, room)
+    def shard_gradient(self, weight: torch.Tensor, into: GradientBuffer) -> torch.Tensor | None:
+        """What ``shard_buffer`` gave is filled: reduce it over data; None: it comes to .grad later."""
+        if isinstance(into, Slot):
+            self.engine.gradients.add_shard(self, into)
             return None
-        return self._now(room, self.weight_stages, self.weight_copies).to(weight.dtype).view(weight.shape)
+        return self._now(into, self.weight_stages, self.weight_copies).to(weight.dtype).view(weight.shape)
 
     def vector_gradient(
         self, how: str, parameter: torch.Tensor, grad: torch.Tensor, sum_over: tuple[str, ...] = ()

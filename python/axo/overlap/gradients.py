@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-Room = torch.Tensor | Slot  # what a product may put a gradient into
+GradientBuffer = torch.Tensor | Slot  # what a product may put a gradient into
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -89,7 +89,9 @@ class Gradients:
         for each in self.deferred.values():
             each.unwatch()
 
-    def room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Room:
+    def gradient_buffer(
+        self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor
+    ) -> GradientBuffer:
         """Where a product may put the gradient of the block: a Slot where that is its last place, else a tensor."""
         shape = (route.padded_rows, columns)
         last = route.shards == 1 and self._reduced_in(like) == like.dtype
@@ -97,30 +99,30 @@ class Gradients:
             return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
         return self._engine.pool.take(shape, like.dtype, like.device)
 
-    def add_weight(self, route: Route, parameter: torch.Tensor, room: Room) -> None:
-        """The gradient of the block is there, in what ``room`` gave or in any padded buffer: reduce it in time."""
+    def add_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
+        """The gradient of the block is in what ``gradient_buffer`` gave, or in any padded buffer: reduce it in time."""
         self._begin(parameter)
-        buffer = room.tensor if isinstance(room, Slot) else room
+        buffer = into.tensor if isinstance(into, Slot) else into
         if self._engine.defers:
             self._defer(route, parameter, buffer, None)
             return
-        if not isinstance(room, Slot):
-            room = buffer = self.cast(room)
+        if not isinstance(into, Slot):
+            into = buffer = self.cast(into)
         self._take_deferred(parameter, buffer)
-        self._send_weight(route, parameter, room)
+        self._send_weight(route, parameter, into)
 
     def takes_shard_of(self, parameter: torch.Tensor) -> bool:
         """Whether this gradient goes over z by itself: not in ``no_sync``, and not with what that has left."""
         return not self._engine.defers and id(parameter) not in self.deferred
 
-    def shard_room(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
+    def shard_buffer(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:
         """Where a gradient goes that its product reduces over z: this rank's rows."""
         self._begin(parameter)
         shape = (route.shard_rows, columns)
         return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
 
     def add_shard(self, route: Route, slot: Slot) -> None:
-        """What ``shard_room`` gave is filled."""
+        """What ``shard_buffer`` gave is filled."""
         slot.copies = route.weight_copies
         self.buckets.ready(slot)
 
@@ -169,20 +171,20 @@ class Gradients:
                 if table:
                     table.clear()
 
-    def _send_weight(self, route: Route, parameter: torch.Tensor, room: Room) -> None:
-        if isinstance(room, Slot) or route.shards == 1:
-            if isinstance(room, Slot):
-                slot = room
+    def _send_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
+        if isinstance(into, Slot) or route.shards == 1:
+            if isinstance(into, Slot):
+                slot = into
             else:
-                slot = self.buckets.slot(parameter, tuple(room.shape), route.shard_rows, room, route.weight_stages)
-                slot.tensor.copy_(room)
+                slot = self.buckets.slot(parameter, tuple(into.shape), route.shard_rows, into, route.weight_stages)
+                slot.tensor.copy_(into)
             slot.copies = route.weight_copies
             self.buckets.ready(slot)
             return
         rows = route.padded_rows // route.shards
-        slot = self.buckets.slot(parameter, (rows, room.shape[1]), route.shard_rows, room, route.weight_stages)
+        slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_stages)
         slot.copies = route.weight_copies
-        pending = self._start_scatter(route, room, slot.tensor)
+        pending = self._start_scatter(route, into, slot.tensor)
         self.buckets.ready(slot, pending)
         if pending is None:
             return

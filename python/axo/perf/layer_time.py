@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from axo.arrangement import AXONN, Arrangement
 from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.flops import seen
@@ -129,6 +130,7 @@ def calls_of(
     *,
     checkpointed: bool = False,
     gathers: int = 1,
+    arrangement: Arrangement = AXONN,
     coords: Coords = cost.FIRST,
 ) -> list[cost.Call]:
     """Return the collectives of one layer in one step (``rows`` of one data-parallel group), from its cost().
@@ -151,10 +153,11 @@ def calls_of(
             input_grad=layer.input_grad,
             copied_features=layer.kv_features if copies > 1 else 0,
             copies=copies,
+            arrangement=arrangement,
             coords=coords,
         )
     if layer.kind == "embedding":
-        return cost.embedding(grid, rows, layer.in_features, layer.out_features, coords=coords)
+        return cost.embedding(grid, rows, layer.in_features, layer.out_features, arrangement=arrangement, coords=coords)
     if layer.kind == "norm":
         return cost.norm(
             grid,
@@ -162,12 +165,13 @@ def calls_of(
             layer.out_features or layer.in_features,
             kind=layer.norm,
             recompute=checkpointed,
-            axis=layer.over or None,
-            sum_grad_over=() if layer.over else ("x",),
+            axis=arrangement.inner if layer.over == "x" else layer.over or None,
+            sum_grad_over=() if layer.over else (arrangement.inner,),
+            arrangement=arrangement,
             coords=coords,
         )
     if layer.kind == "loss":
-        return cost.cross_entropy(grid, rows, coords=coords)
+        return cost.cross_entropy(grid, rows, arrangement=arrangement, coords=coords)
     return []
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from axo.grid import AXES, Grid
+from axo.grid import Grid
 
 _FOLDER = Path(__file__).parent / "data" / "machines"
 PROFILED = "machine.yaml"  # where axo profile writes
@@ -384,8 +384,3 @@ def _short(value: Any) -> str:
     """A value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def axis_bandwidths(machine: Machine, grid: Grid) -> dict[str, float]:
-    """Return bytes a second for each axis that is larger than 1."""
-    return {axis: machine.bandwidth(grid, axis) for axis in AXES if grid.size(axis) > 1}

@@ -20,9 +20,9 @@ from collections import defaultdict
 from typing import NamedTuple
 
 from axo.arrangement import TESSERACT
-from axo.grid import AXES, Coords, Grid
+from axo.grid import AXES, Grid
 from axo.matmul import cost
-from axo.perf.layer_time import OPTIMIZER_BYTES, Network, Run, data_seconds, products
+from axo.perf.layer_time import OPTIMIZER_BYTES, Network, Run, calls_of, data_seconds, products
 from axo.perf.machine import Machine
 from axo.perf.model import StepTime
 from axo.perf.workload import Layer, Workload
@@ -100,41 +100,6 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     return step
 
 
-def calls_of(layer: Layer, grid: Grid, rows: int, run: Run, coords: Coords = cost.FIRST) -> list[cost.Call]:
-    """Return the collectives of one layer in one step without recomputation; ``rows`` of one data-parallel group."""
-    if layer.kind == "linear":
-        copies = layer.kv_copies(grid.x)
-        return cost.linear(
-            grid,
-            rows,
-            layer.in_features,
-            layer.out_features,
-            layer.bias,
-            itemsize=run.itemsize,
-            input_grad=layer.input_grad,
-            copied_features=layer.kv_features if copies > 1 else 0,
-            copies=copies,
-            arrangement=TESSERACT,
-            coords=coords,
-        )
-    if layer.kind == "embedding":
-        return cost.embedding(grid, rows, layer.in_features, layer.out_features, arrangement=TESSERACT, coords=coords)
-    if layer.kind == "norm":
-        return cost.norm(
-            grid,
-            rows,
-            layer.out_features or layer.in_features,
-            kind=layer.norm,
-            axis="y" if layer.over else None,
-            sum_grad_over=() if layer.over else ("y",),
-            arrangement=TESSERACT,
-            coords=coords,
-        )
-    if layer.kind == "loss":
-        return cost.cross_entropy(grid, rows, arrangement=TESSERACT, coords=coords)
-    return []
-
-
 def _layer_time(layer: Layer, grid: Grid, machine: Machine, run: Run, network: Network, seq_length: int) -> _LayerTime:
     held = as_much_as(grid)
     rows = run.group_rows(held)
@@ -145,7 +110,7 @@ def _layer_time(layer: Layer, grid: Grid, machine: Machine, run: Run, network: N
     shown: dict[str, dict[str, float]] = {cost.FORWARD: defaultdict(float), cost.BACKWARD: defaultdict(float)}
     sent: dict[str, dict[str, float]] = {cost.FORWARD: defaultdict(float), cost.BACKWARD: defaultdict(float)}
     depth = data = 0.0
-    for call in calls_of(layer, grid, rows * grid.x * grid.z, run):
+    for call in calls_of(layer, grid, rows * grid.x * grid.z, run, arrangement=TESSERACT):
         seconds = call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
         if call.axis == "data":
             data += seconds

@@ -1,13 +1,14 @@
 """Which activations may stay split between layers: what torch.fx can prove about a model's forward.
 
-A *region* is a set of activations that are made by layers, changed by operations that treat every feature alike (or
-keep channels apart), and taken by layers, all of the same width. Nobody else sees them; so each rank may hold its part
-of the features, if all makers split their output and all takers their input over the same axis.
+A *region* is a set of activations of one width. Layers make them, operations that treat every feature alike (or keep
+channels apart) change them, and layers take them; nothing else reads them. So each rank may hold a part of the features
+only, if all layers that make them split their output, and all that take them their input, over the same axis.
 
-Each module is traced with layers as leaves, in training and in evaluation mode, and so is what its children do; the
-largest modules that can be traced count. Where a module cannot be traced (control flow on values, optional arguments,
-whose absence takes another way), or an activation reaches an operation that is not listed here, nothing is proved and
-activations are whole. Tracing runs the module's Python code, with stand-ins for tensors.
+Each module is traced in training and in evaluation mode, with layers as leaves. Where that fails, its children are
+traced; the largest modules that can be traced count. A module cannot be traced if its control flow depends on values,
+or if it does something else where an optional argument is missing. There, and where an activation reaches an operation
+that is not listed here, nothing is proved and activations are whole. Tracing runs the module's Python code, with
+stand-ins for tensors.
 """
 
 from __future__ import annotations
