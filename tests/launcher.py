@@ -286,8 +286,8 @@ def zygote_main() -> None:
         if world_size == 0:
             keepers.add(_start_command(job))
             continue
-        for name in job["preload"]:
-            importlib.import_module(name)  # once, before the fork, instead of once a rank
+        for name in (*job["preload"], job["module"]):
+            _import_before_the_fork(name)
         _send(answers, _run_job(world_size, job))
         keepers = {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0] == 0}
 
@@ -342,6 +342,16 @@ def _command_main(command: dict[str, Any], output: int) -> None:
         sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _import_before_the_fork(name: str) -> None:
+    """Once, instead of once a rank. What computes when it is imported must not be imported here."""
+    if name not in sys.modules:
+        try:
+            importlib.import_module(name)
+        except BaseException:  # such as a skip of the module
+            pass  # the ranks will say so
+        gc.freeze()
 
 
 def _make_forks_cheap() -> None:
