@@ -28,7 +28,7 @@ from axo.nn.layer import ParallelLayer
 from axo.nn.replicated import ReduceGradient
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement, chunk_bounds
-from axo.plans.litgpt.moe import SumGradient
+from axo.plans.gradient import sum_gradient
 from axo.plans.replace import Replacer
 from axo.sharding import gather_features
 
@@ -121,7 +121,8 @@ class _Prompted(_OwnParameters):
         layer = getattr(attention.qkv, "linear", attention.qkv)
         rows = attention.qkv(attention.adapter_wte.weight.unsqueeze(0))
         rows = gather_features(rows, self.comms, "x", layer.out_features, layer.out_blocks, layer.out_copies)
-        rows = SumGradient(self.comms, "x")(self, (), rows)  # each rank's heads use rows of all ranks
+        if self.comms.grid.x > 1:  # each rank's heads use rows of all ranks
+            rows = sum_gradient(rows, self.comms.x, "an adapter's prompt")
         each = heads // groups
         rows = rows.view(1, -1, groups, each + 2, attention.config.head_size).permute(0, 2, 3, 1, 4)
         found = rows[:, :, each], rows[:, :, each + 1]

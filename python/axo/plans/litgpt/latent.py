@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from axo.comm.connect import Communicators
-from axo.matmul.product import refuse_create_graph
+from axo.plans.gradient import sum_gradient
 
 # Layer -> options of the parallel layer that takes its place.
 LINEARS: dict[str, dict[str, Any]] = {
@@ -43,21 +43,10 @@ class _SumSharedGradient:
         self.comms, self.first = comms, first
 
     def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        return output if self.comms.grid.x == 1 else _SumShared.apply(output, self.comms, self.first)
+        if self.comms.grid.x == 1:
+            return output
+        shared = sum_gradient(output[..., self.first :], self.comms.x, "latent attention")
+        return torch.cat([output[..., : self.first], shared], -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _SumSharedGradient:
         return self
-
-
-class _SumShared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, latent: torch.Tensor, comms: Communicators, first: int) -> torch.Tensor:
-        ctx.comms, ctx.first = comms, first
-        return latent.view_as(latent)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        refuse_create_graph("latent attention")
-        whole, shared = grad[..., : ctx.first], grad[..., ctx.first :]
-        summed = ctx.comms.x.all_reduce(shared.clone(memory_format=torch.contiguous_format))
-        return torch.cat([whole, summed], -1), None, None
