@@ -5,6 +5,7 @@ Nothing here knows axo: an axo.Communicator is taken by its methods.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,19 @@ from axo_kernels.fused.workspace import Workspace
 # torch 2.13 renamed these two; the old names still work there, with a warning.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def uncapped() -> int:
+    """Thread blocks that one operation of NCCL or RCCL may take when nobody has capped them but the environment.
+
+    A product that spins on all multiprocessors but fewer would keep a collective from beginning, and wait for it.
+    """
+    named = os.environ.get("NCCL_MAX_CTAS", "")
+    return int(named) if named.isdecimal() and int(named) > 0 else _MOST_CHANNELS
+
+
+# NCCL's most channels of an operation on one node.
+_MOST_CHANNELS = 32
 
 
 class ProcessGroupCommunicator(FusedCommunicator):
@@ -36,6 +50,10 @@ class ProcessGroupCommunicator(FusedCommunicator):
 
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         return _reduce_scatter(out, tensor, group=self.group, async_op=True)
+
+    @property
+    def reserved_units(self) -> int:
+        return uncapped()
 
     @property
     def _decisions(self) -> torch.device:
@@ -98,7 +116,8 @@ class DeviceAxoCommunicator(AxoCommunicator):
 
     @property
     def reserved_units(self) -> int:
-        return max(super().reserved_units, self.communicator.reserved_ctas)
+        """What the communicators of this rank are capped at together (``DeviceOptions(max_ctas=...)``)."""
+        return self.communicator.reserved_ctas or uncapped()
 
     def fork(self, device: torch.device) -> None:
         assert not self._forked, "fork() twice without join()"

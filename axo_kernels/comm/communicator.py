@@ -207,7 +207,8 @@ class FusedCommunicator:
 
     @property
     def reserved_units(self) -> int:
-        """Multiprocessors that a product which waits or signals leaves to the communication library."""
+        """Multiprocessors that a product which waits or signals leaves to the communication; as many thread blocks as
+        its collectives may take (a link that is only simulated takes one)."""
         return 4
 
     @property

@@ -20,8 +20,8 @@ import torch
 
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import CommunicatorProtocol, Pending, Ran
-from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, chunk_order
-from axo_kernels.fused.segments import SegmentedProduct, rows_of, segment_product, with_last
+from axo_kernels.fused.chunks import ChunkOrder, chunk_order
+from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import Config
@@ -151,10 +151,13 @@ def run_reduce_scatter(
 
     if way.strategy == "split":
         works = []
-        for segment, last in with_last(order):
-            multiply(rows_of(a, layout, segment), b, out=packed[segment.written])
-            if last:
-                works.append(scatter(segment.flag))
+        blocks = a.unflatten(1 if layout == "TN" else 0, (comm.size, order.rows))
+        for chunk, (start, stop) in enumerate(order.bounds):
+            # rows of a chunk in every rank's block: one product over a batch of blocks
+            rows = blocks[:, :, start:stop].transpose(0, 1) if layout == "TN" else blocks[:, start:stop]
+            into = packed[slice(*order.packed(chunk))].view(comm.size, stop - start, product.n)
+            multiply(rows, b.expand(comm.size, *b.shape), out=into)
+            works.append(scatter(chunk))
         _wait(works)
         return out
     comm.fork(a.device)
@@ -215,13 +218,16 @@ def run_all_gather(
 
     if way.strategy == "split":
         works = [gather_chunk(chunk) for chunk in range(order.chunks)]
-        arrived = -1
-        for segment in order.segments:
-            while segment.flag != NO_FLAG and arrived < segment.flag:
-                arrived += 1
-                works[arrived].wait()
-            segment_product(packed, other, out, segment, gather, bias, multiply)
-        _wait(works[arrived + 1 :])
+        first, second = (shard, other) if gather == "a" else (other, shard)
+        own = slice(comm.rank * rows, (comm.rank + 1) * rows)
+        into = out[own] if gather == "a" else out[:, own]
+        multiply(first, second, out=into, bias=bias if bias is None or gather == "a" else bias[own])
+        for chunk, work in enumerate(works):
+            work.wait()
+            arrived = packed[slice(*order.packed(chunk))]
+            for ranks in (slice(0, comm.rank), slice(comm.rank + 1, comm.size)):
+                if ranks.start < ranks.stop:
+                    _chunk_product(multiply, arrived, other, out, order, chunk, ranks, gather, bias)
     else:
         comm.fork(a.device)
         for chunk in range(order.chunks):  # the producer of the flags comes first in host order
@@ -235,6 +241,34 @@ def run_all_gather(
             raise
         comm.join()
     return out, _unpacked(packed, order) if keep else None
+
+
+def _chunk_product(
+    multiply: Multiply,
+    arrived: torch.Tensor,
+    other: torch.Tensor,
+    out: torch.Tensor,
+    order: ChunkOrder,
+    chunk: int,
+    ranks: slice,
+    gather: str,
+    bias: torch.Tensor | None,
+) -> None:
+    """Multiply a chunk's rows of neighbouring ranks into their places: one product over a batch of ranks.
+
+    arrived: ``[rank][rows of the chunk]`` of the gathered operand. A rank's part of ``out`` has ``order.rows``.
+    """
+    span, count = slice(*order.bounds[chunk]), ranks.stop - ranks.start
+    rows = arrived.unflatten(0, (order.size, span.stop - span.start))[ranks]
+    spread = other.expand(count, *other.shape)
+    if gather == "a":
+        multiply(rows, spread, out=out.unflatten(0, (order.size, order.rows))[ranks, span], bias=bias)
+        return
+    into = out.unflatten(1, (order.size, order.rows)).transpose(0, 1)[ranks, :, span]
+    if bias is None:
+        multiply(spread, rows, out=into)
+    else:  # of each rank its own columns of the bias
+        torch.baddbmm(bias.view(order.size, 1, order.rows)[ranks, :, span], spread, rows.mT, out=into)
 
 
 def gathers(gather: str, layout: str) -> bool:

@@ -180,6 +180,15 @@ def vendor_matmul(
     if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
         if dtype == a.dtype == bias.dtype:
             return torch.addmm(bias, left, right, out=out)
+    if (
+        out is not None
+        and bias is not None
+        and activation is None
+        and not accumulate
+        and left.dim() == right.dim() == 3
+    ):
+        if dtype == a.dtype == bias.dtype:
+            return torch.baddbmm(bias, left, right, out=out)
     if out is not None and bare and accumulate and dtype == a.dtype and left.dim() == 2:
         return out.addmm_(left, right)
     if dtype.itemsize > a.dtype.itemsize and not (a.is_cuda and left.dim() == 2):

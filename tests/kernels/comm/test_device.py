@@ -87,6 +87,18 @@ def test_what_a_communicator_on_gpus_lacks_is_named():
         adapt(Half())
 
 
+def test_what_the_library_may_take_is_left_to_it(recorder, monkeypatch):
+    """Capped by the communicators, else by the environment, else NCCL's most."""
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    comm = adapt(recorder)
+    assert comm.reserved_units == 6
+    recorder.reserved_ctas = 0
+    assert comm.reserved_units == 32
+    for named, expected in (("8", 8), ("0", 32), ("many", 32)):
+        monkeypatch.setenv("NCCL_MAX_CTAS", named)
+        assert comm.reserved_units == expected
+
+
 def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):
     comm = adapt(recorder)
     assert isinstance(comm, module.DeviceAxoCommunicator) and comm.reserved_units == 6

@@ -1,0 +1,95 @@
+"""How many products, collectives and copied bytes a split operation is, counted where torch dispatches them."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from bench.lib.simulated import SimulatedCommunicator
+
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+SIZE, CHUNKS = 4, 3
+
+
+class Counted(TorchDispatchMode):
+    """Counts products, and the bytes that copies write."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.copied = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function._schema.name.removeprefix("aten::").removesuffix("_")
+        self.products += name in PRODUCTS
+        result = function(*args, **(kwargs or {}))
+        if name in ("copy", "clone", "_to_copy"):
+            self.copied += result.nbytes
+        return result
+
+
+class Silent(SimulatedCommunicator):
+    """Its collectives, which run on a thread of their own, are counted apart."""
+
+    def __init__(self, rank):
+        super().__init__(SIZE, 1e15, torch.device("cpu"))
+        self.rank, self.collectives = rank, 0
+
+    def _run(self, effect, moved):
+        self.collectives += 1
+        return super()._run(effect, moved)
+
+
+def counted(rank, operation):
+    comm = Silent(rank)
+    with Counted() as found:
+        result = operation(comm)
+    return result, found.products, comm.collectives, found.copied
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+def test_a_split_operation_is_one_product_a_chunk(rank):
+    """All ranks hold the same here. Blocks and shards of 10 rows do not divide over 3 chunks."""
+    generator = torch.Generator().manual_seed(rank)
+    rows, shard, k = 10, 10, 12
+    x, w, tall, bias = (
+        torch.randn(shape, generator=generator) for shape in ((7, k), (shard, k), (k, SIZE * rows), (SIZE * shard,))
+    )
+    way = Way("split", CHUNKS)
+    y = torch.randn((k, 6), generator=generator)
+    for layout, a, b in (
+        ("TN", tall, y),
+        ("NN", tall.T.contiguous(), y),
+        ("NT", tall.T.contiguous(), y.T.contiguous()),
+    ):
+        out, products, collectives, copied = counted(
+            rank, lambda comm, a=a, b=b, layout=layout: run_reduce_scatter(a, b, comm, layout, way)
+        )
+        torch.testing.assert_close(out, SIZE * (tall.T @ y)[:rows])  # the simulation keeps the first block
+        assert (products, collectives, copied) == (CHUNKS, CHUNKS, 0), layout
+    sides = (rank > 0) + (rank < SIZE - 1)
+    for given in (None, bias):
+        added = 0 if given is None else given
+        (out, _), products, collectives, copied = counted(
+            rank, lambda comm, given=given: run_all_gather(x, w, comm, "NT", "b", way, given, keep=False)
+        )
+        torch.testing.assert_close(out, (x @ w.T).repeat(1, SIZE) + added)
+        assert (products, collectives, copied) == (1 + sides * CHUNKS, CHUNKS, w.nbytes)
+        for layout, b in (("NT", x), ("NN", x.T.contiguous())):
+            short = None if given is None else given[:7]
+            (out, _), products, _, copied = counted(
+                rank,
+                lambda comm, b=b, layout=layout, short=short: run_all_gather(
+                    w, b, comm, layout, "a", way, short, keep=False
+                ),
+            )
+            torch.testing.assert_close(out, (w @ x.T).repeat(SIZE, 1) + (0 if short is None else short))
+            assert (products, copied) == (1 + sides * CHUNKS, w.nbytes)
+
+    def summed(comm):
+        out, finish = start_all_reduce(x, w, comm, "NT", way)
+        finish()
+        return out
+
+    out, products, collectives, copied = counted(rank, summed)
+    torch.testing.assert_close(out, SIZE * (x @ w.T))
+    assert (products, collectives, copied) == (CHUNKS, CHUNKS, 0)
