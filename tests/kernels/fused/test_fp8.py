@@ -1,0 +1,110 @@
+"""Products in fp8 against fp64 of what was rounded, and against the exact product within the formats' precision."""
+
+import pytest
+import torch
+
+from axo_kernels.fused.fp8 import all_gather_matmul_fp8, matmul_fp8, multiply, rounded
+from axo_kernels.gemm.layout import LAYOUTS
+from axo_kernels.gemm.matmul import matmul_reference
+from bench.lib.simulated import SimulatedCommunicator
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+# A number is off by half of its last bit at most, 2**-4 and 2**-3 of itself, and by 0.6 of that at a guess of its mean
+# square; the errors of two operands add in squares, and a sum of independent products is off as much as one is.
+FORWARD = 0.6 * 2**0.5 * 2**-4
+BACKWARD = 0.6 * (2**-8 + 2**-6) ** 0.5
+
+
+def error(got, expected):
+    return ((got.double() - expected).norm() / expected.norm()).item()
+
+
+def draw(*shape, seed=0):
+    """Rows of very different size."""
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator) * 10 ** torch.linspace(-3, 3, shape[0])[:, None]
+
+
+@pytest.mark.parametrize("dtype, bits", [(E4M3, 3), (E5M2, 2)])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_rounding_keeps_the_bits_of_the_format(dtype, bits, scaling):
+    x = draw(9, 40)
+    x[3] = 0.0
+    found = rounded(x, dtype, scaling)
+    assert found.data.dtype == dtype and found.scale.shape == (() if scaling == "tensor" else (9, 1))
+    back = found.data.float() * found.scale
+    off = (back - x).abs()
+    smallest = found.scale * torch.finfo(dtype).smallest_normal  # below it, steps are equal
+    assert (off <= 1.001 * 2.0 ** -(bits + 1) * torch.maximum(x.abs(), smallest)).all()
+    largest = x.abs().amax() if scaling == "tensor" else x.abs().amax(1, keepdim=True)
+    assert torch.equal(back.abs().amax(), x.abs().amax()) and not back[3].any()
+    assert torch.allclose(found.scale * torch.finfo(dtype).max, largest.where(largest > 0, torch.finfo(dtype).max))
+    with pytest.raises(ValueError, match="scaling='block'; use one of tensor, row"):
+        rounded(x, dtype, "block")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_products_and_gradients(layout):
+    m, n, k = 48, 32, 256
+    a = torch.randn(k, m) if layout == "TN" else torch.randn(m, k)
+    b = torch.randn(n, k) if layout == "NT" else torch.randn(k, n)
+    exact, grad = matmul_reference(a, b, layout), torch.randn(m, n)
+    for scaling in ("tensor", "row"):
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        out = matmul_fp8(x, y, layout, scaling=scaling)
+        out.backward(grad)
+        assert out.dtype == a.dtype and 0.01 < error(out.detach(), exact) < FORWARD
+        left, right = (t.double().requires_grad_() for t in (a, b))
+        exact_left, exact_right = (left.T if layout == "TN" else left), (right.T if layout == "NT" else right)
+        (exact_left @ exact_right).backward(grad.double())
+        assert error(x.grad, left.grad) < BACKWARD and error(y.grad, right.grad) < BACKWARD
+    assert matmul_fp8(a.bfloat16(), b.bfloat16(), layout).dtype == torch.bfloat16
+
+
+def test_the_product_is_that_of_what_was_rounded():
+    a, b = rounded(draw(20, 64), E4M3, "row", 1), rounded(draw(24, 64).T, E5M2, "row", 0)
+    expected = (a.data.double() * a.scale) @ (b.data.double() * b.scale)
+    assert error(multiply(a, b, torch.float32), expected) < 1e-6  # fp32 sums of 64 exact products
+
+
+def test_a_scale_for_each_row_keeps_small_rows():
+    a, b = draw(16, 64), torch.randn(32, 64)
+    exact = matmul_reference(a, b, "NT")
+    by_row, by_tensor = (matmul_fp8(a, b, scaling=scaling) for scaling in ("row", "tensor"))
+    assert error(by_row[0], exact[0]) < 2 * FORWARD < error(by_tensor[0], exact[0])
+
+
+def test_what_is_not_finite_shows():
+    a, b = torch.randn(4, 16), torch.randn(8, 16)
+    for bad in (float("inf"), float("nan")):
+        a[1, 2] = bad
+        out = matmul_fp8(a, b)
+        assert out[1].isnan().all() and out[0].isfinite().all()
+    assert torch.equal(matmul_fp8(torch.zeros(4, 16), b), torch.zeros(4, 8))
+    with pytest.raises(ValueError, match="fold leading dims"):
+        matmul_fp8(torch.ones(2, 3, 4), torch.ones(5, 4))
+
+
+class Bytes(SimulatedCommunicator):
+    def __init__(self):
+        super().__init__(4, 1e15, torch.device("cpu"))
+        self.moved = 0
+
+    def _all_gather(self, out, tensor):
+        self.moved += tensor.nbytes
+        return super()._all_gather(out, tensor)
+
+
+def test_a_gathered_weight_travels_in_fp8():
+    """Four ranks that hold the same rows: half of bf16's bytes, and a scale a row; gradients as of the sum."""
+    comm, rows, k = Bytes(), 8, 128
+    x, w, grad = torch.randn(24, k), draw(rows, k), torch.randn(24, 4 * rows)
+    a, shard = x.clone().requires_grad_(), w.clone().requires_grad_()
+    out = all_gather_matmul_fp8(a, shard, comm)
+    assert comm.moved == rows * k + 4 * rows
+    whole = w.double().repeat(4, 1)
+    assert error(out.detach(), x.double() @ whole.T) < FORWARD
+    out.backward(grad)
+    assert error(a.grad, grad.double() @ whole) < BACKWARD
+    mine = grad.double()[:, :rows].T @ x.double()  # the simulation keeps the first block, of as many ranks
+    assert error(shard.grad, 4 * mine) < BACKWARD
