@@ -3,7 +3,8 @@
     axo bench gemm --sizes 1024,2048,4096                    square products (the papers' empirical peak)
     axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
 
-``triton`` is the kernel alone, in the best of the tiles that the tuner tried; ``tuned`` what the tuner chose.
+``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
+Hopper, ``tuned`` what the tuner chose.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -39,6 +41,7 @@ COLUMNS = {
     "pct_peak": ".1f",
     "cupy_ratio": ".3f",
     "triton_ratio": ".3f",
+    "gluon_ratio": ".3f",
     "tuned_ratio": ".3f",
     "error": ".1e",
     "chosen": "s",
@@ -117,7 +120,7 @@ def measure(
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
         _one(product, device, table, tuner, rounds)
-    for rival in ("tuned", "triton"):
+    for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
         if ratios:
             table.note(f"{rival} against torch: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
@@ -136,8 +139,10 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     tuned = runner(choice, product.layout)
     calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout), "tuned": lambda: tuned(a, b)}
     if devices.runs_triton(device) and device.type == "cuda":
-        config = _best_tile(tuner, product)
-        calls["triton"] = lambda: matmul(a, b, product.layout, backend="triton", config=config)
+        for name, grouped in (("triton", False), ("gluon", True)):
+            config = _best_tile(tuner, product, grouped)
+            if config is not None or not grouped:
+                calls[name] = partial(matmul, a, b, product.layout, backend="triton", config=config)
     other = _cupy(a, b, product)
     if other is not None:
         calls["cupy"] = other
@@ -152,6 +157,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         pct_peak=100 * rate / peak if peak and product.dtype != torch.float32 else None,
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
+        gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
         tuned_ratio=1 / timings["tuned"].ratio,
         error=max(errors.values()),
         chosen=choice.name,
@@ -165,10 +171,12 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     )
 
 
-def _best_tile(tuner: Tuner, product: Product) -> Config | None:
-    """Of the tiles that the tuner looked at, the fastest; None: the default one."""
+def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
+    """Of the tiles that the tuner has found right, the fastest, of the kernel for Hopper or of the others."""
     tiles = [
-        (seconds, choice.config) for choice, seconds in tuner.seen.get(f"matmul {product.name}", []) if choice.config
+        (seconds, choice.config)
+        for choice, seconds in tuner.seen.get(f"matmul {product.name}", [])
+        if choice.config and bool(choice.config.groups) == grouped
     ]
     return min(tiles, key=lambda found: found[0])[1] if tiles else None
 

@@ -37,9 +37,12 @@ from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable, matmul_reference
-from axo_kernels.gemm.tiles import Config, candidates
+from axo_kernels.gemm.tiles import HOPPER, Config, candidates
+from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
+from axo_kernels.tune.runners import runner
 from axo_kernels.tune.timing import relative_error
+from axo_kernels.tune.trust import Trust
 
 from . import gemm, overlap
 from .lib import verdicts as judge
@@ -48,7 +51,7 @@ from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
-CONFIGS = 6  # Triton configurations that the tuner tries for a product
+CONFIGS = 8  # Triton configurations that the tuner tries for a product
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
@@ -81,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(json.dumps(environment(device)))
     table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | environment(device))
     whole = section("numerics", partial(numerics, device, table, options.dry), verdicts)
+    whole &= section("the kernel for Hopper", partial(grouped, device, table), verdicts)
     whole &= section("strategies", partial(strategies, device, table, options.dry), verdicts)
     whole &= section("rounds", partial(rounds, device, table, options.dry), verdicts)
     whole &= section("graphs", partial(graphs, device, table), verdicts)
@@ -146,6 +150,7 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
     pairs = [(dtype, layout) for dtype in LIMITS for layout in LAYOUTS]
     calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
     calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
+    calls += [partial(grouped, device, table, (layout,)) for layout in LAYOUTS]
     found: dict[tuple[str, Config], Product] = {}
     for product in _shapes(False):
         a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
@@ -209,6 +214,19 @@ def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch
                 table.add(
                     check=f"{name} {activation}", error=relative_error(got, expected), limit=(3 if dry else 1) * limit
                 )
+
+
+def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
+    """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders."""
+    target = devices.target_of(device)
+    for layout in layouts:
+        trust = Trust(partial(runner, stored=layout))
+        for m, n, k in ((512, 768, 1024), (1000, 1016, 1032), (128, 256, 64), (8, 8, 8), (4096, 4096, 4096)):
+            product = Product(layout, m, n, k, torch.bfloat16)
+            for config in (config for config in HOPPER if config.fits(target, product.dtype)):
+                complaint = trust.complaint(Choice("triton", layout, config), product, device)
+                name = f"{product.name} {config.name}"
+                table.add(check=f"{name}: {complaint}" if complaint else name, error=float(bool(complaint)), limit=0.5)
 
 
 def strategies(device: torch.device, table: Any, dry: bool) -> None:

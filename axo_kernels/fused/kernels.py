@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from axo_kernels.gemm.kernels import descriptor_product, grouped_tile, store_tile, tile_product
+from axo_kernels.gemm.kernels import descriptor_product, first_tile, grouped_tile, store_tile, tile_product
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def segment_matmul_kernel(
     a, b, c, bias, M, N, K, stride_am, stride_ak, stride_bk, stride_bn, stride_cm, stride_cn,
     table, flags, counters, epoch_address, status, tiles, bound,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
+    XCDS: tl.constexpr, NUM_PROGRAMS: tl.constexpr, SEGMENTS: tl.constexpr, ALONG_N: tl.constexpr, WAIT: tl.constexpr,
     SIGNAL: tl.constexpr, DESCRIPTORS: tl.constexpr, A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr,
     EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, PRECISION: tl.constexpr, INTERPRETED: tl.constexpr,
     FENCE: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -80,7 +80,7 @@ def segment_matmul_kernel(
     table, int32 ``[6, SEGMENTS]``: first tile (padded with the largest integer), source row, target row, rows, flag
     (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits
     once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch. ALIGNMENT
-    divides the first column and the number of columns of every segment along N.
+    divides where every segment is read and written, and how many rows it has.
 
     The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
     the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
@@ -90,16 +90,17 @@ def segment_matmul_kernel(
     epoch = tl.load(epoch_address)
     starts = tl.load(table + tl.arange(0, SEGMENTS))
     patience = bound
-    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS):
+    for tile in tl.range(first_tile(XCDS), tiles, NUM_PROGRAMS):
         segment = tl.sum((tile >= starts).to(tl.int32), axis=0) - 1
         entry = table + segment
         source = tl.load(entry + SEGMENTS)
         target = tl.load(entry + 2 * SEGMENTS)
         rows = tl.load(entry + 3 * SEGMENTS)
-        if ALONG_N:
-            # loaded numbers have no known divisor, and without one the columns of the result are stored one by one
-            target = tl.multiple_of(target, ALIGNMENT)
-            rows = tl.multiple_of(rows, ALIGNMENT)
+        # loaded numbers have no known divisor, and without one the columns of the result are stored, and those of an
+        # operand stored [K, M] loaded, one by one
+        source = tl.multiple_of(source, ALIGNMENT)
+        target = tl.multiple_of(target, ALIGNMENT)
+        rows = tl.multiple_of(rows, ALIGNMENT)
         number = tl.load(entry + 4 * SEGMENTS)
         within = tile - tl.load(entry)
         tiles_m = tl.cdiv(M if ALONG_N else rows, BLOCK_M)
@@ -124,7 +125,19 @@ def segment_matmul_kernel(
         n_limit = (rows if ALONG_N else N) - n0
         if DESCRIPTORS:
             acc = descriptor_product(
-                a, b, a_row, b_column, K, BLOCK_M, BLOCK_N, BLOCK_K, A_TRANSPOSED, B_TRANSPOSED, PRECISION, INTERPRETED
+                a,
+                b,
+                a_row,
+                b_column,
+                0,
+                K,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                A_TRANSPOSED,
+                B_TRANSPOSED,
+                PRECISION,
+                INTERPRETED,
             )
         else:
             acc = tile_product(

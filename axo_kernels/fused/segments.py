@@ -18,7 +18,7 @@ from axo_kernels.comm.communicator import CommunicatorProtocol
 from axo_kernels.fused.chunks import NO_FLAG, ChunkOrder, Segment, tile_table
 from axo_kernels.fused.workspace import Workspace
 from axo_kernels.gemm.layout import Product, as_row_major, check_offsets
-from axo_kernels.gemm.matmul import describable, operand_descriptors, precision, uses_descriptors, vendor_matmul
+from axo_kernels.gemm.matmul import describable, hints, operand_descriptors, precision, uses_descriptors, vendor_matmul
 from axo_kernels.gemm.tiles import Config, cut_to_fit, default_config, shrink
 
 
@@ -107,22 +107,26 @@ class SegmentedProduct:
             table, workspace.flags, workspace.counters, workspace.epoch, workspace.status, tiles.total,
             self.comm.spins,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-            NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not signals, SIGNAL=signals,
+            XCDS=target.xcds, NUM_PROGRAMS=units, SEGMENTS=width, ALONG_N=along_n, WAIT=not signals, SIGNAL=signals,
             DESCRIPTORS=descriptors, A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1,
             EVEN_K=product.k % config.block_k == 0, HAS_BIAS=self.bias is not None, PRECISION=precision(a),
             INTERPRETED=devices.interpreted(), FENCE=descriptors and target.nvidia and not signals,
-            ALIGNMENT=alignment(workspace.order) if along_n else 1,
-            num_warps=config.warps, num_stages=config.stages,
+            ALIGNMENT=alignment(workspace.order),
+            num_warps=config.warps, num_stages=config.stages, **hints(config),
         )  # fmt: skip
 
 
 def alignment(order: ChunkOrder) -> int:
-    """The largest of 1, 2, 4, 8, 16 that divides where each segment is written, and how much."""
-    return math.gcd(16, *(number for segment in order.segments for number in (segment.target, segment.rows)))
+    """The largest of 1, 2, 4, 8, 16 that divides where each segment is read and written, and how much."""
+    borders = ((segment.source, segment.target, segment.rows) for segment in order.segments)
+    return math.gcd(16, *(number for three in borders for number in three))
 
 
 def programs_left(comm: CommunicatorProtocol, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
+
+    One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose
+    thread blocks want most of one.
 
     Raises:
         ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.

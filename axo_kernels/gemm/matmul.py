@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import Product, as_row_major, autocast, check_offsets, folded_rows, product_of
-from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink
+from axo_kernels.gemm.tiles import Config, Target, cut_to_fit, default_config, purpose_of, shrink, split_short
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "silu_gate")
 BACKENDS = (None, "vendor", "triton")
@@ -260,7 +260,7 @@ def _launch(
     if config is None:
         described = uses_descriptors(target, left, descriptors)
         config = shrink(default_config(target, left.dtype, described, purpose_of(target, wide, activation)), product)
-        config = cut_to_fit(config, target, left.dtype, out.dtype, wide)
+        config = split_short(cut_to_fit(config, target, left.dtype, out.dtype, wide), product, target)
     if config.descriptors and not descriptors:
         raise ValueError(
             f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; "
@@ -272,19 +272,33 @@ def _launch(
             f"matmul {product.name}: configuration '{config.name}' does not fit {target.arch} ({needed} of "
             f"{target.shared_bytes} bytes of shared memory); use a smaller tile or fewer stages, or backend='vendor'"
         )
-    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n) * product.batch
+    tiles_m = math.ceil(product.m / config.block_m)
+    tiles = tiles_m * math.ceil(product.n / config.block_n) * product.batch * config.split_k
     if tiles > _INT32:
         raise ValueError(f"matmul {product.name}: {tiles} tiles exceed {_INT32}; cut the product")
-    programs = min(tiles, target.units)
+    if config.groups:
+        if activation is not None:
+            raise ValueError(
+                f"matmul {product.name}: configuration '{config.name}' has no activation; apply it outside"
+            )
+        launch_grouped(left, right, out, bias, product, config, accumulate)
+        return
+    slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide)
+    programs = min(tiles, slots)
+    behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
+    bias = out if bias is None else bias.contiguous()
+    final, pieces = out, config.split_k
+    if pieces > 1:  # fp32 sums of each piece, with whole tiles of rows: what is behind the sum comes with the last step
+        rows = tiles_m * config.block_m
+        out = torch.empty((pieces * rows, product.n), dtype=torch.float32, device=out.device)
+        last, behind = behind, {"HAS_BIAS": False, "ACTIVATION": "", "ACCUMULATE": False}
     options = {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         # the step of the loop over tiles; not `programs`, since each value of it is compiled
-        "NUM_PROGRAMS": target.units, "HAS_BIAS": bias is not None, "ACTIVATION": activation or "",
-        "ACCUMULATE": accumulate,
-        "PRECISION": precision(left), "INTERPRETED": devices.interpreted(), "FLATTEN": True,
+        "NUM_PROGRAMS": slots, "SPLIT_K": pieces, "XCDS": target.xcds,
+        "PRECISION": precision(left), "INTERPRETED": devices.interpreted(), "FLATTEN": config.flatten,
         "num_warps": config.warps, "num_stages": config.stages,
-    }  # fmt: skip
-    bias = out if bias is None else bias.contiguous()
+    } | behind | hints(config)  # fmt: skip
     if config.descriptors:
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -296,14 +310,58 @@ def _launch(
             0 if gate is None else gate.stride(-2),
             A_TRANSPOSED=left.stride(-1) != 1, B_TRANSPOSED=right.stride(-1) != 1, PARTS=config.parts, **options,
         )  # fmt: skip
-        return
-    left, right, out = _batched(left), _batched(right), _batched(out)
-    gate = out if gate is None else _batched(gate)
-    kernels.matmul_kernel[(programs,)](
-        left, right, out, bias, gate, product.batch, product.m, product.n, product.k,
-        left.stride(0), left.stride(1), left.stride(2), right.stride(0) if right.shape[0] > 1 else 0,
-        right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), gate.stride(0), gate.stride(1),
-        EVEN_K=product.k % config.block_k == 0, **options,
+    else:
+        left, right, out = _batched(left), _batched(right), _batched(out)
+        read = out if gate is None else _batched(gate)
+        kernels.matmul_kernel[(programs,)](
+            left, right, out, bias, read, product.batch, product.m, product.n, product.k,
+            left.stride(0), left.stride(1), left.stride(2), right.stride(0) if right.shape[0] > 1 else 0,
+            right.stride(1), right.stride(2), out.stride(0), out.stride(1), out.stride(2), read.stride(0),
+            read.stride(1), rows * product.n if pieces > 1 else 0,
+            EVEN_K=product.k % config.block_k == 0, **options,
+        )  # fmt: skip
+    if pieces > 1:
+        final, gate = _matrix(final), final if gate is None else gate
+        kernels.combine_kernel[(tiles_m * math.ceil(product.n / 128) * math.ceil(config.block_m / 32),)](
+            out, final, bias, gate, product.m, product.n, rows * product.n, final.stride(0), final.stride(1),
+            gate.stride(-2), PIECES=pieces, BLOCK_M=32, BLOCK_N=128, num_warps=4, **last,
+        )  # fmt: skip
+
+
+def hints(config: Config) -> dict[str, int]:
+    """Options that AMD's compiler alone knows, where the configuration has them."""
+    named = {"waves_per_eu": config.waves_per_eu, "matrix_instr_nonkdim": config.nonkdim}
+    return {name: value for name, value in named.items() if value}
+
+
+def launch_grouped(
+    left: torch.Tensor,
+    right: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    product: Product,
+    config: Config,
+    accumulate: bool,
+) -> None:
+    """Launch the kernel for Hopper (hopper.py)."""
+    from axo_kernels.gemm import hopper
+
+    left, right, out = _matrix(left), _matrix(right), _matrix(out)
+    rows = config.block_m if config.groups == "pingpong" else config.block_m // 2
+    units = devices.target_of(left.device).units
+    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n)
+    a_transposed, b_transposed = left.stride(-1) != 1, right.stride(-1) != 1
+    hopper.hopper_matmul_kernel[(min(tiles, units),)](
+        hopper.descriptor(left.mT if a_transposed else left, hopper.block(rows, config.block_k, a_transposed)),
+        hopper.descriptor(
+            right.mT if b_transposed else right, hopper.block(config.block_k, config.block_n, b_transposed)
+        ),
+        hopper.descriptor(out, [rows, config.block_n // config.parts]),
+        out if bias is None else bias.contiguous(), product.m, product.n, product.k,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
+        NUM_PROGRAMS=units, STAGES=config.stages, PINGPONG=config.groups == "pingpong", PARTS=config.parts,
+        A_TRANSPOSED=a_transposed, B_TRANSPOSED=b_transposed, HAS_BIAS=bias is not None, ACCUMULATE=accumulate,
+        num_warps=config.warps, maxnreg=hopper.REGISTERS,
     )  # fmt: skip
 
 

@@ -43,6 +43,16 @@ class Target:
         return not self.nvidia or int(self.arch[3:]) >= 80
 
     @property
+    def xcds(self) -> int:
+        """Parts of an MI300 with an L2 of their own, of 38 compute units each; 1 on other devices."""
+        return max(1, self.units // 38) if self.arch == "gfx942" else 1
+
+    @property
+    def hopper(self) -> bool:
+        """Whether the kernel in Gluon runs on it (hopper.py)."""
+        return self.arch == "sm_90"
+
+    @property
     def descriptors(self) -> bool:
         """Whether host tensor descriptors turn into bulk copies (TMA)."""
         return self.nvidia and int(self.arch[3:]) >= 90
@@ -72,6 +82,12 @@ class Config:
         warps, stages: Warps of a program; depth of the software pipeline.
         descriptors: Load and store through tensor descriptors.
         parts: Pieces in which a tile is stored (1 or 2); 2 halves the shared memory of the epilogue.
+        flatten: One loop over tiles and depth, so that the next tile's loads come before this tile's stores.
+        split_k: Pieces into which K is cut, for products of few tiles; their fp32 sums are added by a second kernel.
+        groups: ``"pingpong"`` or ``"shared"``: the kernel for Hopper, with two groups of ``warps`` = 4 and one warp
+            that loads (hopper.py); ``""``: the others.
+        waves_per_eu, nonkdim: Hints for AMD's compiler: wavefronts a SIMD (0: its own choice), rows of the matrix
+            instruction (16 or 32; 0: its own choice).
     """
 
     block_m: int
@@ -82,14 +98,47 @@ class Config:
     stages: int = 3
     descriptors: bool = False
     parts: int = 1
+    flatten: bool = True
+    split_k: int = 1
+    groups: str = ""
+    waves_per_eu: int = 0
+    nonkdim: int = 0
 
     @property
     def name(self) -> str:
-        kind = "tma" if self.descriptors else "ptr"
+        kind = self.groups or ("tma" if self.descriptors else "ptr")
+        extras = (
+            (self.parts == 2, "p2"),
+            (not self.flatten, "nested"),
+            (self.split_k > 1, f"k{self.split_k}"),
+            (self.waves_per_eu, f"e{self.waves_per_eu}"),
+            (self.nonkdim, f"i{self.nonkdim}"),
+        )
         return (
             f"{kind} {self.block_m}x{self.block_n}x{self.block_k} g{self.group_m} w{self.warps} s{self.stages}"
-            f"{' p2' if self.parts == 2 else ''}"
+            f"{''.join(f' {extra}' for known, extra in extras if known)}"
         )
+
+    @property
+    def threads(self) -> int:
+        """Threads of a program, in units of a warp: two groups and, counted as a third, the warp that loads."""
+        return self.warps * (3 if self.groups else 1)
+
+    def registers(self, target: Target) -> int:
+        """Upper bound of the registers of a thread: the sums, and what addresses and operands were seen to take."""
+        if self.groups:
+            return 168  # what the program is launched with; setmaxnreg deals it out anew
+        sums = self.block_m * self.block_n // (self.warps * target.warp_size)
+        return min(255 if target.nvidia else 512, sums + (128 if target.nvidia else 160))
+
+    def occupancy(
+        self, target: Target, itemsize: int, out_itemsize: int | None = None, wide_epilogue: bool = False
+    ) -> int:
+        """Programs that a multiprocessor is sure to hold at once; what the compiler made is held against it."""
+        if target.arch == "cpu":
+            return 1
+        shared = self.shared_bytes(itemsize, target, out_itemsize, wide_epilogue)
+        return resident(target, self.threads, self.registers(target), shared)
 
     def shared_bytes(
         self, itemsize: int, target: Target, out_itemsize: int | None = None, wide_epilogue: bool = False
@@ -99,12 +148,18 @@ class Config:
         The pipelined operands, and what the epilogue needs to turn the accumulators into rows: seen in compiled
         kernels, not documented. ``wide_epilogue``: it also reads a tile (accumulating, or a gate).
         """
+        if self.split_k > 1:  # stores fp32 sums, and nothing is behind them
+            out_itemsize, wide_epilogue = 4, False
         operands = (self.block_m + self.block_n) * self.block_k * itemsize
         tile = self.block_m * self.block_n
         if not target.nvidia:
             # AMD's pipeline keeps one of the stages in registers, and its matrix units' tiles are stored as they are
             scratch = min(tile * 4, 8192 * self.warps) if wide_epilogue else 0
             return max(1, self.stages - 1) * operands + scratch + 1024
+        if self.groups:
+            rows = self.block_m if self.groups == "pingpong" else self.block_m // 2
+            buffers = 2 * rows * self.block_n // self.parts * (out_itemsize or itemsize)
+            return self.stages * (operands + 16) + buffers + 1024
         epilogue = tile // self.parts * (out_itemsize or itemsize) * (2 if wide_epilogue else 1)
         if self.descriptors and self.block_m < 128 and int(target.arch[3:]) >= 100:
             epilogue += epilogue // 2 + 256  # tcgen05 lays 64 rows out over 128 lanes
@@ -120,7 +175,8 @@ class Config:
     ) -> bool:
         """Say whether the kernel can run with this configuration on this device."""
         itemsize = dtype.itemsize
-        accumulators = self.block_m * self.block_n // (self.warps * target.warp_size)
+        halves = 2 if self.groups == "shared" else 1
+        accumulators = self.block_m * self.block_n // (self.warps * target.warp_size * halves)
         out_itemsize = out_dtype.itemsize if out_dtype else None
         return (
             all(_power_of_two(size) for size in (self.block_m, self.block_n, self.block_k, self.warps))
@@ -130,10 +186,42 @@ class Config:
             and self.parts in (1, 2)
             and (not self.descriptors or target.descriptors or target.arch == "cpu")
             and (not self.descriptors or max(self.block_m, self.block_n, self.block_k) <= 256)
+            and self.split_k >= 1
+            and (not self.groups or self._grouped_fits(target, itemsize))
             # fp32 accumulators a thread: 256 registers are all there are (512 with the second file of gfx9)
             and accumulators <= (128 if target.nvidia else 256)
             and self.shared_bytes(itemsize, target, out_itemsize, wide_epilogue) <= target.shared_bytes
         )
+
+    def _grouped_fits(self, target: Target, itemsize: int) -> bool:
+        """What the kernel for Hopper asks for beside the rest: 64 rows an instruction, and two stages, since a stage
+        is given back while the next one is read."""
+        rows = self.block_m // 2 if self.groups == "shared" else self.block_m
+        return (
+            self.groups in ("pingpong", "shared")
+            and target.hopper
+            and itemsize == 2
+            and self.descriptors
+            and self.warps == 4
+            and rows >= 64
+            and self.block_n <= 256
+            and self.stages >= 2
+            and self.split_k == 1
+        )
+
+
+def resident(target: Target, warps: int, registers: int, shared: int) -> int:
+    """Programs that fit one multiprocessor at once, by registers, threads and shared memory; at least 1.
+
+    NVIDIA: 65,536 registers, 64 warps, and 1 KiB of shared memory kept for each program. AMD (CDNA): 4 SIMDs, each with
+    512 registers a lane and 8 waves.
+    """
+    if target.nvidia:
+        by_registers = 65_536 // (-(-registers // 8) * 8 * warps * 32)
+        by_memory = (target.shared_bytes + 1024) // (shared + 1024)
+        return max(1, min(by_registers, by_memory, 64 // warps, 32))
+    waves = min(8, 512 // max(1, -(-registers // 8) * 8))
+    return max(1, min(waves * 4 // warps, target.shared_bytes // max(1, shared)))
 
 
 def _power_of_two(value: int) -> bool:
@@ -166,7 +254,9 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
     if target.arch == "cpu":
         return Config(16, 16, 16, group_m=2, warps=1, stages=1, descriptors=descriptors)
     if dtype == torch.float32:
-        return Config(64, 64, 32, warps=4, stages=3 if target.nvidia else 2, descriptors=descriptors)
+        # in full precision deeper steps spill there
+        depth = 16 if target.nvidia and int(target.arch[3:]) >= 90 and not descriptors else 32
+        return Config(64, 64, depth, warps=4, stages=3 if target.nvidia else 2, descriptors=descriptors)
     if not target.nvidia:
         if target.arch == "gfx942" and purpose == "plain":
             return Config(256, 256, 32, warps=8, stages=2)
@@ -176,7 +266,7 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
             return Config(128, 128, 64, warps=8, stages=4, descriptors=True, parts=2)
         return Config(128, 256, 64, warps=8, stages=3, descriptors=True, parts=2)
     if purpose == "wide":
-        return Config(128, 64, 64, warps=4, stages=3)
+        return Config(128, 64, 64, warps=8 if int(target.arch[3:]) >= 90 else 4, stages=3)
     if int(target.arch[3:]) < 90:
         return Config(128, 128, 32 if purpose == "fused" else 64, warps=8, stages=3)
     return Config(128, 128, 64, warps=8, stages=4)
@@ -189,6 +279,32 @@ def shrink(config: Config, product: Product) -> Config:
         block_m=_cut(config.block_m, product.m),
         block_n=_cut(config.block_n, product.n),
     )
+
+
+def accumulating(config: Config) -> Config:
+    """A configuration of the kernel for Hopper with room for fp32 results, which a master gradient has."""
+    return replace(config, stages=3 if config.block_m * config.block_n > 128 * 128 else 4, parts=2)
+
+
+def split_short(config: Config, product: Product, target: Target) -> Config:
+    """Cut K where the tiles are fewer than half of the multiprocessors, so that more of these have work.
+
+    Pieces keep eight steps at least; a piece costs its fp32 sums, written and read once more.
+    """
+    tiles = -(-product.m // config.block_m) * -(-product.n // config.block_n)
+    pieces = 1
+    while (
+        product.batch == 1
+        and not config.groups
+        and 2 * pieces * tiles <= target.units
+        and product.k >= 16 * pieces * config.block_k
+        and pieces < _PIECES
+    ):
+        pieces *= 2
+    return replace(config, split_k=pieces) if target.arch != "cpu" else config
+
+
+_PIECES = 8
 
 
 def _cut(block: int, size: int) -> int:
@@ -231,22 +347,49 @@ def candidates(
 ) -> list[Config]:
     """Return every configuration that the tuner may choose for this product, best guesses first.
 
-    The list is ordered by the estimated share of useful work: waves that are full, tiles that are not padding.
+    The list is ordered by the estimated share of useful work: waves that are full, tiles that are not padding. Behind
+    the best guess stand its variants: K in pieces where waves are short, another order of tiles, nested loops, on AMD
+    the compiler's hints.
     """
     if target.arch == "cpu":
         return []
-    seen: dict[Config, float] = {}
-    for block_m, block_n, warps in _SHAPES["nvidia" if target.nvidia else "amd"]:
-        for block_k, stages in _DEPTHS["nvidia" if target.nvidia else "amd"]:
+    vendor = "nvidia" if target.nvidia else "amd"
+    found = list(HOPPER) if descriptors else []
+    for block_m, block_n, warps in _SHAPES[vendor]:
+        for block_k, stages in _DEPTHS[vendor]:
             for kind in (True, False) if descriptors else (False,):
-                config = Config(
-                    block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
+                found.append(
+                    Config(
+                        block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
+                    )
                 )
-                if config.fits(target, product.dtype, out_dtype, wide_epilogue):
-                    seen[config] = estimate(config, product, target)
-    return sorted(seen, key=lambda config: -seen[config])
+    found = [config for config in found if config.fits(target, product.dtype, out_dtype, wide_epilogue)]
+    found += [short for config in found if (short := split_short(config, product, target)) != config]
+    found.sort(key=lambda config: -estimate(config, product, target))
+    plain = next((config for config in found if not config.groups), None)
+    if plain is not None:
+        place = found.index(plain) + 1
+        found[place:place] = _variants(plain, target)
+    return found
 
 
+def _variants(config: Config, target: Target) -> list[Config]:
+    """The same tile in another order, with nested loops, or with a hint."""
+    found = [replace(config, group_m=16), replace(config, flatten=False)]
+    if not target.nvidia:
+        found += [replace(config, nonkdim=16), replace(config, waves_per_eu=2)]
+    return found
+
+
+# The kernel in Gluon: tiles of its own for each group, in turns, or the halves of a larger one.
+HOPPER = tuple(
+    Config(block_m, block_n, 64, warps=4, stages=stages, descriptors=True, parts=parts, groups=groups)
+    for groups, block_m, block_n, stages, parts in (
+        ("shared", 128, 256, 4, 2),
+        ("shared", 256, 128, 4, 2),
+        ("pingpong", 128, 128, 5, 1),
+    )
+)
 _SHAPES = {
     "nvidia": ((128, 256, 8), (256, 128, 8), (128, 128, 8), (128, 128, 4), (64, 256, 4), (128, 64, 4), (64, 64, 4)),
     "amd": ((256, 256, 8), (256, 128, 8), (128, 256, 8), (128, 128, 4), (128, 64, 4), (64, 128, 4), (64, 64, 4)),
@@ -274,16 +417,20 @@ def fused_candidates(target: Target, product: Product, descriptors: bool) -> lis
 def estimate(config: Config, product: Product, target: Target) -> float:
     """Guess the share of the peak that a configuration reaches, between 0 and 1; only its order matters.
 
-    Three losses: the last wave is not full, tiles at the border compute padding, and a small tile reads its operands
-    more often (intensity, in flops a byte, against 256 flops a byte of shared memory traffic).
+    Losses: the last wave is not full, tiles at the border compute padding, a small tile reads its operands more often
+    (intensity, in flops a byte, against 256 flops a byte of shared memory traffic), and pieces of K are written, read
+    and added (at 200 flops a byte of memory). bench.roofline says what share of the peak to expect.
     """
     tiles_m = -(-product.m // config.block_m)
     tiles_n = -(-product.n // config.block_n)
     tiles = tiles_m * tiles_n * product.batch
-    waves = -(-tiles // target.units)
-    full = tiles / (waves * target.units)
+    slots = target.units * config.occupancy(target, product.dtype.itemsize)
+    work = tiles * config.split_k
+    full = work / (-(-work // slots) * slots) if slots <= work else min(1.0, work / target.units)
     useful = product.m * product.n / (tiles_m * config.block_m * tiles_n * config.block_n)
     intensity = 2 * config.block_m * config.block_n / ((config.block_m + config.block_n) * product.dtype.itemsize)
-    depth = product.k / (product.k + 2 * config.block_k)
+    per_piece = product.k / config.split_k
+    depth = per_piece / (per_piece + 2 * config.block_k)
+    pieces = 1.0 if config.split_k == 1 else product.k / (product.k + 200 * 4 * config.split_k)
     kind = 1.0 if config.descriptors or not target.descriptors else 0.85
-    return full * useful * min(1.0, intensity / 85) * depth * kind
+    return full * useful * min(1.0, intensity / 85) * depth * kind * pieces

@@ -96,7 +96,14 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
 
 def _whole(config: Config) -> bool:
     sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
-    return all(isinstance(size, int) and size > 0 for size in sizes) and isinstance(config.descriptors, bool)
+    hints = (config.waves_per_eu, config.nonkdim)
+    return (
+        all(isinstance(size, int) and size > 0 for size in (*sizes, config.split_k))
+        and all(isinstance(hint, int) and hint >= 0 for hint in hints)
+        and isinstance(config.descriptors, bool)
+        and isinstance(config.flatten, bool)
+        and config.groups in ("", "pingpong", "shared")
+    )
 
 
 def usable(choice: Choice, product: Product, device: torch.device) -> bool:

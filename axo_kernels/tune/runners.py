@@ -13,6 +13,7 @@ from axo_kernels.device import target_of
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import as_row_major, laid_out, relayout
 from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
+from axo_kernels.gemm.tiles import accumulating
 from axo_kernels.tune.choice import Choice
 
 Run = Callable[..., torch.Tensor]
@@ -50,7 +51,14 @@ SHORTEST: dict[tuple[str, bool], Run] = {
 def _triton(choice: Choice, a: torch.Tensor, b: torch.Tensor, **rest: Any) -> torch.Tensor:
     """The Triton kernel, with the measured tile where this call has the alignment and epilogue it was measured with."""
     config = choice.config
-    if rest.get("accumulate") or rest.get("gate") is not None:
+    grouped = config is not None and bool(config.groups)
+    if grouped and rest.get("accumulate") and rest.get("activation") is None and rest.get("gate") is None:
+        assert config is not None
+        config = accumulating(config)
+        left, right = as_row_major(a, b, choice.layout)
+        if not describable(left, right, rest["out"], True):
+            config = None
+    elif rest.get("accumulate") or rest.get("gate") is not None or (grouped and rest.get("activation") is not None):
         config = None
     elif config is not None and config.descriptors:
         left, right = as_row_major(a, b, choice.layout)

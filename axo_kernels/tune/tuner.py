@@ -2,7 +2,8 @@
 
 Candidates for a product are the vendor library in **all three modes** NN, NT and TN ("Democratizing AI", BLAS tuning:
 the copy that lays an operand out anew counts) and the Triton configurations that a cost estimate puts first; for a
-fused operation, the strategies and chunk counts as well. Each candidate's result is checked before it is timed; times
+fused operation, the strategies and chunk counts as well. Each candidate's result is checked before it is timed, and a
+kernel that no interpreter runs once more in every process that would use it (trust.py); times
 are paired medians; with a communicator the largest over the ranks decides and one choice is broadcast, since ranks with
 different chunk counts would hang. torch's own way is always a candidate and wins whenever the gain is within the noise.
 
@@ -29,6 +30,7 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
 from axo_kernels.tune.runners import SHORTEST, Run, run_fused, runner
 from axo_kernels.tune.timing import paired, relative_error
+from axo_kernels.tune.trust import Trust
 
 MODES = ("off", "cached", "first-step")
 # A candidate must beat torch's own by this much: what paired medians of one machine may differ by chance.
@@ -87,6 +89,7 @@ class Tuner:
         self._given = cache
         self._runs: dict[Any, tuple[Run, Run]] = {}  # without and with an epilogue
         self._choices: dict[str, Choice] = {}
+        self._trust: dict[str, Trust] = {}  # by the layout of the operands
 
     def matmul(
         self,
@@ -232,7 +235,7 @@ class Tuner:
             return known
         entry = self.cache(device).get(name)
         found = from_json(entry) if entry is not None else None
-        if found is not None and not usable(found, product, device):
+        if found is not None and not (usable(found, product, device) and self._trusted(found, product, device)):
             found = None
         if self.comm is not None and self.comm.size > 1:
             # One choice for all, whatever each rank has on disk.
@@ -244,6 +247,11 @@ class Tuner:
                 self.cache(device).put({name: found.to_json()})
         chosen = self._choices[name] = found or Choice("vendor", product.layout)
         return chosen
+
+    def _trusted(self, choice: Choice, product: Product, device: torch.device) -> bool:
+        """Whether a kernel that nothing but a GPU can run is right there; True for every other choice."""
+        trust = self._trust.setdefault(product.layout, Trust(partial(runner, stored=product.layout)))
+        return not trust.complaint(choice, product, device)
 
     def _measure(
         self,
@@ -265,7 +273,7 @@ class Tuner:
             right = [choices[0]]
             for index, choice in enumerate(choices[1:], 1):
                 self._tell(index, len(choices), name)
-                right += [choice] * self._is_right(choice, operands, reference, run, device)
+                right += [choice] * self._is_right(choice, product, operands, reference, run, device)
             calls = [partial(run, choice, operands) for choice in right]
             # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
             quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
@@ -290,6 +298,7 @@ class Tuner:
     def _is_right(
         self,
         choice: Choice,
+        product: Product,
         operands: list[torch.Tensor],
         reference: torch.Tensor,
         run: Callable[[Choice, list[torch.Tensor]], torch.Tensor],
@@ -298,6 +307,8 @@ class Tuner:
         """Run a candidate once; one that fails, or is wrong on any rank, is never timed."""
         fused = choice.strategy != "serial"
         try:
+            if not self._trusted(choice, product, device):
+                raise ValueError(choice.name)
             error = relative_error(run(choice, operands), reference)
         except Exception:
             if fused:  # the other ranks are inside the same operation: this cannot be survived alone

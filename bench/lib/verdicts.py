@@ -17,6 +17,7 @@ Row = dict[str, Any]
 
 _ERROR = 4e-3
 _DEEP = (("NN", 0.95), ("NT", 0.95), ("TN", 0.93))
+_GLUON = 0.95
 _ELSEWHERE, _WORST = 0.88, 0.80
 _TUNED_WORST, _TUNED_MEAN = 0.99, 1.00
 _HIDDEN = ((0.2, 0.5), (0.4, 0.7), (0.8, 0.8))
@@ -37,11 +38,13 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     deep = [row for row in mine if row["k"] >= 2048 and row["m"] * row["n"] >= 4 * units * _WAVE]
     rest = [row for row in mine if row not in deep]
     verdicts: Verdicts = {f"GPT shapes measured: {len(mine)} of {len(wanted)}": len(mine) == len(wanted) or _NOT}
-    error = max((row["errors"]["triton"] for row in rows), default=None)
+    error = max((max(row["errors"].get(name, 0.0) for name in ("triton", "gluon")) for row in rows), default=None)
     verdicts |= _line("Triton's relative error", error, _ERROR, len(rows), at_most=True, form=".1e")
     for layout, goal in _DEEP:
         ratios = [row["triton_ratio"] for row in deep if row["layout"] == layout]
         verdicts |= _line(f"Triton {layout}, K >= 2048, >= 4 waves, of torch", _mean(ratios), goal, len(ratios))
+    ratios = [row["gluon_ratio"] for row in deep if row.get("gluon_ratio")]
+    verdicts |= _line("Gluon on Hopper, K >= 2048, >= 4 waves, of torch", _mean(ratios), _GLUON, len(ratios))
     ratios = [row["triton_ratio"] for row in rest]
     verdicts |= _line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
     ratios = [row["triton_ratio"] for row in mine]

@@ -34,7 +34,7 @@ def complaints(
     wrong = []
     matrix = _MATRIX[target.arch]
     counts = {name: len(re.findall(re.escape(name), text)) for name in (matrix, *_COPIES[target.nvidia])}
-    multiplies = kernel != "flags"
+    multiplies = kernel not in ("flags", "combine")
     on_units = dtype != "fp32" or precision == "tf32" or not target.nvidia
     if multiplies and on_units and not counts[matrix]:
         wrong.append(f"no {matrix}")
@@ -60,9 +60,64 @@ def complaints(
             wrong.append("no acquire-release count of finished tiles on this GPU")
         if (fences := len(re.findall(r"\.sys\.|\.sys\b|fence\.sc", text))) > 1:
             wrong.append(f"{fences} orders at system scope, expected one, the flag's")
-    if multiplies and (stores := narrow_stores(text, target)):
+    if kernel != "flags" and (stores := narrow_stores(text, target)):
         wrong.append(f"{stores} stores of the result that are narrower than they need be")
+    if kernel != "flags" and (loads := narrow_loads(text, target)):
+        wrong.append(f"{loads} loads that are narrower than they need be")
     return counts, wrong
+
+
+def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
+    """What is missing in the SASS of the kernel for Hopper (gemm/hopper.py).
+
+    Bulk loads and stores (adding ones where it accumulates); registers dealt out anew to the warp groups; in each loop
+    of products at least two groups of them in flight and no barrier of the whole program; no register kept in memory.
+    """
+    wrong = []
+    store = "UTMAREDG" if accumulate else "UTMASTG"
+    for name in ("UTMALDG", store, "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"):
+        if name not in sass:
+            wrong.append(f"no {name}")
+    if re.search(r"\b(?:STL|LDL)\b", sass):
+        wrong.append("registers kept in memory")
+    loops = [body for body in loop_bodies(sass) if "HGMMA" in body]
+    if len(loops) != 2:
+        wrong.append(f"{len(loops)} loops of products, expected one for each of the two groups")
+    for body in loops:
+        waits = [int(found, 16) for found in re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", body)]
+        if not waits or min(waits) < 1:
+            wrong.append(f"a loop waits until {min(waits, default=0)} products are in flight before it issues the next")
+        barriers = re.findall(r"BAR\.SYNC\S* ([^;]*?)\s*;", body)
+        if any(not re.search(r", 0x80$", operands) for operands in barriers):
+            wrong.append(f"a barrier of the whole program in a loop of products: {barriers}")
+        if re.search(r"SYNCS\.ARRIVE", re.sub(r"BAR\.SYNC.*?SYNCS\.ARRIVE[^;]*", "", body, flags=re.S)):
+            wrong.append("a group gives a stage back before its threads have met")
+        if "UTMALDG" in body:
+            wrong.append("a group that multiplies also loads")
+    return wrong
+
+
+def instructions(sass: str) -> int:
+    """How many instructions a piece of SASS has."""
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", sass, re.M))
+
+
+def loop_bodies(sass: str) -> list[str]:
+    """The innermost loops of a disassembled kernel: from a label to the branch back to it."""
+    lines = sass.splitlines()
+    labels = {
+        match.group(1): index for index, line in enumerate(lines) if (match := re.match(r"\s*(\.L_x_\d+):", line))
+    }
+    spans = []
+    for index, line in enumerate(lines):
+        if (match := re.search(r"\bBRA\b.*?(\.L_x_\d+)", line)) and labels.get(match.group(1), index) < index:
+            spans.append((labels[match.group(1)], index))
+    inner = [
+        span
+        for span in spans
+        if not any(other != span and span[0] <= other[0] and other[1] <= span[1] for other in spans)
+    ]
+    return ["\n".join(lines[first : last + 1]) for first, last in inner]
 
 
 _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "buffer_load")}
@@ -72,6 +127,19 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 _REPORT = 3
 _WIDE = {True: r"\bst\.global\.(?:v4\.b32|v2\.b64)", False: r"\b(?:global|buffer)_store_dwordx[24]"}
 _STORE = {True: r"\bst\.global", False: r"\b(?:global|buffer)_store_"}
+
+
+# What a kernel loads beside operands: the columns of a bias, and a segment's entry in the table, by each thread.
+_ENTRIES = 26
+_WIDE_LOAD = {True: r"\bld\.global\.(?:v4\.b32|v2\.b64)", False: r"\b(?:global|buffer)_load_dwordx[24]"}
+_LOAD = {True: r"\bld\.global\.(?!sys)", False: r"\b(?:global|buffer)_load_"}
+
+
+def narrow_loads(text: str, target: Target) -> int:
+    """How many loads of operands, of what is added to or of a gate move less than 16 bytes a thread (8 on AMD)."""
+    every, wide = (len(re.findall(found[target.nvidia], text)) for found in (_LOAD, _WIDE_LOAD))
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", text)
+    return max(0, every - wide - _ENTRIES) + sum(size != "0x10" for size in copies)
 
 
 def narrow_stores(text: str, target: Target) -> int:

@@ -3,11 +3,13 @@
     python -m bench.tools.compile_matrix            kernel x layout x dtype x target at the default configurations
     python -m bench.tools.compile_matrix --all      every configuration that the tuner may choose, as well
     ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
+    ... --out FILE --table docs/compiled.md         a page of registers, shared memory and programs a multiprocessor
 
 Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
-limit and within what tiles.py promised, asynchronous copies; for waiting kernels a spin loop that has survived and
-reads with acquire at system scope; for signalling kernels a release at system scope. Registers spilled to memory are
-reported. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
+limit and within what tiles.py promised, programs a multiprocessor as promised, asynchronous copies, 16-byte accesses,
+in defaults no register spilled; for waiting kernels a spin loop that has survived and reads with acquire at system
+scope; for signalling kernels one release at system scope; for the kernel in Gluon what assembly.grouped_complaints
+says. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
 kernel.
 
 What this cannot show: that a kernel is fast, or that the hardware does what the assembly says.
@@ -27,7 +29,8 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -35,11 +38,23 @@ from typing import Any
 import torch
 
 from axo_kernels.gemm.layout import LAYOUTS, Product
-from axo_kernels.gemm.tiles import PURPOSES, TARGETS, Config, Target, candidates, default_config, fused_candidates
-from bench.tools.assembly import complaints
+from axo_kernels.gemm.matmul import hints
+from axo_kernels.gemm.tiles import (
+    HOPPER,
+    PURPOSES,
+    TARGETS,
+    Config,
+    Target,
+    accumulating,
+    candidates,
+    default_config,
+    fused_candidates,
+    resident,
+)
+from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("matmul", "accumulate", "epilogue", "wait", "signal", "flags")
+KERNELS = ("matmul", "accumulate", "epilogue", "split", "combine", "wait", "signal", "flags")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -64,13 +79,16 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What came of it; ``wrong`` is empty when all checks passed."""
+    """What came of it; ``wrong`` is empty when all checks passed. ``loop``: instructions of a warp in a step of K of
+    wgmma's products."""
 
     name: str
     seconds: float
     shared: int = 0
     registers: int = -1
     spilled: int = -1
+    occupancy: int = -1
+    loop: int = 0
     instructions: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
 
@@ -108,7 +126,14 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
                 yield Case("wait", layout, dtype, target.arch, fused, precision)
         yield Case("accumulate", "TN", dtype, target.arch, wide, precision)
         yield Case("epilogue", "NT", dtype, target.arch, wide, precision)
+        yield Case("split", "TN", dtype, target.arch, replace(plain, split_k=4), precision)
+    if dtype != "fp32" and target.hopper:
+        for config in HOPPER:
+            for layout in LAYOUTS:
+                yield Case("matmul", layout, dtype, target.arch, config)
+            yield Case("accumulate", "TN", dtype, target.arch, accumulating(config))
     if dtype == "bf16":
+        yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
 
 
@@ -133,21 +158,47 @@ def compile_case(case: Case) -> Outcome:
     seconds = time.perf_counter() - started
     target = TARGETS[case.target]
     outcome = Outcome(case.name, round(seconds, 2), max(kernel.metadata.shared for kernel in compiled))
-    itemsize = DTYPES[case.dtype].itemsize
-    wide = case.kernel in ("accumulate", "epilogue")
-    promised = case.config.shared_bytes(itemsize, target, 4 if case.kernel == "accumulate" else None, wide)
-    if case.kernel == "flags":
-        promised = target.shared_bytes
-    for limit, whose in ((target.shared_bytes, case.target), (promised, "tiles.py")):
-        if outcome.shared > limit:
-            outcome.wrong.append(f"{outcome.shared} bytes of shared memory exceed the {limit} of {whose}")
+    plain = case.kernel in ("flags", "combine")
+    warps = 1 if case.kernel == "flags" else 4 if plain else case.config.threads
     for kernel in compiled:
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
         counts, wrong = complaints(text, case.kernel, target, case.dtype, case.precision, case.config.descriptors)
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
+        if case.target == "sm_90" and case.config.descriptors and case.dtype != "fp32":
+            sass = disassembled(kernel)
+            outcome.loop = max((instructions(body) for body in loop_bodies(sass) if "HGMMA" in body), default=0)
+            if case.config.groups:
+                outcome.wrong += grouped_complaints(sass, accumulate=case.kernel == "accumulate")
+    outcome.occupancy = resident(target, warps, outcome.registers, outcome.shared)
+    outcome.wrong += _broken_promises(case, outcome, target)
     return outcome
+
+
+def _broken_promises(case: Case, outcome: Outcome, target: Target) -> list[str]:
+    """What the compiler made that tiles.py did not count with: shared memory, programs a multiprocessor, spills."""
+    wrong = []
+    itemsize, wide = DTYPES[case.dtype].itemsize, case.kernel in ("accumulate", "epilogue")
+    out = 4 if case.kernel in ("accumulate", "split") else None
+    promised = case.config.shared_bytes(itemsize, target, out, wide)
+    if case.kernel in ("flags", "combine"):
+        promised = target.shared_bytes
+    for limit, whose in ((target.shared_bytes, case.target), (promised, "tiles.py")):
+        if outcome.shared > limit:
+            wrong.append(f"{outcome.shared} bytes of shared memory exceed the {limit} of {whose}")
+    if case.kernel in ("matmul", "accumulate", "epilogue", "split"):
+        sure = case.config.occupancy(target, itemsize, out, wide)
+        if outcome.occupancy < sure:
+            wrong.append(f"{outcome.occupancy} programs fit a multiprocessor, tiles.py counts with {sure}")
+    if outcome.spilled > 0 and case in _defaults():
+        wrong.append(f"{outcome.spilled} bytes of registers spilled in a default")
+    return wrong
+
+
+@cache
+def _defaults() -> frozenset[Case]:
+    return frozenset(cases())
 
 
 def _kernel_names(case: Case) -> tuple[str, ...]:
@@ -155,6 +206,10 @@ def _kernel_names(case: Case) -> tuple[str, ...]:
         return ("wait_flag_kernel", "write_flag_kernel")
     if case.kernel in ("wait", "signal"):
         return ("segment_matmul_kernel",)
+    if case.kernel == "combine":
+        return ("combine_kernel",)
+    if case.config.groups:
+        return ("hopper_matmul_kernel",)
     return ("matmul_descriptor_kernel",) if case.config.descriptors else ("matmul_kernel",)
 
 
@@ -162,10 +217,14 @@ def _compile(case: Case, kernel_name: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     from axo_kernels.fused import kernels as signal_kernels
     from axo_kernels.gemm import kernels as gemm_kernels
 
+    grouped = kernel_name == "hopper_matmul_kernel"
+    if grouped:
+        from axo_kernels.gemm import hopper as gemm_kernels  # type: ignore[no-redef]
     kernel = getattr(gemm_kernels, kernel_name, None) or getattr(signal_kernels, kernel_name)
     target, config = TARGETS[case.target], case.config
     arch = int(case.target[3:]) if target.nvidia else case.target
@@ -177,22 +236,31 @@ def _compile(case: Case, kernel_name: str) -> Any:
         for index, name in enumerate(kernel.arg_names)
         if name in types and name not in unaligned and not types[name].startswith("tensordesc")
     }
+    options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
+    if case.kernel == "combine":
+        options["num_warps"] = 4
+    if grouped:
+        options["maxnreg"] = gemm_kernels.REGISTERS  # type: ignore[attr-defined]
     return triton.compile(
-        ASTSource(kernel, signature, {name: constants[name] for name in signature if name in constants}, attributes),
+        (GluonASTSource if grouped else ASTSource)(
+            kernel, signature, {name: constants[name] for name in signature if name in constants}, attributes
+        ),
         target=GPUTarget("cuda" if target.nvidia else "hip", arch, target.warp_size),
-        options={"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages},
+        options=options | hints(config),
     )
 
 
 def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, str]]:
     """Constants and types by argument name, for whichever kernel has such an argument."""
     config, wait, signal = case.config, case.kernel == "wait", case.kernel == "signal"
+    target = TARGETS[case.target]
     epilogue = case.kernel == "epilogue"
     kind = case.dtype
-    out = "fp32" if case.kernel == "accumulate" else kind
+    out = "fp32" if case.kernel in ("accumulate", "split") else kind
     types = dict.fromkeys(("a", "b", "bias", "gate"), f"*{kind}") | {"c": f"*{out}"}
     types |= dict.fromkeys(("batch", "M", "N", "K", "tiles", "bound", "number"), "i32")
-    types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm gb gm".split()), "i32")
+    types |= dict.fromkeys((f"stride_{x}" for x in "ab am ak bb bk bn cb cm cs gb gm ps".split()), "i32")
+    types["partial"] = "*fp32"
     types |= dict.fromkeys(("table", "flags", "flag", "counters", "epoch_address", "status"), "*i32")
     constants: dict[str, Any] = {"stride_cn": 1}
     for name in _UNIT.get(case.layout, ()):
@@ -204,16 +272,50 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
         types["a"], types["b"] = f"tensordesc<{kind}{a}>", f"tensordesc<{kind}{b}>"
         if kernel_name == "matmul_descriptor_kernel":
             types["c"] = f"tensordesc<{out}{[config.block_m, config.block_n // config.parts]}>"
+    if config.groups:
+        from axo_kernels.gemm.hopper import block, layout_of
+
+        rows = config.block_m if config.groups == "pingpong" else config.block_m // 2
+        shapes = {
+            "a": block(rows, config.block_k, case.layout == "TN"),
+            "b": block(config.block_k, config.block_n, case.layout == "NT"),
+            "c": [rows, config.block_n // config.parts],
+        }
+        for name, shape in shapes.items():
+            held = out if name == "c" else kind
+            types[name] = f"tensordesc<{held}{shape},{layout_of(shape, DTYPES[held])!r}>"
     constants |= {
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
-        "NUM_PROGRAMS": 128, "EVEN_K": True, "HAS_BIAS": epilogue, "ACTIVATION": "silu_gate" if epilogue else "",
-        "ACCUMULATE": case.kernel == "accumulate", "PRECISION": case.precision, "INTERPRETED": False, "FLATTEN": True,
+        "SPLIT_K": config.split_k, "XCDS": target.xcds, "PIECES": config.split_k, "STAGES": config.stages,
+        "PINGPONG": config.groups == "pingpong", "NUM_PROGRAMS": 128, "EVEN_K": True,
+        "HAS_BIAS": epilogue, "ACTIVATION": "silu_gate" if epilogue else "", "ACCUMULATE": case.kernel == "accumulate",
+        "PRECISION": case.precision, "INTERPRETED": False, "FLATTEN": config.flatten,
         "A_TRANSPOSED": case.layout == "TN", "B_TRANSPOSED": case.layout == "NT", "PARTS": config.parts,
         "SEGMENTS": 16, "ALONG_N": wait and case.layout == "NT", "WAIT": wait, "SIGNAL": signal,
         "DESCRIPTORS": config.descriptors,
         "FENCE": wait and config.descriptors, "ALIGNMENT": 16,
     }  # fmt: skip
+    if case.kernel == "combine":
+        constants |= {"BLOCK_M": 32, "BLOCK_N": 128, "HAS_BIAS": True}
     return constants, {name: kind.replace(", ", ",") for name, kind in types.items()}
+
+
+def disassembled(kernel: Any) -> str:
+    """SASS of a compiled kernel."""
+    return _shown(kernel, "nvdisasm")
+
+
+def _shown(kernel: Any, tool: str, *options: str) -> str:
+    """What one of NVIDIA's tools, which Triton brings, says of a compiled kernel; empty where the tool is missing."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    if not path.exists():
+        return ""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run([path, *options, file.name], capture_output=True, text=True, check=False).stdout
 
 
 def _resources(kernel: Any, target: Target) -> tuple[int, int]:
@@ -222,16 +324,8 @@ def _resources(kernel: Any, target: Target) -> tuple[int, int]:
         text = kernel.asm["amdgcn"]
         found = [re.search(rf"\.{name}:\s+(\d+)", text) for name in ("vgpr_count", "vgpr_spill_count")]
         return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.exists():
-        return -1, -1
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        shown = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=False)
-    found = [re.search(rf"{name}:(\d+)", shown.stdout) for name in ("REG", "STACK")]
+    shown = _shown(kernel, "cuobjdump", "--dump-resource-usage")
+    found = [re.search(rf"{name}:(\d+)", shown) for name in ("REG", "STACK")]
     return tuple(int(match.group(1)) if match else -1 for match in found)  # type: ignore[return-value]
 
 
@@ -263,16 +357,52 @@ def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> 
     return {line["name"]: line for line in lines[1:] if line.get("name") in names and not line["wrong"]}
 
 
+_SOURCES = (
+    "axo_kernels/gemm/kernels.py",
+    "axo_kernels/gemm/hopper.py",
+    "axo_kernels/gemm/tiles.py",
+    "axo_kernels/fused/kernels.py",
+    "bench/tools/assembly.py",
+)
+
+
 def _identity() -> dict[str, str]:
     """Triton's version, and a digest of what is compiled."""
     import triton
 
     root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for name in ("axo_kernels/gemm/kernels.py", "axo_kernels/fused/kernels.py", "bench/tools/assembly.py"):
+    for name in _SOURCES:
         digest.update((root / name).read_bytes())
     for function in (_compile, _arguments, _kernel_names):
         digest.update(inspect.getsource(function).encode())
     return {"triton": triton.__version__, "sources": digest.hexdigest()[:12]}
+
+
+def page(matrix: list[Case], found: dict[str, dict[str, Any]]) -> str:
+    """Markdown: of each kernel and configuration the most over layouts, and the fewest programs a multiprocessor."""
+    rows: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
+    for case in matrix:
+        if case.name in found and case.dtype != "fp16":
+            dtype = "tf32" if case.precision == "tf32" else case.dtype
+            rows.setdefault((case.target, case.kernel, dtype, case.config.name), []).append(found[case.name])
+    text = _PAGE
+    for (arch, kernel, dtype, config), lines in rows.items():
+        most = {name: max(line[name] for line in lines) for name in ("registers", "spilled", "shared")}
+        text += f"| {arch} | {kernel} | {dtype} | {config} | {most['registers']} | {most['spilled']} "
+        text += f"| {most['shared'] / 1024:.1f} | {min(line['occupancy'] for line in lines)} |\n"
+    return text
+
+
+_PAGE = """# What the compiler made of the kernels
+
+For who tunes tiles: every default configuration, compiled for five GPUs without one. Registers are a thread's, spilled
+bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
+at once. fp16 is as bf16. Written by `make compile-defaults`, whose JSON lines are in
+`bench/results/compile_matrix_defaults.jsonl`.
+
+| GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |
+|---|---|---|---|---|---|---|---|
+"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -287,12 +417,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--out", type=Path, help="JSON lines; what stands there from a stopped run is not compiled again"
     )
+    parser.add_argument("--table", type=Path, help="write a page with a row for each kernel and configuration")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(arguments)
     matrix, identity = cases(options.all), _identity()
     found = earlier(options.out, matrix, identity)
     before = sum(line["seconds"] for line in found.values())
-    missing = [case for case in matrix if case.name not in found]
+    # fp16 compiles as bf16 does: last, where time may run out
+    missing = sorted((case for case in matrix if case.name not in found), key=lambda case: case.dtype == "fp16")
     started = time.perf_counter()
     for outcome in compile_all(missing, options.workers, options.seconds):
         found[outcome.name] = asdict(outcome)
@@ -310,6 +442,8 @@ def main(arguments: list[str] | None = None) -> int:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         lines = [summary, *(found[case.name] for case in matrix if case.name in found)]
         options.out.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    if options.table:
+        options.table.write_text(page(matrix, found), encoding="utf-8")
     return 3 if len(found) < len(matrix) else 1 if bad else 0
 
 

@@ -159,6 +159,7 @@ def test_speed_is_judged_by_class():
         ("Triton NN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton NT, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton TN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.93)", True),
+        ("Gluon on Hopper, K >= 2048, >= 4 waves, of torch (goal: at least 0.95)", "not measured"),
         ("Triton on the other GPT shapes, of torch: 0.890 over 3 shapes (goal: at least 0.88)", True),
         ("Triton at worst, of torch: 0.890 over 6 shapes (goal: at least 0.8)", True),
         ("tuned at worst, of torch: 0.980 over 7 shapes (goal: at least 0.99)", False),

@@ -1,11 +1,15 @@
 """The matrix product: kernels in the interpreter and the torch path, both against fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from axo_kernels import device as devices
+from axo_kernels.gemm import matmul as products
 from axo_kernels.gemm.layout import LAYOUTS
 from axo_kernels.gemm.matmul import gradients, matmul, matmul_reference
-from axo_kernels.gemm.tiles import Config
+from axo_kernels.gemm.tiles import TARGETS, Config, Target
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.runners import runner
 
@@ -157,6 +161,97 @@ def check_gelu_far_out():
 
 def test_activations_do_not_overflow(interpreter):
     interpreter.run(check_gelu_far_out)
+
+
+def check_pieces(layout):
+    """K in pieces, some of them empty, with all that comes behind a sum; the same bits every time."""
+    for split_k, kind, (m, n, k) in ((3, POINTERS, (33, 17, 100)), (4, DESCRIPTORS, (40, 48, 40))):
+        config = replace(kind, split_k=split_k)
+        a, b = operands(layout, m, n, k, torch.float32)
+        bias, gate, master = torch.randn(n), torch.randn(m, n), torch.full((m, n), 2.0)
+        exact = matmul_reference(a, b, layout)
+        out = torch.full((m, n), float("nan"))
+        assert error(matmul(a, b, layout, out, config=config), exact) < 1e-6, (config.name, m, n, k)
+        assert torch.equal(out, matmul(a, b, layout, config=config))
+        got = matmul(a, b, layout, bias=bias, activation="silu_gate", gate=gate, config=config)
+        expected = torch.nn.functional.silu(exact + bias.double()) * gate.double()
+        assert error(got, expected) < 1e-6, (config.name, m, n, k)
+        assert error(matmul(a, b, layout, master, accumulate=True, config=config), exact + 2.0) < 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_k_in_pieces(interpreter, layout):
+    interpreter.run(check_pieces, layout)
+
+
+def first_tiles(programs, xcds):
+    """What first_tile gives the programs 0, 1, ... of a launch."""
+    import triton
+    import triton.language as tl
+
+    from axo_kernels.gemm.kernels import first_tile
+
+    @triton.jit
+    def kernel(out, XCDS: tl.constexpr):
+        tl.store(out + tl.program_id(0), first_tile(XCDS))
+
+    out = torch.full((programs,), -1, dtype=torch.int32)
+    globals()["first_tile"], globals()["tl"] = first_tile, tl  # where the interpreter looks names up
+    kernel[(programs,)](out, XCDS=xcds)
+    return out.tolist()
+
+
+def test_neighbours_in_the_order_of_tiles_are_on_one_xcd(interpreter):
+    for programs, xcds in ((304, 8), (37, 8), (5, 8), (9, 1)):
+        found = interpreter.run(first_tiles, programs, xcds)
+        assert sorted(found) == list(range(programs))
+        for xcd in range(min(xcds, programs)):  # AMD deals programs out one by one
+            mine = found[xcd::xcds]
+            assert mine == list(range(mine[0], mine[0] + len(mine))), (programs, xcds, mine)
+    assert {arch: target.xcds for arch, target in TARGETS.items()} == dict.fromkeys(TARGETS, 1) | {"gfx942": 8}
+    assert Target("gfx942", 38, 65_536).xcds == 1, "a part of an MI300 that is one XCD"
+
+
+class Recorder:
+    """Stands for a kernel: keeps its grid and its constants."""
+
+    def __getitem__(self, grid):
+        self.grid = grid
+        return self.launch
+
+    def launch(self, *args, **options):
+        self.options = options
+
+
+def test_programs_are_as_many_as_fit_the_multiprocessors(monkeypatch):
+    """64x64 tiles leave room for several programs a multiprocessor, 128x256 for one; few tiles get K cut."""
+    kernel, combine = Recorder(), Recorder()
+    monkeypatch.setattr(devices, "target_of", lambda device: TARGETS["sm_80"])
+    monkeypatch.setattr(devices, "interpreted", lambda: False)
+    kernels = type("Kernels", (), {"matmul_kernel": kernel, "combine_kernel": combine})
+    monkeypatch.setattr(devices, "gemm_kernels", lambda: kernels)
+
+    def launched(m, n, k, config=None):
+        a, b = torch.empty(m, k, dtype=torch.bfloat16), torch.empty(k, n, dtype=torch.bfloat16)
+        product = products.product_of(a, b, "NN")
+        out = torch.empty(m, n, dtype=torch.bfloat16)
+        products._launch(a, b, out, None, product, products.Epilogue(), config)
+        return kernel.grid[0], kernel.options
+
+    small = Config(64, 64, 32, warps=4, stages=3)
+    each = small.occupancy(TARGETS["sm_80"], 2)
+    assert each > 1
+    grid, options = launched(4096, 4096, 512, small)
+    assert grid == 108 * each == options["NUM_PROGRAMS"] and options["SPLIT_K"] == 1
+    assert launched(4096, 4096, 512, Config(128, 256, 64, warps=8, stages=2))[0] == 108
+    grid, options = launched(256, 256, 8192)  # 4 tiles for 108 multiprocessors
+    assert options["SPLIT_K"] == 8 and grid == 32 and combine.options["PIECES"] == 8
+    assert launched(256, 256, 512)[1]["SPLIT_K"] == 1, "pieces of less than eight steps cost more than they bring"
+    assert launched(8192, 8192, 8192)[1]["SPLIT_K"] == 1
+    odd = Config(64, 64, 32, group_m=16, warps=4, flatten=False)
+    assert launched(512, 512, 512, odd)[1] | {"GROUP_M": 16, "FLATTEN": False} == kernel.options
+    hinted = replace(odd, waves_per_eu=2, nonkdim=16)
+    assert launched(512, 512, 512, hinted)[1].items() >= {"waves_per_eu": 2, "matrix_instr_nonkdim": 16}.items()
 
 
 def check_accumulate():

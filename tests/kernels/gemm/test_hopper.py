@@ -1,0 +1,169 @@
+"""The kernel for Hopper, which nothing here can run: its barriers in a model, its machine code, who is let near it."""
+
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+
+from axo_kernels import Tuner
+from axo_kernels.gemm.layout import Product, as_row_major
+from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
+from axo_kernels.tune import choice as choice_module
+from axo_kernels.tune import runners
+from axo_kernels.tune import tuner as tuner_module
+from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.choice import Choice, from_json
+from axo_kernels.tune.timing import Timing
+from bench.tools.assembly import grouped_complaints, loop_bodies
+
+from .ring_model import Ring, explore
+
+# Stages, tiles of a program, steps: rings that never wrap, that wrap inside a tile and between tiles.
+SIZES = [(2, 1, 1), (2, 2, 1), (2, 3, 2), (3, 2, 1), (2, 1, 4)]
+
+
+@pytest.mark.parametrize("pingpong", [True, False], ids=["pingpong", "shared"])
+def test_no_order_of_events_stops_the_ring_or_spoils_it(pingpong):
+    counts = [explore(Ring(pingpong, *sizes, parts=1 + (sizes[2] == 1))) for sizes in SIZES]
+    assert all(not wrong for _, wrong in counts), counts
+    assert sum(states for states, _ in counts) > 5_000, "too few states to be all orders"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("pingpong", [True, False], ids=["pingpong", "shared"])
+def test_larger_rings(pingpong):
+    total = 0
+    for sizes in [(2, 4, 3), (3, 3, 3), (3, 4, 2), (4, 3, 2), (4, 2, 4), (5, 2, 3)]:
+        states, wrong = explore(Ring(pingpong, *sizes, parts=2), most=20_000_000)
+        assert not wrong, (sizes, wrong)
+        total += states
+    print(f"{total} states")
+
+
+BROKEN = {
+    "first phase": "nobody can go on",
+    "phase never turns": "",
+    "empty counts one group": "",
+    "too few bytes": "",
+    "gives back what is read": "a buffer is filled while a product reads it",
+    "two left in flight": "a buffer is filled while a product reads it",
+    "last stage kept": "nobody can go on",
+    "buffer in use": "a buffer is written while it is stored",
+    "position": "",
+    "no order": "a product reads what is not there",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_the_model_finds_what_is_broken(broken):
+    found = explore(Ring(True, 2, 3, 3, broken=broken))[1] or explore(Ring(False, 2, 3, 3, broken=broken))[1]
+    assert found and (not BROKEN[broken] or BROKEN[broken] == found), found
+
+
+def test_rings_that_cannot_turn():
+    """A stage is given back while the next is read, so one is too few; nor may one group wait longer than the ring."""
+    assert explore(Ring(True, 1, 1, 2))[1] == explore(Ring(False, 1, 1, 2))[1] == "nobody can go on"
+    assert explore(Ring(False, 2, 1, 5, head=4))[1] == "nobody can go on"
+    assert not replace(HOPPER[0], stages=1).fits(TARGETS["sm_90"], torch.bfloat16)
+
+
+def test_candidates_on_hopper_alone():
+    """bf16 and fp16 that descriptors can describe; and a buffer of fp32 fits where a master gradient is added to."""
+    for arch, target in TARGETS.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for described in (True, False):
+                found = candidates(target, Product("NT", 4096, 4096, 4096, dtype), described and target.descriptors)
+                grouped = [config for config in found if config.groups]
+                wanted = arch == "sm_90" and described and dtype != torch.float32
+                assert set(grouped) == (set(HOPPER) if wanted else set()), (arch, dtype, described)
+    for config in HOPPER:
+        assert accumulating(config).fits(TARGETS["sm_90"], torch.bfloat16, torch.float32)
+        assert from_json(Choice("triton", "NT", config).to_json()) == Choice("triton", "NT", config)
+
+
+# A group's loop as the compiler writes it: wait for the stage, a product, which may stay in flight, a barrier of the
+# group's 128 threads, the stage given back.
+LOOP = """
+.L_x_1:
+ SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR7+0x30080], R10 ;
+ HGMMA.64x128x16.F32.BF16 R88, gdesc[UR4], R88, gsb0 ;
+ WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+ BAR.SYNC.DEFER_BLOCKING 0x2, 0x80 ;
+ @P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR33+0x300a0], RZ ;
+ @P0 BRA `(.L_x_1) ;
+"""
+SASS = (
+    " USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0 ;\n USETMAXREG.DEALLOC.CTAPOOL 0x18 ;\n UTMALDG.2D [UR16], [UR6] ;\n"
+    + LOOP
+    + LOOP.replace("_1", "_2")
+    + " BAR.SYNC.DEFER_BLOCKING 0x1 ;\n UTMASTG.2D [UR4], [UR8] ;\n"
+)
+
+
+def test_what_the_gate_on_machine_code_lets_through():
+    assert len(loop_bodies(SASS)) == 2 and not grouped_complaints(SASS, accumulate=False)
+    for old, new, told in (
+        ("UTMALDG", "LDGSTS", "no UTMALDG"),
+        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC"),
+        ("gsb0, 0x1", "gsb0, 0x0", "0 products are in flight"),
+        ("BLOCKING 0x2, 0x80", "BLOCKING 0x0", "a barrier of the whole program"),
+        ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP", "before its threads have met"),
+        ("UTMASTG", "UTMAREDG", "no UTMASTG"),
+        (" BAR.SYNC.DEFER_BLOCKING 0x1 ;", " STL [R1], R2 ;", "kept in memory"),
+        ("_2", "_1", "expected one for each"),
+    ):
+        found = grouped_complaints(SASS.replace(old, new), accumulate=False)
+        assert any(told in each for each in found), (old, new, found)
+    assert grouped_complaints(SASS, accumulate=True) == ["no UTMAREDG"]
+
+
+@pytest.mark.parametrize("fault", ["", "a step left out", "one element", "bias", "accumulate", "raises"])
+def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
+    """Measured here, and read from what an earlier process has measured."""
+    calls = []
+
+    def kernel(a, b, layout, *, backend, config, out=None, bias=None, accumulate=False, **rest):
+        calls.append(config)
+        if fault == "raises":
+            raise RuntimeError("CUDA error: an illegal instruction was encountered")
+        left, right = as_row_major(a, b, layout)
+        if fault == "a step left out":
+            left, right = left[:, config.block_k :], right[config.block_k :]
+        result = left.float() @ right.float()
+        if fault == "one element":
+            result[-1, -1] += 30.0
+        if bias is not None and fault != "bias":
+            result += bias
+        if out is None:
+            return result.to(a.dtype)
+        return out.add_(result) if accumulate and fault != "accumulate" else out.copy_(result)
+
+    config = HOPPER[2]
+    monkeypatch.setattr(runners, "matmul", kernel)
+    monkeypatch.setattr(runners, "target_of", lambda device: TARGETS["sm_90"])
+    monkeypatch.setattr(runners, "describable", lambda *operands: True)
+    monkeypatch.setattr(choice_module, "usable", lambda *given: True)
+    monkeypatch.setattr(tuner_module, "usable", lambda *given: True)
+    mine = Choice("triton", "TN", config)
+    monkeypatch.setattr(tuner_module, "plain_choices", lambda *given: [Choice("vendor", "TN"), mine])
+    monkeypatch.setattr(
+        tuner_module,
+        "paired",
+        lambda calls, *rest, **more: [Timing(1 / n, 1 / n, 0.5) for n in range(1, len(calls) + 1)],
+    )
+    product, cpu = Product("TN", 96, 80, 256, torch.bfloat16), torch.device("cpu")
+    cache = Cache("a device", {}, tmp_path)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found = Tuner("first-step", cache=cache).choose(product, cpu)
+        cache.put({f"matmul {product.name}": mine.to_json()})  # what an older driver may have left
+        later = Tuner("cached", cache=cache)
+        again = later.choose(product, cpu)
+        checked = len(calls)
+        later.choose(replace(product, m=192), cpu)  # the same class of shapes
+    assert {found.backend, again.backend} == ({"vendor"} if fault else {"triton"})
+    assert len(told) == (2 if fault else 0) and all(
+        "is wrong on cpu and left out" in str(each.message) for each in told
+    )
+    assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
