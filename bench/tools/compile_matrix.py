@@ -159,7 +159,7 @@ def compile_case(case: Case) -> Outcome:
     target = TARGETS[case.target]
     outcome = Outcome(case.name, round(seconds, 2), max(kernel.metadata.shared for kernel in compiled))
     plain = case.kernel in ("flags", "combine")
-    warps = 1 if case.kernel == "flags" else 4 if plain else case.config.threads
+    warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
     for kernel in compiled:
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
         counts, wrong = complaints(text, case.kernel, target, case.dtype, case.precision, case.config.descriptors)
