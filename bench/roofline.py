@@ -9,7 +9,8 @@ A tile's step of K takes the longest of four times, in clock cycles of one multi
     shared memory   what wgmma reads: a warp group's 64 rows of A, and all of B again for each of them, at 128 bytes
     bulk copies     (BLOCK_M + BLOCK_N) BLOCK_K elements out of the L2, at 64 bytes (the port of a multiprocessor), or
                     their share of memory: rows and columns of a wave once each, at 3.35 TB/s for all multiprocessors
-    issue slots     instructions of the loop, as compiled, of the warps of one of the four schedulers
+    issue slots     instructions of the loop, as compiled, of the warps of one of the four schedulers; known for the
+                    kernel for Hopper alone, since the loop of the other one holds its epilogue too
 
 A tile takes its steps and, where nothing else multiplies meanwhile, its epilogue: the result through shared memory and
 out (the kernel for Hopper hides it behind the other group). The first steps of a program wait for memory once. Programs
@@ -137,7 +138,8 @@ def compiled_instructions(path: Path = COMPILED) -> dict[tuple[str, str], float]
     found = {}
     for line in lines:
         arch, kernel, layout, dtype, _, config = (line["name"].split(" ", 5) + [""] * 6)[:6]
-        if (arch, kernel, dtype) == ("sm_90", "matmul", "bf16") and line.get("loop", 0) > 0:
+        grouped = config.split(" ")[0] in ("pingpong", "shared")
+        if grouped and (arch, kernel, dtype) == ("sm_90", "matmul", "bf16") and line.get("loop", 0) > 0:
             found[layout, config] = float(line["loop"])
     return found
 

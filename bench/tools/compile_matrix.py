@@ -397,8 +397,8 @@ _PAGE = """# What the compiler made of the kernels
 
 For who tunes tiles: every default configuration, compiled for five GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
-at once. fp16 is as bf16. Written by `make compile-defaults`, whose JSON lines are in
-`bench/results/compile_matrix_defaults.jsonl`.
+at once. fp16 is as bf16. Written by
+`make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.
 
 | GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |
 |---|---|---|---|---|---|---|---|
