@@ -6,8 +6,8 @@ Rivals, interleaved in every round: "axo", the same "without checksums", and "dc
 same entries. Actions: "save" to a synced and renamed folder, "load" of files that the system holds in memory, and "load
 from disk", after it was told to drop them. Times are medians and the least; `cost` is the median over the rounds of
 axo's time over that without checksums in the same round, less one (the goal is below 0.05), and #wrong the elements
-that differ after a load. Both loads of Axo read the same files. Hashing has a thread of its own: without a free core it
-costs more.
+that differ after a load. Both loads of Axo read the same files. What is saved is hashed by a second thread: without a
+free core that costs more.
 """
 
 from __future__ import annotations

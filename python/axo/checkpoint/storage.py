@@ -3,8 +3,8 @@
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
 into the parameter where the whole part lies together in it. Other entries, and checkpoints that have no checksums, are
-read with ``torch.load``. A second thread hashes what is being written, or has been read: it runs behind the reading,
-over all entries, so that the two wait for each other only at the end.
+read with ``torch.load``. Writing has a second thread hash what is being written. Reading hashes each block as soon as
+it is read: in the core's cache that is ten times as fast as the reading; a second thread would take it from memory.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -14,12 +14,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections import deque
 from concurrent.futures import Executor, ThreadPoolExecutor
-from concurrent.futures import Future as Pending
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -38,8 +35,7 @@ from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import LoadPlanner
 
-_BLOCK = 8 << 20  # bytes that are read before their hashing begins: long against the hand-over
-_BEHIND = 8  # entries that may wait to be hashed: they hold memory
+_BLOCK = 256 << 10  # bytes that are read, then hashed: a core's own cache still holds them
 _SMALL = 256 << 10  # bytes that are hashed at once: they are in the cache, and a hand-over takes longer
 _WRONG = (
     "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
@@ -185,7 +181,8 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
         requests.setdefault(item.storage_index, []).append(item)
     places = [(metadata.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
-    with torch.no_grad(), _Reader(path, verify) as reader:
+    reader = _Reader(path, verify)
+    with torch.no_grad():
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             with open(path / name, "rb", buffering=0) as file:
                 for info, index in of_file:
@@ -194,27 +191,15 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
 
 
 class _Reader:
-    """Reads bytes of files, and compares their checksums on a second thread, some way behind.
+    """Reads bytes of files, and compares their checksums.
 
-    Raises, at the latest where its block ends:
+    Raises:
         ValueError: Bytes are missing, or are not those that were written; names file and entry.
     """
 
     def __init__(self, path: Path, verify: bool) -> None:
         self._path, self._verify = path, verify
-        self._thread = ThreadPoolExecutor(1)
-        self._due: deque[tuple[Pending[str], str, str]] = deque()  # checksum, what it should be, of what
         self._entry = ""
-
-    def __enter__(self) -> _Reader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if kind is None:
-                self.settle(0)
-        finally:
-            self._thread.shutdown(cancel_futures=True)
 
     def begin(self, file: str, index: MetadataIndex) -> None:
         """What is read from here on belongs to this entry."""
@@ -222,34 +207,22 @@ class _Reader:
         self._entry = f"{file}, {index.fqn}{at}"
 
     def fill(self, file: io.RawIOBase, position: int, view: memoryview, checksum: str | None) -> None:
-        """Read into ``view``, which must stay as it is until the checksum has been compared."""
-        hasher, done = xxhash.xxh3_64(), 0
-        hashed = self._verify and checksum is not None
-        beside = hashed and len(view) > _SMALL
+        """Read into ``view``."""
+        hasher = xxhash.xxh3_64() if self._verify and checksum is not None else None
+        done = 0
         file.seek(position)
         while done < len(view):
             count = file.readinto(view[done : done + _BLOCK])
             if not count:
                 raise self.damaged("the file ends within it")
-            if beside:
-                self._thread.submit(hasher.update, view[done : done + count])
+            if hasher is not None:
+                hasher.update(view[done : done + count])
             done += count
-        if hashed and not beside:
-            if xxhash.xxh3_64_hexdigest(view) != checksum:
-                raise self.damaged(_WRONG)
-        elif hashed:
-            self._due.append((self._thread.submit(hasher.hexdigest), checksum or "", self._entry))
-            self.settle(_BEHIND)
+        if hasher is not None and hasher.hexdigest() != checksum:
+            raise self.damaged(_WRONG)
 
-    def settle(self, behind: int) -> None:
-        """Wait until no more than ``behind`` entries are to be compared."""
-        while len(self._due) > behind:
-            found, expected, entry = self._due.popleft()
-            if found.result() != expected:
-                raise self.damaged(_WRONG, entry)
-
-    def damaged(self, why: str, entry: str | None = None) -> ValueError:
-        return ValueError(f"checkpoint: {self._path} is damaged: {entry or self._entry}: {why}")
+    def damaged(self, why: str) -> ValueError:
+        return ValueError(f"checkpoint: {self._path} is damaged: {self._entry}: {why}")
 
 
 def _read(
@@ -265,7 +238,6 @@ def _read(
     if position == info.offset:
         data = np.empty(size, np.uint8)
         reader.fill(file, position, data.data, checksum)
-        reader.settle(0)  # before anything is made of it
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
