@@ -51,8 +51,9 @@ def check(optimizer: Optimizer) -> None:
 
 
 def mark(optimizer: Optimizer) -> None:
-    """Have each state dict of this optimizer say whose shards it holds. Once for an optimizer."""
-    optimizer.register_state_dict_post_hook(_say)
+    """Have each state dict of this optimizer say whose shards it holds."""
+    if _say not in optimizer._optimizer_state_dict_post_hooks.values():  # type: ignore[attr-defined]
+        optimizer.register_state_dict_post_hook(_say)
 
 
 def _say(optimizer: Optimizer, state: MutableMapping[str, Any]) -> None:

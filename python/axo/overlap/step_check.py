@@ -5,7 +5,8 @@ its last forward pass in training was not followed by a backward, or gradients s
 ``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
 model goes. After a step nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
 
-The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``).
+The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), also where a model is
+made by hand: that is asked of every optimizer of the process.
 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
@@ -36,17 +37,11 @@ if TYPE_CHECKING:
 def watch(engine: Engine) -> None:
     """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
     seen = weakref.ref(engine)
-    marked: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def check(optimizer: Any, args: Any, options: Any) -> None:
         engine = seen()
         if engine is None:
             return
-        if engine.comms.grid.world_size > 1:
-            optimizer_state.check(optimizer)
-            if optimizer not in marked:
-                marked.add(optimizer)
-                optimizer_state.mark(optimizer)
         engine.gradients.forget_zeroed()
         if not (engine.gradients.deferred or engine.awaits_backward):
             return
@@ -70,6 +65,14 @@ def watch(engine: Engine) -> None:
 
     for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(stepped)):
         weakref.finalize(engine, handle.remove)
+
+
+def _check_state(optimizer: Any, args: Any, options: Any) -> None:
+    optimizer_state.check(optimizer)
+    optimizer_state.mark(optimizer)
+
+
+register_optimizer_step_pre_hook(_check_state)
 
 
 Replaced = list[tuple[str, "weakref.ref[nn.Parameter]"]]
