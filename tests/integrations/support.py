@@ -1,7 +1,11 @@
 """Shared by the tests of the integrations: a small GPT, and training steps with Fabric on any strategy."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 LLAMA = {
@@ -33,3 +37,15 @@ def distance(weights, serial):
 def tell(proof, **figures):
     """Print what was seen as a JSON line (pytest -s shows it)."""
     print("\n" + json.dumps({"proof": proof} | figures))
+
+
+def installed(name, requirements, package, *options):
+    """The folder ``name`` beside the environment, with ``package``; fetched where it is not there."""
+    folder = Path(sys.prefix, name)
+    if not (folder / package).is_dir():
+        wanted = Path(__file__).with_name(requirements)
+        command = [sys.executable, "-m", "pip", "install", "-q", *options, "--target", str(folder), "-r", str(wanted)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{package} cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
+    return folder

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integrations.support import ELASTIC
+from axo.grid import Grid
+from tests.integrations.support import ELASTIC, installed
 from tests.launcher import run_ranks
 
 LENGTH, BATCH = 16, 2
@@ -27,25 +28,7 @@ STREAMS = ("LitData", "TextFiles", "TinyLlama", "MicroLlama", "OpenWebText", "Ti
 @pytest.fixture(scope="session")
 def litdata():
     """The folder that holds litdata."""
-    folder = Path(sys.prefix, "litdata")
-    if not (folder / "litdata").is_dir():
-        wanted = Path(__file__).parents[1] / "litdata.txt"
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "-q",
-            "--no-deps",
-            "--target",
-            str(folder),
-            "-r",
-            str(wanted),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"litdata cannot be fetched: {done.stderr.strip().splitlines()[-1]}")
-    return folder
+    return installed("litdata", "litdata.txt", "litdata", "--no-deps")
 
 
 @pytest.fixture(scope="session")
@@ -149,14 +132,14 @@ def read(litdata, path, tokenizer, grid, names, stop):
             torch.manual_seed(1)
             loaders = _loaders(fabric, name, path, tokenizer)
             training = []
-            for number, batch in enumerate(loaders[0]):
-                if stop and number == stop:
-                    state = loaders[0].state_dict()
+            for number, batch in enumerate(loaders[0], 1):
+                training += _samples(batch)
+                if number == stop:
+                    state = loaders[0]._dataloader.state_dict()  # as fabric.save asks for it
                     torch.manual_seed(1)
                     loaders = _loaders(fabric, name, path, tokenizer)
-                    loaders[0].load_state_dict(state)
+                    loaders[0]._dataloader.load_state_dict(state)
                     break
-                training += _samples(batch)
             if stop:
                 training += [sample for batch in loaders[0] for sample in _samples(batch)]
             found[name] = training, [sample for batch in loaders[1] for sample in _samples(batch)]
@@ -219,3 +202,21 @@ def test_an_epoch_reads_what_stock_litgpt_reads(stock, litdata, prepared, folder
     distinct = set().union(*(result["LitData"][0] for result in results))
     whole = SAMPLES // (BATCH * z * data) * BATCH * z * data  # whole batches on every data rank
     assert len(distinct) == whole
+
+
+@pytest.mark.parametrize(
+    "grid, streams, others",
+    [
+        ("2x1x2x1", ("LitData", "TinyLlama"), ("LocalText", "JSON")),
+        *(pytest.param(grid, STREAMS, ("LocalText", *FINETUNING), marks=pytest.mark.soak) for grid in GRIDS),
+    ],
+)
+def test_an_epoch_goes_on_where_it_stopped(stock, litdata, prepared, folder, grid, streams, others):
+    """Oracles: of litdata's datasets stock LitGPT, stopped and gone on; else the epoch that nothing stopped."""
+    compare(stock, litdata, prepared, folder, grid, streams, stop=2)
+    given = litdata, prepared, folder / "tokenizer", grid, others
+    ranks = Grid.parse(grid).world_size
+    stopped, whole = (run_ranks(read, ranks, *given, stop, env=ELASTIC, timeout=120) for stop in (2, 0))
+    for rank in range(ranks):
+        for name in others:
+            assert stopped[rank][name] == whole[rank][name], (name, rank)
