@@ -7,8 +7,6 @@ that a difference is an error on every rank and not a hang.
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import nn
 
@@ -108,8 +106,7 @@ def parallelize(
     before = parameters_of(model)
     replacer = Replacer(comms, grad_reduce=grad_reduce, sequence_parallel=sequence_parallel)
     if plan == "litgpt":
-        models = sys.modules.get("litgpt.model")  # importing it takes seconds; a litgpt.GPT has done so
-        if models is None or not isinstance(model, models.GPT):
+        if not _is_litgpt(model):
             raise ValueError(
                 f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\""
                 " for any other module"
@@ -128,6 +125,11 @@ def parallelize(
         offload.attach(model, comms.device)
     watch_replaced(model, before)
     return model
+
+
+def _is_litgpt(model: nn.Module) -> bool:
+    """Whether it is a ``litgpt.GPT``, or one of LoRA's or adapters'; by name, as importing it takes seconds."""
+    return any(kind.__name__ == "GPT" and kind.__module__ == "litgpt.model" for kind in type(model).__mro__)
 
 
 def check_same_model(model: nn.Module, comms: Communicators) -> None:

@@ -1,10 +1,17 @@
 """``axo litgpt``: LitGPT's own pretraining on grids, against LitGPT as it is on one device."""
 
+import contextlib
+import csv
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from tests.integrations.support import distance, tell
+from axo.grid import AXES
+from tests.integrations.support import LLAMA, distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
+from tests.launcher import run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +40,22 @@ def test_pretraining_equals_stock_litgpt(folder, serial, grid):
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert same
     assert apart < 1e-5
+    logged, expected = _logged(folder / grid), _logged(folder / "serial")
+    assert [row["loss"] for row in logged] == pytest.approx(losses, abs=1e-6)  # of all data ranks, not of rank 0
+    assert logged[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], abs=1e-4)
+    for row in logged[1:]:
+        shares = [row[f"comm_share/{axis}"] for axis in AXES]
+        assert [share > 0 for share in shares] == [size != "1" for size in grid.split("x")]
+        assert row["comm_share/all"] == pytest.approx(sum(shares)) and 0 < sum(shares) < 1
+        assert row["memory_gb"] > 0.1 and row["tokens_per_sec"] > 1  # a process that has imported torch
+
+
+def _logged(out):
+    """One dict of numbers a step from the CSV log; the last also has what was validated at the end."""
+    (file,) = (out / "logs" / "csv").glob("*/metrics.csv")
+    rows = [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file.open())]
+    *steps, last = rows
+    return steps if "loss" in last else [*steps[:-1], steps[-1] | last]
 
 
 def _worst(losses, others):
@@ -96,7 +119,7 @@ def test_goldfish_masks_training_and_not_validation():
             "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
         ),
         (["architectures", "pythia-14m"], "nothing else, not pythia-14m"),
-        (["chat", "--grid", "2x1x1x1"], "chat runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
+        (["serve", "--grid", "2x1x1x1"], "serve runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
@@ -145,3 +168,79 @@ def test_bf16_mixed_is_close_to_stock_litgpt(folder, serial):
     relative = max(abs(loss / other - 1) for loss, other in zip(losses, serial[0], strict=True))
     tell("litgpt pretrain, bf16-mixed", grid="2x1x2x1", relative=relative)
     assert relative < 0.01
+
+
+def test_a_folder_of_text_is_read_without_what_is_none(tmp_path):
+    """What others left there: binary files, and the chunks of litdata's with their index."""
+    from axo.integrations.litgpt.text_data import _text_files
+
+    for name, content in (("a.txt", b"text"), ("b.md", b"more"), ("c.bin", b"\0\1"), ("sub/index.json", b"{}")):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "sub" / "chunk-0-0.bin").write_bytes(b"\0")
+    assert [file.name for file in _text_files([str(tmp_path)])] == ["a.txt", "b.md"]
+    with pytest.raises(ValueError, match="sub holds no text"):
+        _text_files([str(tmp_path / "sub")])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["pretrain", "pythia-15m", "--grid", "2x1x1x1"], "there is no model 'pythia-15m'"),
+        (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices=2"], "--devices is what the grid says"),
+        (["serve", "folder", "--grid", "2x1x1x1"], "serve runs on one rank only"),
+    ],
+)
+def test_refusals_that_need_no_litgpt_do_not_import_it(arguments, words):
+    """Its import takes seconds."""
+    code = (
+        "import sys\nfrom axo.integrations.litgpt.command import run\n"
+        f"try:\n    run({arguments})\nexcept ValueError as error:\n    print(error)\n"
+        "assert not {'litgpt', 'lightning', 'transformers'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and words in done.stdout, done.stderr
+
+
+def test_a_folder_of_data_that_is_not_there_is_one_message():
+    """LitGPT raises FileNotFoundError, which would be shown with a traceback of every frame."""
+    import litgpt.data
+    import litgpt.pretrain
+
+    from axo.grid import Grid
+    from axo.integrations.litgpt.options import Options
+    from axo.integrations.litgpt.patches import Run, patched
+
+    class Fabric:
+        rank_zero_first = contextlib.nullcontext
+
+    with patched(Run(litgpt.pretrain, Grid(), Options(grid=Grid()))):
+        with pytest.raises(ValueError, match="data: The data path for TinyLlama is expected to be the directory"):
+            litgpt.pretrain.get_dataloaders(
+                Fabric(), litgpt.data.TinyLlama("/no/such"), None, litgpt.pretrain.TrainArgs(micro_batch_size=1), 8
+            )
+
+
+def count(grid):
+    """What litgpt prints of a model's size: all, and those that LoRA trains."""
+    import litgpt.lora
+    from litgpt.utils import num_parameters
+
+    import axo
+    from axo.integrations.litgpt.patches import count_parameters
+
+    config = litgpt.lora.Config(**LLAMA, lora_r=2, lora_query=True, lora_value=True, lora_mlp=True)
+    model = litgpt.lora.GPT(config)
+    litgpt.lora.mark_only_lora_as_trainable(model)
+    if grid is not None:
+        axo.parallelize(model, axo.connect(grid))
+    counts = num_parameters if grid is None else count_parameters
+    return [counts(model, trained) for trained in (None, True, False)]
+
+
+def test_the_size_that_is_printed_is_that_of_all_devices():
+    """Oracle: the same model on one device, by litgpt's own function."""
+    serial = run_ranks(count, 1, None)[0]
+    assert serial[0] == sum(serial[1:])
+    assert run_ranks(count, 2, "2x1x1x1") == [serial] * 2
+    assert run_ranks(count, 2, "1x1x2x1") == [serial] * 2

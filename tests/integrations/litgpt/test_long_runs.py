@@ -1,13 +1,16 @@
 """Long runs of ``axo litgpt``: ranks that are killed, SIGTERM, losses that are not finite, errors of the data, logs."""
 
 import importlib.util
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.integrations.runs import STEPS, finish, losses_of
-from tests.integrations.support import distance
+from tests.integrations.runs import STEPS, arguments, command, finish, losses_of
+from tests.integrations.support import distance, installed
+from tests.launcher import rank_outcomes
 
 
 @pytest.fixture(scope="session")
@@ -109,3 +112,27 @@ def test_tensorboard_has_every_step_or_is_asked_for(folder):
     assert outcome.ok, outcome.describe() + outcome.output
     (file,) = (folder / "board" / "logs" / "tensorboard").rglob("events.out.tfevents.*")
     assert file.read_bytes().count(b"learning_rate") == STEPS  # a record a value, its name in plain bytes
+
+
+def log_with(packages, given):
+    """``axo litgpt`` where the loggers of ``packages`` are installed and nothing is sent anywhere."""
+    sys.path.append(str(packages))
+    os.chdir(Path(given[given.index("--out_dir") + 1]).parent)
+    os.environ |= {"WANDB_MODE": "offline", "MLFLOW_ALLOW_FILE_STORE": "true"}
+    command(given)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_other_loggers_get_every_step_offline(folder, name):
+    """Figures of all ranks reach them as they reach the CSV file."""
+    packages = installed("loggers", "loggers.txt", name)
+    given = arguments(folder, name, "--logger_name", name, grid="2x1x2x1")
+    (outcome,) = rank_outcomes(log_with, 1, packages, given, timeout=180, preload=("litgpt.pretrain",))
+    assert outcome.ok, outcome.describe() + outcome.output
+    if name == "wandb":
+        (file,) = folder.rglob("*.wandb")
+        assert file.read_bytes().count(b"comm_share/x") >= STEPS
+        return
+    files = {file.name: file.read_text().split("\n") for file in folder.rglob("metrics/**/*") if file.is_file()}
+    assert len(files["loss"]) == len(files["tokens_per_sec"]) + 1 == STEPS + 1

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations.fabric.sharded_checkpoint import holds_sharded
 
 # What each logger writes with: one of these packages, and what to install.
 _LOGGERS = {
@@ -29,6 +29,8 @@ def check_paths(options: Any, grid: Grid, reads_sharded: bool) -> None:
         ValueError: Something is not there, or is a sharded checkpoint that the command does not read.
     """
     from litgpt.utils import extend_checkpoint_dir
+
+    from axo.integrations.fabric.sharded_checkpoint import holds_sharded
 
     if "checkpoint_dir" in options and grid.world_size > 1:
         folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
@@ -54,13 +56,30 @@ def check_model(options: Any) -> None:
     Raises:
         ValueError: It is not.
     """
-    from litgpt.config import Config
-
     name = options.get("model_name")
-    if name in (None, "list") or options.get("model_config") is not None:
+    if name is not None and options.get("model_config") is None:
+        check_model_name(name)
+
+
+def check_model_name(name: str) -> None:
+    """As :func:`check_model`; reads litgpt's list without importing the rest of it, which takes seconds.
+
+    Raises:
+        ValueError: It is not in the list.
+    """
+    if name == "list":
         return
+    config = sys.modules.get("litgpt.config")
+    if config is None:
+        package = importlib.util.find_spec("litgpt")
+        assert package is not None and package.submodule_search_locations
+        path = Path(package.submodule_search_locations[0], "config.py")
+        spec = importlib.util.spec_from_file_location("axo_litgpt_config", path)
+        assert spec is not None and spec.loader is not None
+        config = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(config)
     try:
-        Config.from_name(name)
+        config.Config.from_name(name)
     except ValueError:
         raise ValueError(
             f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"

@@ -9,7 +9,7 @@ every device for a data rank; so its "devices" are the grid's data ranks (z and 
 work as one: batch size, token counts and the flop line then are right as they stand, and ``--devices`` is not for the
 user to set. torch.compile, which ``litgpt pretrain`` always asks for, is off unless TORCHDYNAMO_DISABLE=0 is set.
 
-Ranks are started here, or are torchrun's. The printed loss is rank 0's own, as litgpt has it.
+Ranks are started here, or are torchrun's. Losses that are printed and logged are means over the data ranks.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def run(arguments: list[str]) -> None:
     if name not in PARALLEL or (options == Options(Grid()) and _quantizes(arguments)):
         _stock(arguments)
         return
+    _check_early(name, arguments[1:], options)
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
@@ -139,6 +140,22 @@ def _check_options(name: str, options: Options) -> None:
             raise ValueError(f"litgpt: {option} is not for {name}: {lacks[option]}; use finetune_full, or leave it out")
 
 
+def _check_early(name: str, arguments: list[str], asked: Options) -> None:
+    """Refuse what can be seen without LitGPT, whose import takes seconds.
+
+    Raises:
+        ValueError: An argument is the grid's business, or the model is not in LitGPT's list.
+    """
+    from axo.integrations.litgpt import checks
+
+    given = {argument.split("=")[0] for argument in arguments}
+    for option in ("--devices", "--num_nodes"):
+        if option in given:
+            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or AUTO}); leave it out")
+    if name == "pretrain" and arguments and not arguments[0].startswith("-") and "--model_config" not in given:
+        checks.check_model_name(arguments[0])
+
+
 def _tell_architectures(arguments: list[str], options: Options) -> None:
     from axo.integrations.litgpt import architectures
 
@@ -153,9 +170,11 @@ def _tell_architectures(arguments: list[str], options: Options) -> None:
 
 def _tell_rank_of_slurm() -> None:
     """Under srun with several tasks: this process is one rank of them. Put it as torchrun does."""
+    if "RANK" in os.environ or "SLURM_NTASKS" not in os.environ:
+        return
     from lightning.fabric.plugins.environments import SLURMEnvironment
 
-    if "RANK" not in os.environ and SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
+    if SLURMEnvironment.detect() and int(os.environ["SLURM_NTASKS"]) > 1:
         tasks = os.environ["SLURM_NTASKS"]
         os.environ |= {"RANK": os.environ["SLURM_PROCID"], "WORLD_SIZE": tasks}
         os.environ |= {"LOCAL_RANK": os.environ["SLURM_LOCALID"]}
@@ -185,9 +204,6 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
             the ranks do not fit.
     """
-    for option in ("--devices", "--num_nodes"):
-        if any(argument.split("=")[0] == option for argument in arguments):
-            raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or AUTO}); leave it out")
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch import nn
 
 from axo.errors import Error
 from axo.grid import Grid
+from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.integrations.litgpt.conversation import Lines
@@ -32,6 +34,7 @@ from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
+from axo.placement import Placement
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Run:
     Attributes:
         agreement: What the ranks agree with before each step.
         strategy: Of the run's Fabric, once there is one.
-        fabric: Once the loop has begun.
+        fabric, figures: Once the loop has begun.
     """
 
     module: ModuleType
@@ -55,6 +58,7 @@ class Run:
     agreement: StepAgreement = field(default_factory=StepAgreement)
     strategy: LitGPTStrategy | None = None
     fabric: Any = None
+    figures: Figures | None = None
 
 
 class Patch(NamedTuple):
@@ -100,6 +104,7 @@ def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     def fit(*args: Any, **options: Any) -> Any:
         given = signature.bind(*args, **options).arguments
         run.fabric, train = given["fabric"], given["train"]
+        run.figures = Figures(run.fabric.strategy.comms)
         if train.max_time:
             given["train"] = replace(train, max_time=_AgreedLimit(train.max_time, run.fabric.strategy))
         try:
@@ -195,6 +200,17 @@ def _batches(run: Run, stock: Any) -> type:
     return Batches
 
 
+def _get_dataloaders(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def get(*args: Any, **options: Any) -> Any:
+        try:
+            return stock(*args, **options)
+        except FileNotFoundError as error:
+            raise ValueError(f"data: {error}") from None
+
+    return get
+
+
 def _in_one_line(error: Exception) -> str:
     """``OSError: disk on fire (in __getitem__, books.py:12)``."""
     words = str(error).strip().splitlines() or [""]
@@ -215,7 +231,59 @@ def _loss(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.T
     return loss if run.options.vocab_loss or goldfish is not None else stock
 
 
-# --- figures of speed ---------------------------------------------------------------------------------------------
+# --- what is logged ---------------------------------------------------------------------------------------------
+
+
+def _running_mean(run: Run, stock: Any) -> type:
+    class RunningMean(stock):  # type: ignore[misc]
+        def compute(self) -> torch.Tensor:
+            assert run.figures is not None
+            return run.figures.mean(super().compute())
+
+    return RunningMean
+
+
+def _validate(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def validate(*args: Any, **options: Any) -> torch.Tensor:
+        assert run.figures is not None
+        return run.figures.mean(stock(*args, **options))
+
+    return validate
+
+
+def count_parameters(module: nn.Module, requires_grad: bool | None = None) -> int:
+    """As litgpt's own function: elements of the parameters, of whole ones where this rank holds a part."""
+    total = 0
+    for parameter in module.parameters():
+        if requires_grad in (None, parameter.requires_grad):
+            placement = getattr(parameter, "placement", None)
+            if isinstance(placement, Placement):
+                total += math.prod(placement.global_shape)
+            else:
+                total += math.prod(getattr(parameter, "quant_state", parameter).shape)
+    return total
+
+
+def _num_parameters(run: Run, stock: Callable[..., int]) -> Callable[..., int]:
+    return count_parameters
+
+
+def _choose_logger(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def choose(*args: Any, **options: Any) -> Any:
+        logger = stock(*args, **options)
+        log = logger.log_metrics
+
+        def log_metrics(metrics: dict[str, Any], step: int | None = None) -> None:  # every rank calls it
+            if "loss" in metrics:
+                assert run.figures is not None
+                tokens = metrics.get("total_tokens")  # an int, or finetuning's tensor
+                metrics = metrics | run.figures.take(None if tokens is None else int(tokens))
+            log(metrics, step)
+
+        logger.log_metrics = log_metrics
+        return logger
+
+    return choose
 
 
 def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
@@ -349,7 +417,12 @@ PATCHES = {
     "main": Patch(_main, "the strategy must know the batch sizes to go on from a checkpoint of other data ranks"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
+    "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
     "chunked_cross_entropy": Patch(_loss, "logits split over x, and tokens that goldfish leaves out"),
+    "RunningMean": Patch(_running_mean, "the loss that is printed and logged is that of all data ranks"),
+    "validate": Patch(_validate, "as RunningMean"),
+    "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
+    "num_parameters": Patch(_num_parameters, "what is printed is the size of the model, not of a rank's part"),
     "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks"),
     "measure_flops": Patch(_measure, "on the meta device a mixture of experts cannot ask which tokens chose an expert"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
@@ -382,3 +455,5 @@ def patched(run: Run) -> Iterator[None]:
             setattr(run.module, name, function)
         for logger in getattr(run.fabric, "_loggers", ()):
             logger.finalize("finished")  # a forked process ends without flushing what loggers hold
+            if type(logger).__name__ == "WandbLogger":  # it leaves this to the end of the process
+                logger.experiment.finish()

@@ -15,12 +15,15 @@ litgpt==0.5.13``), the others are in its repository only.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Generator
 from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as utilities_zero_only
 
 import axo
 from axo.comm.connect import Communicators
@@ -36,6 +39,11 @@ _DIFFERENT = {
         "it allows 3e-5, and with its random weights fp32 itself, Hugging Face's too, is 4e-5 to 2e-4 from fp64: sums"
         " that are split round otherwise, not worse, and whether that passes is chance",
     ),
+    "test_lora_merge": ("xyz", "it adds whole updates to the rows of the weight that a rank holds"),
+    "test_lora_mqa_gqa": ("xyz", "it compares the shape of a rank's part of the weight with that of the whole"),
+    "test_lora_ind_correctness": ("xyz", "lora_ind is of a whole fused weight; a part has other rows"),
+    "test_lora_compile": ("xyz", "it counts graphs, and communication is never traced: each layer is a break"),
+    "test_tensor_parallel_llama": ("xyz", "LitGPT's own tensor parallelism would split a model that is split"),
 }
 
 
@@ -48,6 +56,7 @@ def pytest_configure(config: Any) -> None:
     config.addinivalue_line("markers", "flaky: of pytest-rerunfailures, which the file uses; nothing is run again here")
     comms = axo.connect(config.getoption("--axo-grid"))
     config.add_cleanup(comms.close)
+    _forget_ranks()
     config.pluginmanager.register(_OneVoice(comms), "axo-one-voice")
     _replace_gpt(comms)
     _keep_process_group(config)
@@ -74,6 +83,15 @@ def _same_seed(request: Any) -> None:
     torch.manual_seed(zlib.crc32(request.node.name.encode()))  # wherever the file lies
 
 
+def _forget_ranks() -> None:
+    """The tests are of one process, and each rank runs them as such: whatever they start must not see torchrun's."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        os.environ.pop(name, None)
+    decorators: tuple[Any, ...] = (fabric_zero_only, utilities_zero_only)
+    for decorator in decorators:
+        decorator.rank = 0
+
+
 def _keep_process_group(config: Any) -> None:
     """LitGPT's own fixture destroys the process group after each test; the grid's is that of the whole session."""
     destroy = torch.distributed.destroy_process_group
@@ -92,12 +110,15 @@ def _replace_gpt(comms: Communicators) -> None:
     import litgpt.adapter_v2
     import litgpt.lora
     import litgpt.model
+    import litgpt.utils
 
+    from axo.integrations.litgpt.patches import count_parameters
     from axo.plans.litgpt import plan  # noqa: F401  it must know the classes as they are
 
     for module in (litgpt.model, litgpt.lora, litgpt.adapter, litgpt.adapter_v2):
         module.GPT = _split(module.GPT, comms)  # type: ignore[misc, attr-defined]
     litgpt.GPT = litgpt.model.GPT  # type: ignore[misc]
+    litgpt.utils.num_parameters = count_parameters
 
 
 def _split(stock: Any, comms: Communicators) -> Any:

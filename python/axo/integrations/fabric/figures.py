@@ -1,0 +1,76 @@
+"""What a training run logs beside its own metrics: figures of all ranks, alike on every rank.
+
+    figures = Figures(fabric.strategy.comms)
+    fabric.log_dict({"loss": figures.mean(loss)} | figures.take())
+
+    loss               mean over the data ranks (z and data)
+    tokens_per_sec     of all data ranks, since the figures before
+    memory_gb          the most that any rank has held so far: of the device, or of the process on a CPU; 1e9 bytes
+    comm_share/x ...   share of the time since the figures before in which a rank was blocked in communication over that
+                       axis, mean over ranks; and comm_share/all
+
+``take`` costs two all-reduces of a few numbers over all ranks, and ``mean`` one over z and one over data.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import torch
+
+from axo.comm.connect import Communicators
+from axo.grid import AXES
+
+
+class Figures:
+    """Figures of one run, from now on."""
+
+    def __init__(self, comms: Communicators) -> None:
+        self._comms = comms
+        self._since = time.perf_counter()
+        self._blocked = self._blocked_by_axis()
+        self._tokens = 0
+
+    def mean(self, value: torch.Tensor) -> torch.Tensor:
+        """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
+        total = value.detach().to(self._comms.device, torch.float64).reshape(-1)
+        for axis in (self._comms.z, self._comms.data):
+            total = axis.all_reduce(total, "sum")
+        ranks = self._comms.z.size * self._comms.data.size
+        return (total / ranks).view(value.shape).to(value.dtype)
+
+    def take(self, tokens: int | None = None) -> dict[str, float]:
+        """The figures. Every rank must call it.
+
+        Args:
+            tokens: Tokens that all data ranks have seen so far; None: nothing is said of them.
+        """
+        now, blocked = time.perf_counter(), self._blocked_by_axis()
+        seconds = now - self._since
+        shares = [(after - before) / seconds for after, before in zip(blocked, self._blocked, strict=True)]
+        mean = self._comms.world.all_reduce(torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum")
+        most = torch.tensor([_memory(self._comms.device)], dtype=torch.float64, device=self._comms.device)
+        found = {
+            f"comm_share/{axis}": share / self._comms.world.size
+            for axis, share in zip(AXES, mean.tolist(), strict=True)
+        }
+        found["comm_share/all"] = sum(found.values())
+        found["memory_gb"] = self._comms.world.all_reduce(most, "max").item() / 1e9
+        if tokens is not None:
+            if self._tokens and tokens > self._tokens:  # a run that goes on begins with what was seen before it
+                found["tokens_per_sec"] = (tokens - self._tokens) / seconds
+            self._tokens = tokens
+        self._since, self._blocked = now, blocked
+        return found
+
+    def _blocked_by_axis(self) -> list[float]:
+        seconds = self._comms.blocked_seconds
+        return [seconds[axis] for axis in AXES]
+
+
+def _memory(device: torch.device) -> float:
+    """Bytes."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
