@@ -31,6 +31,8 @@ Gigabits = Annotated[
     float, typer.Option("--network", help="Gb/s of a node's NICs together, instead of the machine's: 400, 3200.")
 ]
 Pieces = Annotated[int, typer.Option("--micro-batches", help="Pieces of a rank's rows; 0: as few as fit.")]
+Keeps = Annotated[str, typer.Option(help="What recomputation keeps: nothing, or products (and attention).")]
+Schedule = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
 Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
@@ -58,6 +60,11 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Search recomputation, ZeRO and micro-batches beside the grid.")
     ] = False,
+    recompute_keeps: Keeps = "nothing",
+    pipeline: Annotated[
+        str, typer.Option(help="Stages to try: 1, 4, or 1,2,4; auto: 1 and every power of two that divides.")
+    ] = "1",
+    schedule: Schedule = "",
     gpu_hour: Annotated[float, typer.Option(help="Price of a GPU hour, for the cost of --tokens.")] = 0.0,
     algorithm: Annotated[
         str, typer.Option(help="axonn, tesseract (where x = y), or all: both in one ranking.")
@@ -88,13 +95,15 @@ def plan(
     _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(
         model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
-        network, micro_batches,
+        network, micro_batches, recompute_keeps, pipeline, schedule,
     )  # fmt: skip
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
     request = replace(request, algorithms=planner.ALGORITHMS if algorithm == "all" else (algorithm,))
     if (plot or html) and algorithm != "axonn":
         raise ValueError(f"--plot and --html simulate a step of axonn; leave --algorithm {algorithm} out for them")
+    if (plot or html) and request.pipeline != (1,):
+        raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
     if not _stdout_taken(json_out, csv_out):
@@ -120,6 +129,9 @@ def simulate(
     zero: Zero = 0,
     micro_batches: Pieces = 0,
     network: Gigabits = 0.0,
+    recompute_keeps: Keeps = "nothing",
+    pipeline: Annotated[int, typer.Option(help="Stages, each of them such a grid.")] = 1,
+    schedule: Schedule = "1f1b",
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the ranks' speeds.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
@@ -133,16 +145,22 @@ def simulate(
     _check_outputs(json_out, trace, plot=plot)
     parsed = Grid.parse(grid)
     request = _request(
-        model, parsed.world_size, machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint, zero,
-        network=network, micro_batches=micro_batches,
+        model, parsed.world_size * max(1, pipeline), machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint,
+        zero, network=network, micro_batches=micro_batches, recompute_keeps=recompute_keeps, pipeline=str(pipeline),
+        schedule=schedule,
     )  # fmt: skip
-    candidate = planner.consider(request, parsed)
+    if pipeline > 1 and (trace is not None or straggle):
+        raise ValueError("--trace and --straggle are of one grid; leave them out with --pipeline")
+    candidate = planner.consider(request, parsed, pipeline)
     if candidate.reason:
         raise ValueError(
             f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
             f" axo plan --gpus {request.gpus} ranks the grids that can"
         )
     made = planner.Plan(request, [candidate])
+    if candidate.stages is not None:
+        _simulate_stages(made, json_out, plot)
+        return
     found = simulator.simulate(request.workload, parsed, request.machine, made.best.run, straggle=straggle, seed=seed)
     assert made.best.time is not None
     work = flops.step_flops(request.workload, request.batch_tokens)
@@ -173,6 +191,50 @@ def simulate(
             say(f"simulated {found.micro_batches} of {made.best.run.micro_batches} micro-batches; the rest repeat")
         if trace is not None:
             say(f"trace: {trace} (open it in ui.perfetto.dev)")
+
+
+def _simulate_stages(made: planner.Plan, json_out: Path | None, plot: Path | None) -> None:
+    """Run the stages of the one candidate of a plan against the clock."""
+    from axo.perf import output, plots
+    from axo.perf.memory import GIB
+    from axo.perf.stages import Timing
+
+    asked, best = made.request, made.best
+    assert best.stages is not None and best.memory is not None
+    timing = Timing(made.workload(best), best.grid, asked.machine, best.run)
+    found = timing.simulate(best.stages)
+    held = found.held([1 / (best.stages.count / best.stages.ranks)] * best.stages.count)
+    step = best.seconds - timing.estimate(best.stages) + found.seconds
+    values = {
+        "grid": str(best.grid),
+        "pipeline": best.stages.ranks,
+        "schedule": best.stages.schedule,
+        "cuts": list(best.stages.bounds[1:-1]),
+        "micro_batches": best.run.micro_batches,
+        "seconds": step,
+        "pipeline_s": found.seconds,
+        "bubble": found.bubble,
+        "busy_s": found.busy,
+        "in_flight": held,
+        "peak_memory_bytes": best.memory.total,
+        "closed_form_s": best.seconds,
+    }
+    title = f"{asked.workload.name} on {best.name}, {best.run.micro_batches} micro-batches"
+
+    def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
+        return {"Pipeline": plots.pipeline_timeline(found, title)}, str
+
+    _write_outputs(json_out, values, None, str, plot, None, draw)
+    if is_stdout(json_out):
+        return
+    blocks = [sum(best.stages.bounds[s + 1] - best.stages.bounds[s] for s in best.stages.of(rank))
+              for rank in range(found.ranks)]  # fmt: skip
+    rows = [[str(rank), str(blocks[rank]), f"{busy:.3f}", f"{found.seconds - busy:.3f}", f"{held[rank]:g}"]
+            for rank, busy in enumerate(found.busy)]  # fmt: skip
+    show_table(title, (["rank", "blocks", "busy s", "waits s", "micro-batches held"], rows))
+    say(f"stages of {output.cuts_text(best.stages)} blocks; bubble {100 * found.bubble:.1f}% of the pipeline's"
+        f" {found.seconds:.3f} s; one step {step:.3f} s, at most {best.memory.total / GIB:.1f} GiB a GPU;"
+        f" the closed form says {best.seconds:.3f} s")  # fmt: skip
 
 
 def reproduce(
@@ -294,6 +356,9 @@ def _request(
     search: bool = False,
     network: float = 0.0,
     micro_batches: int = 0,
+    recompute_keeps: str = "nothing",
+    pipeline: str = "1",
+    schedule: str = "",
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
     from axo.perf.layer_time import OVERLAPS
@@ -307,8 +372,26 @@ def _request(
         raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
     batch = tokens_of(batch_tokens, batch=True)
     budget = float(tokens_of(tokens, batch=False))
+    if recompute_keeps not in ("nothing", "products"):
+        raise ValueError(f"recompute-keeps={recompute_keeps!r} is not one of nothing, products")
     asked = (workload, on, gpus, batch, budget, wanted, gather, zero, precision, search, micro_batches)
-    return planner.Request(*asked)
+    default = planner.SEARCHED if search else ("1f1b",)
+    return planner.Request(
+        *asked,
+        selective=recompute_keeps == "products",
+        pipeline=_counts(pipeline, gpus),
+        schedules=tuple(part.strip() for part in schedule.split(",")) if schedule else default,
+    )
+
+
+def _counts(text: str, gpus: int) -> tuple[int, ...]:
+    """Numbers of stages: ``4``, ``1,2,4``, or auto."""
+    if text == "auto":
+        return tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if gpus % count == 0)
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):
+        raise ValueError(f"pipeline={text!r} is not a number of stages; use 4, or 1,2,4, or auto")
+    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _plan_file(path: Path) -> dict[str, Any]:
@@ -359,8 +442,10 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
         say(f"  {line}")
     say(made.why(made.best))
     rival = next((c for c in made.ranked if c.algorithm != made.best.algorithm), None)
-    if rival is not None:
-        say(made.why(rival))
+    staged = next((c for c in made.ranked if (c.stages is None) != (made.best.stages is None)), None)
+    for other in (rival, staged):
+        if other is not None:
+            say(made.why(other))
     if explain is not None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
         say("")

@@ -27,7 +27,9 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         parts += ["--batch-tokens", str(asked.batch_tokens), "--seq", str(workload.seq_length)]
         parts += ["--gather", asked.gather, "--zero", str(run.zero)]
         parts += [] if workload.checkpointed else ["--no-checkpoint"]
+        parts += ["--recompute-keeps", "products"] if run.selective else []
         parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
+        parts += _stages(candidate)
         return shlex.join(parts + _overlap(run.overlap))
     node = min(asked.machine.gpus_per_node, asked.gpus)
     nodes = ["--nnodes", str(asked.gpus // node)] if asked.gpus > node else []
@@ -36,16 +38,26 @@ def command_line(made: Plan, candidate: Candidate) -> str:
     parts += ["--batch-size", str(asked.sequences), "--seq-len", str(workload.seq_length)]
     if candidate.algorithm != "axonn":
         parts += ["--algorithm", candidate.algorithm]
-    if run.micro_batches > 1:
+    if candidate.stages is not None:
+        parts += [*_stages(candidate), "--microbatches", str(run.micro_batches)]
+        parts += [] if candidate.stages.even else ["--cuts", "planner"]
+    elif run.micro_batches > 1:
         parts += ["--accumulate", str(run.micro_batches)]
     if workload.checkpointed:
         parts.append("--recompute")
+    if run.selective:
+        parts += ["--recompute-keeps", "products"]
     if run.zero:
         parts += ["--zero", str(run.zero)]
     if asked.precision != "bf16-mixed":
         parts += ["--precision", asked.precision]
     parts += ["--gather-cache", gather_cache(workload, run.cached_gathers)]
     return shlex.join(parts + _overlap(run.overlap))
+
+
+def _stages(candidate: Candidate) -> list[str]:
+    stages = candidate.stages
+    return [] if stages is None else ["--pipeline", str(stages.ranks), "--schedule", stages.schedule]
 
 
 def gather_cache(workload: Workload, share: float) -> str:

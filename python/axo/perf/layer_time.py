@@ -8,6 +8,7 @@ It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ class Run:
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
         bucket_bytes: Gradients are reduced over data in buckets of this size.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
+        selective: A checkpointed block keeps the results of its products and of attention; only what lies between
+            them is run again, and all its collectives.
     """
 
     batch_tokens: int
@@ -55,10 +58,16 @@ class Run:
     rows: int = 0
     bucket_bytes: int = 25 << 20
     zero: int = 0
+    selective: bool = False
 
     def keeps(self, workload: Workload, block: Block) -> bool:
         """True when every layer of ``block`` gathers its weight once a step."""
         return self.cached_gathers == 1.0
+
+    def run_again(self, layers: Iterable[Layer], forward: Iterable[float]) -> float:
+        """Of these layers' ``forward`` seconds: those that a checkpointed block takes once more."""
+        kept = ("linear", "attention") if self.selective else ()
+        return sum(seconds for layer, seconds in zip(layers, forward, strict=True) if layer.kind not in kept)
 
     def optimizer_share(self, grid: Grid) -> float:
         """Share of its parameters whose optimizer state a rank has."""

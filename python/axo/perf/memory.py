@@ -9,11 +9,14 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
     under way  the first bucket that goes over data, and a layer's gradient between its product and z
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
                two blocks (OAG gathers the next one ahead), or the largest layer
-    kept       s r h / Gy a checkpointed block (its input), or every saved tensor of every layer without checkpointing
+    kept       s r h / Gy a checkpointed block (its input; with selective recomputation the results of products and of
+               attention too), or every saved tensor of every layer without checkpointing
     working    of backward: the tensors that a checkpointed block saves when it runs again, its output and the gradient
                of that, and the gradients that flow through its largest layer
     head       the last norm, head and loss: what they save (logits: c r V / Gx, in which their gradient is put), the
                gathered weight, the gradient of their input
+
+    messages   of stages: torch's buffers for all messages of a step
 
 Three moments are compared. When the loss is there, everything saved is there too, and gradients only where earlier
 micro-batches left them (``zero_grad`` drops them). When blocks run backward, what the head held is gone. When backward
@@ -59,12 +62,13 @@ class Memory:
     working: float
     head: float
     under_way: float
+    messages: float = 0.0
     accumulates: bool = False
 
     @property
     def moments(self) -> dict[str, float]:
         """Bytes at the three moments of which one is the fullest."""
-        always = self.weights + self.optimizer
+        always = self.weights + self.optimizer + self.messages
         early = always + self.gathered + self.kept + self.under_way + self.gradients * self.accumulates
         return {
             "at the loss": early + self.head,
@@ -100,8 +104,10 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
             for layer in block.layers
             if not (block.checkpointed and layer.kind == "norm")  # when a norm's turn comes half of the block is gone
         ]
-        kept += block.repeat * (block_input(block, grid, rows, run) if block.checkpointed else all_saved)
-        again = all_saved + 2 * block_input(block, grid, rows, run)  # with its output, and the gradient of that
+        results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
+        through = block_input(block, grid, rows, run)
+        kept += block.repeat * (through + results if block.checkpointed else all_saved)
+        again = all_saved + 2 * through  # with its output, and the gradient of that
         working = max(working, max(flows) + again * block.checkpointed)
     read = gathered(workload, grid, run)
     if head and grid.z > 1 and "oag" in run.overlap and not run.cached_gathers:
@@ -148,6 +154,16 @@ def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
     """Bytes that a checkpointed block keeps: its input, a piece of the residual stream."""
     first = block.layers[0]
     return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
+
+
+def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+    """Bytes that a block with selective recomputation keeps of one layer: the result of a product or of attention."""
+    my_rows = rows * layer.rows * layer.experts
+    if layer.kind == "linear":
+        return run.itemsize * my_rows * chunk(layer.out_features, grid.y if layer.transposed else grid.x)
+    if layer.kind == "attention":
+        return my_rows * (run.itemsize * chunk(layer.in_features, grid.x) + FP32 * chunk(layer.heads, grid.x))
+    return 0.0
 
 
 def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:

@@ -39,11 +39,12 @@ class StepTime:
     )  # as if nothing overlapped
     contention: float = 0.0  # products slowed by collectives that run beside them
     optimizer: float = 0.0
+    bubble: float = 0.0  # of stages: waiting for others, and messages
 
     @property
     def total(self) -> float:
         """Seconds of the whole step."""
-        return self.compute + self.contention + self.exposed_total + self.optimizer
+        return self.compute + self.contention + self.exposed_total + self.optimizer + self.bubble
 
     @property
     def exposed_total(self) -> float:
@@ -182,7 +183,7 @@ class _Pieces:
             self.data += times * one.data
         self._forward(costs, times)
         if block.checkpointed:
-            self._recompute(costs, times)
+            self._recompute(block, costs, times)
         elif not self.run.keeps(self.workload, block):
             self._regather(costs, times)
         self._backward(costs, times)
@@ -206,11 +207,13 @@ class _Pieces:
                 self.step.exposed["z"] += times * max(0.0, segments[i + 1][0] + self._nics(blocking) - path)
             self.open = path, self._nics(blocking)
 
-    def _recompute(self, costs: list[LayerCost], times: int) -> None:
+    def _recompute(self, block: Block, costs: list[LayerCost], times: int) -> None:
+        again = self.run.run_again(block.layers, [one.forward for one in costs])
+        self.step.compute += times * again
+        self.path += times * again
         for one in costs:
-            self.step.compute += times * one.forward
             self._blocking(one.output, times)
-            self.path += times * (one.forward + sum(one.output.values()))
+            self.path += times * sum(one.output.values())
             self.shared += times * self._nics(one.output)
         self._regather(costs, times)
 

@@ -9,6 +9,7 @@ import base64
 import csv
 import html
 import io
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -20,6 +21,7 @@ from axo.perf.memory import GIB
 from axo.perf.planner import Candidate, Plan
 from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group, Summary, summaries
 from axo.perf.simulator import Simulation
+from axo.perf.stages import Stages
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
 _NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
@@ -43,6 +45,9 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
 def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
     found: dict[str, Any] = {"grid": str(candidate.grid), "algorithm": candidate.algorithm, "reason": candidate.reason}
+    if candidate.stages is not None:
+        found |= {"pipeline": candidate.stages.ranks, "schedule": candidate.stages.schedule}
+        found["cuts"] = list(candidate.stages.bounds[1:-1])
     if candidate.memory is not None:
         found["memory_bytes"] = asdict(candidate.memory) | {"total": candidate.memory.total}
     if candidate.time is not None:
@@ -59,6 +64,8 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
             "micro_batches": candidate.run.micro_batches,
             "cached_gathers": candidate.run.cached_gathers,
             "recompute": candidate.recompute,
+            "recomputes": candidate.recomputes,
+            "bubble_s": time.bubble,
             "zero": candidate.run.zero,
             "why": made.why(candidate),
             "command": command_line(made, candidate),
@@ -108,7 +115,8 @@ def plan_csv(made: Plan) -> str:
         "contention_s",
         *(f"exposed_{axis}_s" for axis in AXES),
     ]
-    columns += ["hfu_percent", "mfu_percent", "days", "gpu_hours", "recompute", "zero", "micro_batches"]
+    columns += ["hfu_percent", "mfu_percent", "days", "gpu_hours", "recompute", "recomputes", "zero", "micro_batches"]
+    columns += ["pipeline", "schedule", "cuts", "bubble_s"]
     columns += ["cached_gathers", "memory_bytes", "command", "reason"]
     return as_csv(rows, columns)
 
@@ -117,7 +125,8 @@ def plan_table(made: Plan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
     HFU counts recomputation; kept is the share of gathered weights that stay for their second use. A step is its
-    products, what shows by axis, and other: the optimizer, and by how much hidden communication slows products.
+    products, what shows by axis, other (the optimizer, and by how much hidden communication slows products), and with
+    stages what these wait for each other.
     """
     header = ["", "grid", "step s", "% HFU", "products s", "other s", *(f"{axis} s" for axis in AXES)]
     header += ["hidden s", "GiB", "micro", "kept"]
@@ -125,21 +134,37 @@ def plan_table(made: Plan, top: int) -> Table:
         header.append("days")
     if made.request.search:
         header += ["recompute", "zero"]
+    staged = made.request.pipeline != (1,)
+    if staged:
+        header += ["bubble s", "stages", "schedule", "blocks of stages"]
     rows = []
     for number, candidate in enumerate(made.ranked[:top], 1):
         time, held = candidate.time, candidate.memory
         assert time is not None and held is not None
         hidden = sum(time.communication.values()) - time.exposed_total
         shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), hidden]
-        row = [str(number), candidate.name, f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
+        grid = candidate.name if candidate.stages is None else str(candidate.grid)
+        row = [str(number), grid, f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
         row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]
         row.append(f"{100 * candidate.run.cached_gathers:.0f}%")
         if made.request.tokens:
             row.append(f"{made.days(candidate):.1f}")
         if made.request.search:
-            row += ["full" if candidate.recompute else "none", str(candidate.run.zero)]
+            row += [candidate.recomputes, str(candidate.run.zero)]
+        if staged:
+            one = candidate.stages
+            row += [f"{time.bubble:.2f}", str(one.ranks if one else 1), one.schedule if one else "", cuts_text(one)]
         rows.append(row)
     return header, rows
+
+
+def cuts_text(stages: Stages | None) -> str:
+    """How many blocks each stage has: ``4 x 10``, ``5 x 10 + 2 x 11 + 8``."""
+    if stages is None:
+        return ""
+    sizes = [high - low for low, high in itertools.pairwise(stages.bounds)]
+    runs = [(len(list(same)), size) for size, same in itertools.groupby(sizes)]
+    return " + ".join(f"{count} x {size}" if count > 1 else str(size) for count, size in runs)
 
 
 def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:

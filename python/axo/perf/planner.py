@@ -5,8 +5,11 @@ of the model, when the batch has fewer sequences than z * data, or when a rank w
 else take the fewest micro-batches that fit, predict (``axo.perf.model``), sort. Nothing is left out in silence: every
 grid keeps its reason.
 
-With ``search`` each grid is tried with and without recomputation, with each ZeRO stage and with more micro-batches
-(which leave room to keep gathered weights), and the fastest that fits counts.
+With ``search`` each grid is tried without recomputation, with selective and with full, with each ZeRO stage and with
+more micro-batches (which leave room to keep gathered weights), and the fastest that fits counts.
+
+With ``pipeline`` each number of stages is tried with all grids of its share of the GPUs, cut by flops, with each of
+``schedules`` and the smallest micro-batches.
 
 It measures nothing and knows no network weather; ``axo.perf.simulator`` looks at one grid more closely.
 """
@@ -19,8 +22,10 @@ from dataclasses import dataclass, field, replace
 
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model, tesseract
+from axo.perf import pipeline_schedule as schedules
 from axo.perf.layer_time import OVERLAPS, PRECISIONS, Run
 from axo.perf.machine import Machine
+from axo.perf.stages import Stages, Timing, planned
 from axo.perf.workload import Workload
 
 GATHERS = ("auto", "keep", "drop")
@@ -40,6 +45,8 @@ _TESSERACT_TRAFFIC = {
     "z": "weight gradients summed over depth",
     "data": _TRAFFIC["data"],
 }
+SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a search tries
+SIZES_TRIED = 2  # of micro-batches of stages, the smallest first
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
 
 
@@ -60,6 +67,9 @@ class Request:
         micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
         search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
             else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
+        selective: Recomputation keeps the results of products and of attention.
+        pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
+        schedules: Of stages.
         algorithms: How products may be distributed: "axonn", "tesseract" (SUMMA is its grids of z = 1), which is not
             searched.
     """
@@ -76,6 +86,9 @@ class Request:
     search: bool = False
     micro_batches: int = 0
     algorithms: tuple[str, ...] = ("axonn",)
+    selective: bool = False
+    pipeline: tuple[int, ...] = (1,)
+    schedules: tuple[str, ...] = ("1f1b",)
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -98,6 +111,12 @@ class Request:
             raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
         if not self.algorithms or set(self.algorithms) - set(ALGORITHMS):
             raise ValueError(f"plan: algorithms={self.algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}")
+        if not self.pipeline or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.pipeline):
+            raise ValueError(f"plan: pipeline={self.pipeline!r} are not counts of stages; use some of at least 1")
+        for name in self.schedules:
+            schedules.known(name)
+        if self.selective and not self.workload.checkpointed:
+            raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         unknown = self.overlap - set(OVERLAPS)
         if unknown:
             raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
@@ -119,11 +138,19 @@ class Candidate:
     memory: memory.Memory | None = None
     reason: str = ""
     algorithm: str = "axonn"
+    stages: Stages | None = None
 
     @property
     def name(self) -> str:
-        """The grid, with the algorithm where that is not axonn."""
+        """The grid, with its stages where there are several, and the algorithm where that is not axonn."""
+        if self.stages is not None:
+            return f"{self.grid} x {self.stages.ranks} stages, {self.stages.schedule}"
         return str(self.grid) if self.algorithm == "axonn" else f"{self.grid} {self.algorithm}"
+
+    @property
+    def recomputes(self) -> str:
+        """``"none"``, ``"selective"`` or ``"full"``."""
+        return ("selective" if self.run.selective else "full") if self.recompute else "none"
 
     @property
     def seconds(self) -> float:
@@ -156,7 +183,9 @@ class Plan:
 
     def step_flops(self, candidate: Candidate | None = None) -> float:
         """Hardware flops of one step (with recomputation), of the best candidate if none is given."""
-        return flops.step_flops(self.workload(candidate or self.best), self.request.batch_tokens)
+        one = candidate or self.best
+        again = False if one.run.selective else None
+        return flops.step_flops(self.workload(one), self.request.batch_tokens, recompute=again)
 
     def percent_of_peak(
         self, candidate: Candidate, *, model_flops: bool = False, full_attention: bool = False
@@ -165,7 +194,7 @@ class Plan:
         work = flops.step_flops(
             self.workload(candidate),
             self.request.batch_tokens,
-            recompute=False if model_flops else None,
+            recompute=False if model_flops or candidate.run.selective else None,
             full_attention=full_attention,
         )
         return 100 * work / candidate.seconds / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
@@ -187,8 +216,9 @@ class Plan:
         gpus, sequences = self.request.gpus, self.request.sequences
         if gpus <= sequences:
             return ""
+        what = "x*y" if self.request.pipeline == (1,) else "x*y times the stages"
         return (
-            f"the batch has {sequences} sequences for {gpus} GPUs, so x*y must be at least {-(-gpus // sequences)};"
+            f"the batch has {sequences} sequences for {gpus} GPUs, so {what} must be at least {-(-gpus // sequences)};"
             f" a batch of {gpus * self.request.workload.seq_length:,} tokens would leave the choice"
         )
 
@@ -205,6 +235,8 @@ class Plan:
             text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({traffic[worst]})"
         if hidden > 0.005 * time.total:
             text += f", {seconds_text(hidden)} hide behind products"
+        if candidate.stages is not None:
+            text += f"; stages wait {seconds_text(time.bubble)} for each other ({100 * time.bubble / time.total:.0f}%)"
         best = self.best
         if best is candidate:
             if len(self.ranked) > 1:
@@ -215,6 +247,7 @@ class Plan:
         lost = {f"exposed {axis}": time.exposed[axis] - best.time.exposed[axis] for axis in AXES}
         lost["products"] = time.compute - best.time.compute
         lost["products slowed by hidden communication"] = time.contention - best.time.contention
+        lost["stages that wait"] = time.bubble - best.time.bubble
         cause = max(lost, key=lambda name: lost[name])
         return f"{text}; {100 * (time.total / best.time.total - 1):+.1f}% against {best.name}, most of it {cause}."
 
@@ -233,13 +266,18 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
     ranked: list[Candidate] = []
     left_out: list[Candidate] = []
     if "axonn" in request.algorithms:
-        for grid in Grid.all(request.gpus) if grids is None else grids:
-            candidate = consider(request, grid)
-            (left_out if candidate.reason else ranked).append(candidate)
+        for stages in request.pipeline:
+            if request.gpus % stages:
+                continue
+            for grid in Grid.all(request.gpus // stages) if grids is None else grids:
+                candidate = consider(request, grid, stages)
+                (left_out if candidate.reason else ranked).append(candidate)
     if "tesseract" in request.algorithms:
         for grid in tesseract.grids(request.gpus) if grids is None else grids:
             candidate = consider_tesseract(request, grid)
             (left_out if candidate.reason else ranked).append(candidate)
+    if not ranked and not left_out and "axonn" in request.algorithms:
+        raise ValueError(f"plan: pipeline={request.pipeline} stages do not divide {request.gpus} GPUs")
     if not ranked and not left_out:
         raise ValueError(
             f"plan: {request.gpus} GPUs have no grid for tesseract, which needs x = y above 1, so a square"
@@ -254,15 +292,22 @@ def _variant(workload: Workload, recompute: bool) -> Workload:
     return workload if workload.checkpointed == recompute else workload.otherwise
 
 
-def consider(request: Request, grid: Grid) -> Candidate:
-    """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it."""
+def consider(request: Request, grid: Grid, stages: int = 1) -> Candidate:
+    """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it.
+
+    Args:
+        stages: So many of these grids, one behind the other.
+    """
+    if stages > 1:
+        return _consider_stages(request, grid, stages)
     if not request.search:
         return _consider(request, grid)
     found: list[Candidate] = []
-    for recompute in (False, True):
-        for zero in (0, 1, 2) if grid.data > 1 else (0,):
+    for recompute, selective in ((False, False), (True, True), (True, False)):
+        for zero in (0, 2) if grid.data > 1 else (0,):  # 2 takes no longer than 1, and less memory
             workload = _variant(request.workload, recompute)
-            one = _consider(replace(request, workload=workload, zero=zero, search=False), grid, further=2)
+            asked = replace(request, workload=workload, zero=zero, search=False, selective=selective)
+            one = _consider(asked, grid, further=2)
             if one.reason and one.memory is None:  # neither memory nor speed: the grid itself is impossible
                 return one
             found.append(one)
@@ -275,7 +320,13 @@ def consider(request: Request, grid: Grid) -> Candidate:
 def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
     """Predict one grid with the fewest micro-batches that fit, or the best of up to ``further`` more doublings."""
     recompute = request.workload.checkpointed
-    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero, **PRECISIONS[request.precision])
+    run = Run(
+        request.batch_tokens,
+        overlap=request.overlap,
+        zero=request.zero,
+        selective=request.selective,
+        **PRECISIONS[request.precision],
+    )
     reason = _impossible(request, grid)
     if reason:
         return Candidate(grid, run, recompute, reason=reason)
@@ -298,6 +349,105 @@ def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
     assert held is not None
     need = f"needs {held.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
     return Candidate(grid, run, recompute, memory=held, reason=need)
+
+
+def _consider_stages(request: Request, grid: Grid, ranks: int) -> Candidate:
+    """Predict one grid with ``ranks`` stages of it: the fastest of its schedules and micro-batches that fits."""
+    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero, **PRECISIONS[request.precision])
+    none = Candidate(grid, run, request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0)))
+    reason, sizes = _impossible(request, grid), list[int]()
+    if not reason:
+        reason, sizes = _pieces(request, grid, ranks)
+    if reason:
+        return replace(none, reason=reason)
+    least = _state(request, grid, ranks)
+    if not least.fits(request.machine):
+        need = f"needs more than {least.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+        return replace(none, memory=least, reason=need)
+    tried: list[Candidate] = []
+    ways = ((False, False), (True, True), (True, False)) if request.search else None
+    timings: dict[tuple[bool, Run], Timing] = {}
+    for recompute, selective in ways or ((request.workload.checkpointed, request.selective),):
+        workload = _variant(request.workload, recompute)
+        for pieces in sizes:
+            share = 0.0 if request.gather == "drop" or grid.z == 1 else 1.0
+            rows = request.sequences // pieces // grid.data * workload.seq_length
+            run = replace(run, selective=selective, micro_batches=pieces, rows=rows, cached_gathers=share)
+            timing = Timing(workload, grid, request.machine, run)
+            for zero in ((0, 2) if grid.data > 1 else (0,)) if request.search else (request.zero,):
+                timing = timing.with_zero(zero)
+                timings[recompute, timing.run] = timing
+                for schedule in request.schedules:
+                    kind = schedules.known(schedule)
+                    if recompute and kind.splits:
+                        continue
+                    try:
+                        schedules.check(schedule, pieces, ranks)
+                        stages = planned(workload, ranks, schedule)
+                    except ValueError as error:
+                        reason = str(error)
+                        continue
+                    tried.append(Candidate(grid, timing.run, recompute, timing.predict(stages), stages=stages))
+    nearest = None
+    for one in sorted(tried, key=lambda candidate: candidate.seconds):
+        assert one.stages is not None
+        held = timings[one.recompute, one.run].memory(one.stages)
+        if not held.fits(request.machine) and request.gather == "auto" and one.run.cached_gathers:
+            one, held = _cache_for_stages(request, one)
+        if held.fits(request.machine):
+            return replace(one, memory=held)
+        if nearest is None or nearest.memory is None or held.total < nearest.memory.total:
+            nearest = replace(one, memory=held, time=None)
+    if nearest is None or nearest.memory is None:
+        return replace(none, reason=reason or "recomputation where backward is split is not planned")
+    need = f"needs {nearest.memory.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+    return replace(nearest, reason=need)
+
+
+def _state(request: Request, grid: Grid, ranks: int) -> memory.Memory:
+    """The least that a rank holds whatever the micro-batches: its share of weights and of the optimizer's state."""
+    each = PRECISIONS[request.precision]["weights"] * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
+    cut = grid.data if request.search or request.zero else 1
+    return memory.Memory(each, 0.0, 2 * each / cut, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _pieces(request: Request, grid: Grid, ranks: int) -> tuple[str, list[int]]:
+    """Why stages cannot have micro-batches, or how many: of the fewest sequences first."""
+    data = grid.z * grid.data
+    if request.sequences % data:
+        return f"z*data={data} does not divide the {request.sequences} sequences, as stages want", []
+    mine = request.sequences // data
+    least = ranks * max(2 if name == "dualpipev" else 1 for name in request.schedules)
+    if mine < least:
+        return f"a rank has {mine} sequences for {ranks} stages, which want {least} micro-batches", []
+    if request.micro_batches:
+        if mine % request.micro_batches:
+            return f"micro_batches={request.micro_batches} do not divide the {mine} sequences of a rank", []
+        return "", [request.micro_batches]
+    sizes = [mine // size for size in range(1, mine // least + 1) if mine % size == 0]
+    return "", sizes[:SIZES_TRIED]
+
+
+def _cache_for_stages(request: Request, one: Candidate) -> tuple[Candidate, memory.Memory]:
+    """The same, with as many gathered weights kept as fit."""
+    assert one.stages is not None
+    workload = _variant(request.workload, one.recompute)
+    full = Timing(workload, one.grid, request.machine, one.run).memory(one.stages)
+    run = replace(one.run, cached_gathers=0.0)
+    timing = Timing(workload, one.grid, request.machine, run)
+    held = timing.memory(one.stages)
+    share = _share_that_fits(request, full, held)
+    if share:
+        run = replace(run, cached_gathers=share)
+        timing = Timing(workload, one.grid, request.machine, run)
+        held = timing.memory(one.stages)
+    return replace(one, run=run, time=timing.predict(one.stages)), held
+
+
+def _share_that_fits(request: Request, full: memory.Memory, held: memory.Memory) -> float:
+    """Which share of gathered weights can be kept, in hundredths, when all need ``full`` and none ``held``."""
+    extra, free = full.total - held.total, CACHE_LIMIT * request.machine.memory_gib * memory.GIB - held.total
+    return 1.0 if extra <= free else max(0, int(100 * free / extra)) / 100
 
 
 def consider_tesseract(request: Request, grid: Grid) -> Candidate:
@@ -336,6 +486,7 @@ def _runs(request: Request, grid: Grid) -> Iterator[Run]:
             cached_gathers=share,
             micro_batches=pieces,
             zero=request.zero,
+            selective=request.selective,
             rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
             **PRECISIONS[request.precision],
         )
@@ -349,9 +500,7 @@ def _cache_what_fits(request: Request, grid: Grid, run: Run, held: memory.Memory
     if grid.z == 1:
         return run
     full = memory.estimate(request.workload, grid, replace(run, cached_gathers=1.0))
-    extra, free = full.total - held.total, CACHE_LIMIT * request.machine.memory_gib * memory.GIB - held.total
-    share = 1.0 if extra <= free else max(0, int(100 * free / extra)) / 100
-    return replace(run, cached_gathers=share)
+    return replace(run, cached_gathers=_share_that_fits(request, full, held))
 
 
 def _nothing_fits(request: Request, left_out: list[Candidate]) -> str:

@@ -10,6 +10,7 @@ from axo.grid import AXES
 from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.memory import GIB
+from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import Plan
 from axo.perf.reproduce import Group
 from axo.perf.simulator import Simulation
@@ -183,6 +184,40 @@ def _memory(simulation: Simulation, limit: float) -> Any:
     axes.set(xlabel="seconds", ylabel="GiB held", xlim=(0, simulation.seconds), ylim=(0, None))
     axes.legend(fontsize=8)
     return figure
+
+
+def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
+    """Return a pipeline's step as a PNG: ranks down, time across, the number of the micro-batch in each action.
+
+    Lighter shades are later stages of the same rank.
+    """
+    total = found.seconds or 1.0
+    figure, axes = _figure(12, 0.5 * found.ranks + 1.6)
+    axes.grid(False)
+    shades = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
+              WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
+    labels = 12 * 130 / total  # pixels a second, about
+    for kind, colours in shades.items():
+        for later in (False, True):
+            mine = [one for one in found.ran if one.action.kind == kind and (one.action.stage >= found.ranks) == later]
+            for rank in range(found.ranks):
+                bars = [(one.start, one.end - one.start) for one in mine if one.rank == rank]
+                axes.broken_barh(bars, (rank - 0.45, 0.9), facecolors=colours[later], edgecolor="white", linewidth=0.4)
+            for one in mine:
+                if labels * (one.end - one.start) > 14:
+                    middle = (one.start + one.end) / 2
+                    axes.text(middle, one.rank, str(one.action.microbatch), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(found.ranks), [f"rank {rank}" for rank in range(found.ranks)])
+    axes.invert_yaxis()
+    axes.set(xlabel="s", xlim=(0, total))
+    axes.set_title(title, fontsize=10, loc="left")
+    drawn = {one.action.kind for one in found.ran}
+    names = {FORWARD: "forward", BACKWARD: "backward", INPUT: "backward: inputs", WEIGHT: "backward: weights"}
+    for kind, name in names.items():
+        if kind in drawn:
+            axes.broken_barh([], (0, 0), facecolors=shades[kind][0], label=name)
+    axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
+    return _png(figure)
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:

@@ -173,7 +173,8 @@ class _Builder:
             saved = memory.saved(layer, self.grid, self._my_rows(), self.run) if kept else 0.0
             used_up = layer.kind != "linear" or not (again or cached)
             drop = self._gathered(layer) if gathered and used_up else 0.0
-            self.path = self._add(f"{name} {phase}", COMPUTE, cost.forward, self.path + gathered, saved, drop)
+            seconds = self.run.run_again([layer], [cost.forward]) if again else cost.forward
+            self.path = self._add(f"{name} {phase}", COMPUTE, seconds, self.path + gathered, saved, drop)
             if layer.kind not in ("norm", "loss"):
                 self._blocking(name, f"{phase} output", cost.output)
 

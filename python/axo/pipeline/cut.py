@@ -34,7 +34,10 @@ from axo.nn.elsewhere import Elsewhere, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
+from axo.perf import readers
+from axo.perf.cut import planned
 from axo.perf.pipeline_schedule import LOOP, V
+from axo.perf.workload import Workload
 from axo.pipeline.families import Family, family_of
 
 PART = "_axo_part"  # where a model says what part of a pipeline it is
@@ -88,7 +91,7 @@ def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
     if isinstance(cuts, str):
         if cuts != "even":
             raise ValueError(
-                f"pipeline: cuts={cuts!r} is not known; use 'even', or the first block of each later stage"
+                f"pipeline: cuts={cuts!r} is not known; use 'even', 'planner', or the first block of each later stage"
             )
         return [round(blocks * stage / stages) for stage in range(stages + 1)]
     inner = list(cuts)
@@ -106,6 +109,19 @@ def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
     return bounds
 
 
+def workload_of(model: nn.Module) -> Workload:
+    """What the planner knows of a model of a known family."""
+    config: Any = model.config
+    if hasattr(config, "to_dict"):
+        return readers.from_hugging_face(config.to_dict())
+    return readers.from_litgpt(vars(config), seq_length=getattr(model, "max_seq_length", None))
+
+
+def planned_cuts(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
+    """The first block of each stage but the first, by flops."""
+    return planned(workload, ranks, stages, order)[1:-1]
+
+
 def split(
     model: nn.Module,
     comms: Communicators,
@@ -120,7 +136,8 @@ def split(
         model: A parallelized model of a family that is known, best on the meta device: of a real one a rank holds its
             shards of all layers until now.
         comms: What ``axo.connect(grid, pipeline=...)`` returned, and ``axo.parallelize`` was given.
-        cuts: ``"even"``: blocks as evenly as they go; or the first block of each stage but the first, such as [3, 7].
+        cuts: ``"even"``: blocks as evenly as they go; ``"planner"``: so that the busiest rank has the least flops, the
+            head's among them (``axo.perf.cut``); or the first block of each stage but the first, such as [3, 7].
         stages_per_rank: Stages on each rank; the model has ``comms.stages`` times as many.
         order: ``"loop"``: stage s is on pipeline rank ``s % comms.stages``; ``"v"``: two stages a rank, there and back.
 
@@ -145,6 +162,8 @@ def split(
     family = family_of(model)
     stages = comms.stages * stages_per_rank
     blocks: Any = model.get_submodule(family.blocks)
+    if cuts == "planner":
+        cuts = planned_cuts(workload_of(model), comms.stages, stages, order)
     bounds = bounds_of(len(blocks), stages, cuts)
     home = _homes(model, family, bounds)
     mine = stage_indices(stages, comms.stages, comms.stage, order)

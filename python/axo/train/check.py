@@ -83,7 +83,8 @@ def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
             f"train: offload={config.offload!r} with pipeline={config.pipeline} is not supported; leave one out"
         )
     stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
-    bounds_of(blocks, stages, "even")
+    cuts = config.stage_cuts
+    bounds_of(blocks, stages, "even" if cuts == "planner" else cuts)
     pipeline.check_microbatches(config.schedule, config.microbatches, config.pipeline)
     if rows % config.microbatches:
         raise ValueError(

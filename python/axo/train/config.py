@@ -86,6 +86,9 @@ class TrainConfig:
     schedule: str = _option(
         "1f1b", RANKS, "Of the stages: gpipe, 1f1b, looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev."
     )
+    cuts: str = _option(
+        "even", RANKS, "First blocks of later stages: even, planner (the least flops of the busiest rank), or 3,7."
+    )
     microbatches: int = _option(8, RANKS, "Micro-batches that fill the stages in each piece.", least=1)
     threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
     data: tuple[str, ...] = _option(
@@ -143,6 +146,20 @@ class TrainConfig:
     def ranks(self) -> int:
         """The ranks of all stages."""
         return self.grid.world_size * self.pipeline
+
+    @property
+    def stage_cuts(self) -> str | list[int]:
+        """``cuts`` as ``axo.pipeline.split`` takes them.
+
+        Raises:
+            ValueError: They are neither known words nor numbers.
+        """
+        if self.cuts in ("even", "planner"):
+            return self.cuts
+        parts = [part.strip() for part in self.cuts.split(",")]
+        if not all(part.isdecimal() for part in parts):
+            raise ValueError(f"train: cuts={self.cuts!r} is not even, planner, or numbers of blocks such as 3,7")
+        return list(map(int, parts))
 
     @property
     def last_lr(self) -> float:

@@ -261,7 +261,7 @@ def build_model(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, lis
     model = build_shards(config, comms)
     modules: list[torch.nn.Module] = []
     if config.pipeline > 1:
-        modules = pipeline.split(model, comms, **pipeline.layout(config.schedule))
+        modules = pipeline.split(model, comms, config.stage_cuts, **pipeline.layout(config.schedule))
     torch.manual_seed(config.seed)
     axo.init_weights(model, model._init_weights, offload=offload_of(config))  # LitGPT's own, layer by layer
     finish_model(model, config)
