@@ -135,6 +135,23 @@ def test_a_range_has_no_error() -> None:
 
 
 @pytest.mark.slow
+def test_a_reproduction_has_one_table_of_rows_and_a_picture_for_each_figure() -> None:
+    groups = [
+        Group(
+            "first",
+            [Line("a", 2.0, 3.0, "s"), Line("b", "13 to 45", 20.0, "%"), Line("c", 4.0, 4.0, "s", "calibrated")],
+        ),
+        Group("second", [Line("d", "a plot", 1.0, "x")]),
+    ]
+    header, rows = output.rows_table(groups)
+    assert len(header) == len(rows[0]) and [row[0] for row in rows] == ["first"] * 3 + ["second"]
+    assert [row[-1] for row in rows] == ["held out", "no error", "calibrated", "no error"] and rows[0][5] == "+50.0%"
+    drawn = {group.title: plots.group_plot(group) for group in groups}
+    page = output.reproduction_page(groups, ["a note"], drawn)
+    assert page.count("<img") == 2 and "All rows" in page
+    assert next(csv.DictReader(io.StringIO(output.groups_csv(groups))))["standing"] == "held out"
+
+
 def test_commands_write_what_they_say(tmp_path: Path) -> None:
     call = "plan --model gpt-5b --gpus 32 --machine frontier --batch-tokens 256k --tokens 1T --explain 2x2x4x2"
     done = CliRunner().invoke(cli.app, f"{call} --csv {tmp_path}/p.csv --html {tmp_path}/p.html".split())

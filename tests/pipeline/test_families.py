@@ -14,7 +14,7 @@ from litgpt.model import GPT
 
 import axo
 from axo.nn.elsewhere import Elsewhere
-from axo.pipeline.cut import bounds_of, part_of, stage_indices
+from axo.pipeline.cut import bounds_of, part_of, planned_cuts, stage_indices, workload_of
 from tests.gpt import LLAMA
 from tests.launcher import run_ranks
 
@@ -24,6 +24,8 @@ ROWS, TOKENS = 8, 8
 def test_bounds_and_places():
     assert bounds_of(10, 4, "even") == [0, 2, 5, 8, 10]
     assert bounds_of(10, 3, [3, 7]) == [0, 3, 7, 10]
+    for model in (small("llama"), small("gpt2")):
+        assert planned_cuts(workload_of(model), 2, 2, "loop") == [2]
     assert [stage_indices(6, 2, rank, "loop") for rank in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
     assert [stage_indices(6, 3, rank, "v") for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
 
@@ -38,14 +40,23 @@ def what_each_holds():
     for name, each in model.named_modules():
         if isinstance(each, Elsewhere):
             assert all(parameter.is_meta for parameter in each.stands_for.parameters()), f"{name} is still held"
-    return whole, set(model.state_dict())
+    block = sum(parameter.numel() for parameter in GPT(Config(**LLAMA)).transformer.h[0].parameters())
+    vocabulary = 2 * block // LLAMA["n_embd"] // 2 * 2
+    heavy = {**LLAMA, "n_layer": 6, "vocab_size": vocabulary, "padded_vocab_size": vocabulary}
+    with torch.device("meta"):
+        planned = GPT(Config(**heavy))
+    axo.parallelize(planned, comms)
+    axo.pipeline.split(planned, comms, cuts="planner")
+    blocks = {name.split(".")[2] for name in planned.state_dict() if ".h." in name}
+    return whole, set(model.state_dict()), blocks
 
 
 def test_a_stage_holds_its_own_tensors_under_their_names():
-    (whole, first), (_, last) = run_ranks(what_each_holds, 2)
+    (whole, first, light), (_, last, heavy) = run_ranks(what_each_holds, 2)
     assert first | last == whole and not first & last
     assert {name.split(".")[2] for name in first if ".h." in name} == {"0", "1"}
     assert "lm_head.weight" in last and "transformer.wte.weight" in first
+    assert (light, heavy) == (set("0123"), set("45")), "the head does as much as two blocks"
 
 
 def small(kind):

@@ -40,16 +40,18 @@ class Layout:
             sum(forward_flops(layer, 1.0, workload.seq_length) for layer in block.layers) for block in self.kinds
         ]
         self._composed: dict[tuple[tuple[int, ...], tuple[int, ...]], dict[int, int]] = {}
+        self._blocks: dict[tuple[tuple[int, int], ...], dict[int, int]] = {}
 
     def composed(self, bounds: tuple[int, ...], stages: tuple[int, ...]) -> dict[int, int]:
-        """Return how many of each kind some stages have, in order."""
+        """Return how many of each kind some stages have, in order; equal answers are one object."""
         if (bounds, stages) not in self._composed:
             found: Counter[int] = Counter()
             for stage in stages:
                 found.update([0] * (stage == 0))
                 found.update(self.stack[bounds[stage] : bounds[stage + 1]])
                 found.update([len(self.kinds) - 1] * (stage == len(bounds) - 2))
-            self._composed[bounds, stages] = dict(sorted(found.items()))
+            same = tuple(sorted(found.items()))
+            self._composed[bounds, stages] = self._blocks.setdefault(same, dict(same))
         return self._composed[bounds, stages]
 
 

@@ -255,16 +255,25 @@ def group_table(group: Group) -> Table:
     return ["what", "paper", "predicted", "unit", "error", "note"], rows
 
 
+def rows_table(groups: Sequence[Group]) -> Table:
+    """Return every line of a reproduction in one table."""
+    rows = []
+    for group in groups:
+        for row, line in zip(group_table(group)[1], group.lines, strict=True):
+            rows.append([group.title, *row[:5], line.standing])
+    return ["figure or table", "what", "paper", "predicted", "unit", "error", "standing"], rows
+
+
 def group_json(group: Group) -> dict[str, Any]:
     """Return a reproduction group as plain data."""
-    lines = [asdict(line) | {"error": line.error} for line in group.lines]
+    lines = [asdict(line) | {"error": line.error, "standing": line.standing} for line in group.lines]
     return {"title": group.title, "note": group.note, "lines": lines}
 
 
 def groups_csv(groups: Sequence[Group]) -> str:
     """Return reproduction groups as CSV."""
     rows = [{"group": group.title} | line for group in groups for line in group_json(group)["lines"]]
-    return as_csv(rows, ["group", "what", "paper", "predicted", "unit", "error", "note"])
+    return as_csv(rows, ["group", "what", "paper", "predicted", "unit", "error", "standing", "note"])
 
 
 # ------------------------------------------------------------------------------------------------------------- HTML
@@ -349,10 +358,13 @@ def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: 
 
 
 def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict[str, bytes]) -> str:
-    """Return the reproduction as a page."""
-    sections = [("How it was calibrated", [bullets(notes), *(image(png, name) for name, png in plots.items())])]
-    sections += [(group.title, [html_table(group_table(group)), paragraph(group.note)]) for group in groups]
+    """Return the reproduction as a page; ``plots`` has a picture for each title of a group."""
+    sections = [("How it was calibrated", [bullets(notes)])]
+    for group in groups:
+        pictures = [image(plots[group.title], group.title)] if group.title in plots else []
+        sections.append((group.title, [*pictures, html_table(group_table(group)), paragraph(group.note)]))
     sections.append(("All groups", [html_table(summary_table(summaries(list(groups))))]))
+    sections.append(("All rows", [html_table(rows_table(groups))]))
     sections.append(("What cannot be predicted", [bullets(CANNOT)]))
     sections.append(("Where the papers contradict", [bullets(CONTRADICTIONS)]))
     return page("The papers' numbers beside the model's", sections)

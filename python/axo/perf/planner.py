@@ -23,10 +23,10 @@ from dataclasses import dataclass, field, replace
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model, tesseract
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import OVERLAPS, PRECISIONS, Run
+from axo.perf.layer_time import OVERLAPS, PRECISIONS, LayerCost, Run
 from axo.perf.machine import Machine
 from axo.perf.stages import Stages, Timing, planned
-from axo.perf.workload import Workload
+from axo.perf.workload import Layer, Workload
 
 GATHERS = ("auto", "keep", "drop")
 ALGORITHMS = ("axonn", "tesseract")
@@ -353,7 +353,13 @@ def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
 
 def _consider_stages(request: Request, grid: Grid, ranks: int) -> Candidate:
     """Predict one grid with ``ranks`` stages of it: the fastest of its schedules and micro-batches that fits."""
-    run = Run(request.batch_tokens, overlap=request.overlap, zero=request.zero, **PRECISIONS[request.precision])
+    run = Run(
+        request.batch_tokens,
+        overlap=request.overlap,
+        zero=request.zero,
+        selective=request.selective,
+        **PRECISIONS[request.precision],
+    )
     none = Candidate(grid, run, request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0)))
     reason, sizes = _impossible(request, grid), list[int]()
     if not reason:
@@ -367,13 +373,14 @@ def _consider_stages(request: Request, grid: Grid, ranks: int) -> Candidate:
     tried: list[Candidate] = []
     ways = ((False, False), (True, True), (True, False)) if request.search else None
     timings: dict[tuple[bool, Run], Timing] = {}
+    costs: dict[int, dict[Layer, LayerCost]] = {}  # by rows, which alone they depend on here
     for recompute, selective in ways or ((request.workload.checkpointed, request.selective),):
         workload = _variant(request.workload, recompute)
         for pieces in sizes:
             share = 0.0 if request.gather == "drop" or grid.z == 1 else 1.0
             rows = request.sequences // pieces // grid.data * workload.seq_length
             run = replace(run, selective=selective, micro_batches=pieces, rows=rows, cached_gathers=share)
-            timing = Timing(workload, grid, request.machine, run)
+            timing = Timing(workload, grid, request.machine, run, costs.setdefault(rows, {}))
             for zero in ((0, 2) if grid.data > 1 else (0,)) if request.search else (request.zero,):
                 timing = timing.with_zero(zero)
                 timings[recompute, timing.run] = timing
@@ -452,7 +459,7 @@ def _share_that_fits(request: Request, full: memory.Memory, held: memory.Memory)
 
 def consider_tesseract(request: Request, grid: Grid) -> Candidate:
     """Predict one grid of Tesseract, with the fewest micro-batches that fit; or say why it is left out."""
-    run = Run(request.batch_tokens, overlap=request.overlap, **PRECISIONS[request.precision])
+    run = Run(request.batch_tokens, overlap=request.overlap, selective=False, **PRECISIONS[request.precision])
     found = Candidate(grid, run, request.workload.checkpointed, algorithm="tesseract")
     reason = tesseract.impossible(request.workload, grid, request.sequences, request.zero)
     if reason:

@@ -62,6 +62,45 @@ def reproduction_plot(group: Group) -> bytes:
     return _png(figure)
 
 
+def group_plot(group: Group) -> bytes:
+    """Return any group as a plot: for each line the paper's number and the prediction; a range is a bar.
+
+    Lines of several units share a logarithmic scale.
+    """
+    figure, axes = _figure(9, 0.32 * len(group.lines) + 1.4)
+    for place, line in enumerate(group.lines):
+        ends = _ends(line.paper)
+        if len(ends) == 2:
+            axes.plot(ends, (place, place), "-", lw=6, color="#c9d3e0", solid_capstyle="butt")
+        elif ends:
+            axes.plot(ends, (place,), "o", color=_COLORS["x"])
+        axes.plot((line.predicted,), (place,), "s", color=_COLORS["products"], mfc="white", mew=1.5)
+        if line.calibrated:
+            axes.plot((line.predicted,), (place,), "x", color="black", ms=5)
+    axes.set_yticks(range(len(group.lines)), [f"{line.what} ({line.unit})" for line in group.lines], fontsize=7)
+    axes.invert_yaxis()
+    values = [value for line in group.lines for value in (*_ends(line.paper), line.predicted)]
+    if values and min(values) > 0 and max(values) > 20 * min(values):
+        axes.set_xscale("log")
+        _plain_log(axes.xaxis)
+    for marker, color, name in (("o", _COLORS["x"], "paper"), ("s", _COLORS["products"], "predicted"),
+                                ("x", "black", "calibrated on")):  # fmt: skip
+        axes.plot([], [], marker, color=color, mfc="white" if marker == "s" else color, label=name)
+    axes.legend(fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
+    return _png(figure)
+
+
+def _ends(paper: float | str) -> tuple[float, ...]:
+    """What the paper gives: a number, the ends of "13 to 45", or nothing."""
+    if not isinstance(paper, str):
+        return (float(paper),)
+    first, to, last = paper.partition(" to ")
+    try:
+        return (float(first), float(last)) if to else (float(first),)
+    except ValueError:
+        return ()
+
+
 def _ranking(made: Plan) -> Any:
     figure, axes = _figure(8.5, 3.8)
     times = [candidate.time.total for candidate in made.ranked if candidate.time]

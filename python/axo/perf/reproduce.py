@@ -52,6 +52,13 @@ class Line:
         """Whether the model has seen this number."""
         return "calibrated" in self.note
 
+    @property
+    def standing(self) -> str:
+        """``"calibrated"``, ``"held out"``, or ``"no error"`` where the paper gives a range or another experiment."""
+        if self.calibrated:
+            return "calibrated"
+        return "no error" if self.error is None else "held out"
+
 
 @dataclass(frozen=True)
 class Group:

@@ -26,11 +26,11 @@ from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import OPTIMIZER_BYTES, Network, Run, data_seconds, layer_cost
+from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
-from axo.perf.workload import Block, Workload
+from axo.perf.workload import Block, Layer, Workload
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ def planned(workload: Workload, ranks: int, schedule: str) -> Stages:
     return Stages(ranks, schedule, tuple(bounds))
 
 
+Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # of F, I and W, each of every stage
+
+
 class Part(NamedTuple):
     """Seconds of one block, or of what stands before or behind the blocks, on one rank."""
 
@@ -91,9 +94,16 @@ class Part(NamedTuple):
 
 
 class Timing:
-    """Times and sizes of one workload on one grid with one size of micro-batch; stages are put together from them."""
+    """Times and sizes of one workload on one grid with one size of micro-batch; stages are put together from them.
 
-    def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: Run) -> None:
+    Args:
+        costs: Of layers on this grid with micro-batches of this size, as far as they are known; more are put in.
+    """
+
+    def __init__(
+        self, workload: Workload, grid: Grid, machine: Machine, run: Run, costs: dict[Layer, LayerCost] | None = None
+    ) -> None:
+        self._costs = {} if costs is None else costs
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.network = Network(machine, grid)
         self.layout = cut.layout(workload)
@@ -113,12 +123,16 @@ class Timing:
         other.run, other._memories = replace(self.run, zero=zero), {}
         return other
 
+    def _cost(self, layer: Layer) -> LayerCost:
+        if layer not in self._costs:
+            self._costs[layer] = layer_cost(
+                layer, self.grid, self.rows, self.run, self.machine, self.network, self.workload.seq_length
+            )
+        return self._costs[layer]
+
     def _part(self, block: Block, splits: bool) -> Part:
         run = self.run
-        costs = [
-            layer_cost(layer, self.grid, self.rows, run, self.machine, self.network, self.workload.seq_length)
-            for layer in block.layers
-        ]
+        costs = [self._cost(layer) for layer in block.layers]
         shown, sent = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
         once, once_sent = {"z": 0.0}, {"z": 0.0}
 
@@ -174,16 +188,26 @@ class Timing:
             rate, latency = on.inter_gbs * on.network_fraction / on.gpus_per_node, on.latency_inter_us
         return self.message() / (1e9 * rate) + 1e-6 * latency
 
-    def _seconds(self, stages: Stages) -> tuple[tuple[float, ...], ...]:
+    def _seconds(self, stages: Stages) -> Times:
         """Of F, I and W of each stage."""
         splits = schedules.known(stages.schedule).splits
-        times = [self._times(self._of(stages, [stage]), splits) for stage in range(stages.count)]
-        return tuple(zip(*times, strict=True))
+        known: dict[int, tuple[float, float, float]] = {}  # the same layers are the same object
+        times = []
+        for stage in range(stages.count):
+            blocks = self._of(stages, [stage])
+            if id(blocks) not in known:
+                known[id(blocks)] = self._times(blocks, splits)
+            times.append(known[id(blocks)])
+        forward, inputs, weights = zip(*times, strict=True)
+        return forward, inputs, weights
 
     def estimate(self, stages: Stages) -> float:
         """Return the seconds of all micro-batches by the closed form, without what is once a step."""
+        return self._estimate(stages, self._seconds(stages))
+
+    def _estimate(self, stages: Stages, seconds: Times) -> float:
         pieces, message = self.run.micro_batches, self.message_seconds()
-        return schedules.estimate(stages.schedule, stages.ranks, pieces, *self._seconds(stages), message)
+        return schedules.estimate(stages.schedule, stages.ranks, pieces, *seconds, message)
 
     def simulate(self, stages: Stages) -> schedules.Timeline:
         """Run all micro-batches against the clock, without what is once a step."""
@@ -194,8 +218,8 @@ class Timing:
         """Return the time of one step: of the slowest rank, and what all wait for."""
         run, splits = self.run, schedules.known(stages.schedule).splits
         pieces = run.micro_batches
-        times = list(zip(*self._seconds(stages), strict=True))
-        seconds = self.estimate(stages)
+        each_stage = self._seconds(stages)
+        times, seconds = list(zip(*each_stage, strict=True)), self._estimate(stages, each_stage)
         mine = [stages.of(rank) for rank in range(stages.ranks)]
         kinds = {tuple(self._of(stages, each).items()) for each in mine}
         ranks = [self._rank(dict(each), splits) for each in kinds]
