@@ -6,10 +6,10 @@
     python3 -m bench.gpu --walk --out results      the same code on stand-ins and the CPU; its times mean nothing
 
 The parts, most certain first: the kernels (``bench.kernels``; they need no extension), the transport
-(``bench.device``), the layers and a training step (``bench.gpu_step``). Each is a process of its own with a limit of
-its own, so that one that hangs or dies leaves the others their time and is reported. Each leaves JSON lines and ends
-with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part that has come to its end is
-not run again (``--fresh``: it is).
+(``bench.device``), offload (``bench.offload``), the layers and a training step (``bench.gpu_step``). Each is a process
+of its own with a limit of its own, so that one that hangs or dies leaves the others their time and is reported. Each
+leaves JSON lines and ends with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part
+that has come to its end is not run again (``--fresh``: it is).
 """
 
 from __future__ import annotations
@@ -37,7 +37,12 @@ class Part:
     share: float
 
 
-PARTS = (Part("kernels", "--dry", 0.6), Part("device", "--standin", 0.6), Part("gpu_step", "--walk", 1.0))
+PARTS = (
+    Part("kernels", "--dry", 0.6),
+    Part("device", "--standin", 0.6),
+    Part("offload", "--walk", 0.2),
+    Part("gpu_step", "--walk", 1.0),
+)
 
 
 def main(arguments: list[str] | None = None) -> int:

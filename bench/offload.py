@@ -2,6 +2,7 @@
 
     axo bench offload --dir /scratch --width 1024 --blocks 8 --rows 2048
     axo bench offload --device cuda
+    axo bench offload --out results      a part of axo bench gpu: on a GPU, with verdicts (--walk: on the CPU)
 
 One rank trains a stack of MLP blocks (fp32, fused AdamW), with each kind of offload in turns with none. Bytes are those
 that a step moves: on a CPU rank the moments, read and written, 16 a parameter; on a GPU gradients down and parameters
@@ -93,7 +94,13 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dir", default=None, help="folder of the lower tier of a CPU rank; default: a temporary one")
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
+    parser.add_argument("--out", type=Path, default=None, help="write offload.jsonl with verdicts here; on the GPU")
+    parser.add_argument("--walk", action="store_true", help="with --out: on the CPU, at toy sizes")
     options = parser.parse_args(given)
+    if options.out is not None:
+        options.json, options.device = options.out / "offload.jsonl", "cpu" if options.walk else "cuda"
+    if options.walk:
+        options.width, options.blocks, options.rows, options.steps = 64, 2, 256, 1
     device = arguments.device("--device", options.device)
     with tempfile.TemporaryDirectory() as temporary:
         folder = None if device.type != "cpu" else options.dir or temporary
@@ -112,6 +119,13 @@ def main(given: list[str] | None = None) -> int:
                 differ += int(not same)
             moved, wrong = run.moved(case), wrong + differ
             before, after = (statistics.median(each.seconds[1:]) * 1e3 for each in (plain, run))
+            if options.out is not None and case != "none":
+                cost = f"{after - before:.1f} ms added, {moved / rate * 1e3:.1f} ms bound"
+                table.note(f"offload of {case}, parameters as without: {differ == 0}", verdict=differ == 0)
+                table.note(
+                    f"offload of {case}: {'not measured' if options.walk else cost}",
+                    verdict="not measured" if options.walk else cost,
+                )
             table.add(
                 **{"case": case, "MiB moved": moved / 2**20, "plain(ms)": before, "step(ms)": after},
                 **{"added(ms)": after - before, "bound(ms)": moved / rate * 1e3, "#wrong": differ},

@@ -23,7 +23,7 @@ def test_walks_through_without_a_gpu(tmp_path):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "0 of 3 parts failed" in done.stdout
+    assert "0 of 4 parts failed" in done.stdout
     header, *rows = [json.loads(line) for line in (tmp_path / "device.jsonl").read_text().splitlines()]
     assert {"bench", "device", "torch", "commit", "date"} <= header.keys() and header["kind"] == "standin"
     for ranks in (1, 2, 4):
@@ -33,6 +33,7 @@ def test_walks_through_without_a_gpu(tmp_path):
         assert any(name.startswith("graph of 3 communicators") for name in checks)
         assert not any(checks.values()), checks
     assert "overhead over torch's NCCL backend under 3 us a call: not measured" in done.stdout
+    assert "offload of optimizer, parameters as without: True" in done.stdout
     assert "losses apart (at most 0.02)" in done.stdout and "MFU (goal: at least 0.55): not measured" in done.stdout
     assert (tmp_path / "step_trace.json.gz").stat().st_size > 1000
     assert len((tmp_path / "verdicts.txt").read_text().splitlines()) > 30
@@ -68,17 +69,17 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(subprocess, "run", run)
-    assert gpu.main(arguments) == 3
+    assert gpu.main(arguments) == 4
     said = capsys.readouterr().out
     assert "device: stopped after 270 s" in said and "kernels: 3 verdicts failed" in said and "gpu_step: -11" in said
-    assert list(given) == ["kernels", "device", "gpu_step"]
+    assert list(given) == ["kernels", "device", "offload", "gpu_step"]
     kernels, seconds = given["kernels"]
     assert float(kernels[kernels.index("--seconds") + 1]) < seconds < gpu.SECONDS < 8 * 60
     assert (tmp_path / "verdicts.txt").read_text() == "kernels: as fast as it should be: False\n"
     given.clear()
-    assert gpu.main(arguments) == 3 and list(given) == ["device", "gpu_step"]
+    assert gpu.main(arguments) == 4 and list(given) == ["device", "offload", "gpu_step"]
     assert "kernels: has ended before" in capsys.readouterr().out
     given.clear()
-    assert gpu.main([*arguments, "--fresh"]) == 3 and "kernels" in given
+    assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])

@@ -16,11 +16,11 @@ from tests.train.test_train import small, text
 __all__ = ["text"]  # a fixture
 
 
-def traced(text: str, grid: Grid, path: Path) -> list[dict[str, Any]]:
+def traced(text: str, grid: Grid, path: Path, **options: Any) -> list[dict[str, Any]]:
     """The spans of the file, each with the name of its thread; losses are those of the run that is not traced."""
-    config = small(text, grid=grid, steps=5)
-    plain = run_ranks(losses_of, grid.world_size, config)[0]
-    assert run_ranks(losses_of, grid.world_size, dataclasses.replace(config, trace=str(path)))[0] == plain
+    config = small(text, grid=grid, steps=5, **options)
+    plain = run_ranks(losses_of, config.ranks, config)[0]
+    assert run_ranks(losses_of, config.ranks, dataclasses.replace(config, trace=str(path)))[0] == plain
     found = json.loads(path.read_text())["traceEvents"]
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
     return [event | {"thread": names[event["pid"], event["tid"]]} for event in found if event["ph"] == "X"]
@@ -81,3 +81,21 @@ def test_a_trace_shows_what_hides_behind_what(text: str, tmp_path: Path) -> None
         assert len(scatters) == len(layers) + 1 and all(span["args"]["layer"] for span in scatters)
         assert sum(span["ts"] < last for span in scatters) == len(layers) - 1  # all but the embedding's and the first's
         assert all(s["ts"] + 1e-2 >= last for s in spans if s["name"] == "wait reduce_scatter")
+
+
+def test_a_trace_shows_stages(text: str, tmp_path: Path) -> None:
+    """Oracle: each micro-batch goes forward on a stage after the stage before, and backward after the one behind."""
+    path = tmp_path / "stages.json"
+    spans = traced(text, Grid(), path, pipeline=2, microbatches=2, batch_size=4)
+    at = {
+        (span["name"]): (span["pid"], span["ts"], span["ts"] + span["dur"]) for span in spans if "stage" in span["name"]
+    }
+    assert {name: pid for name, (pid, _, _) in at.items()} == {
+        f"{kind}{number} stage {stage}": stage for kind in "FB" for number in range(2) for stage in range(2)
+    }
+    for number in range(2):
+        assert at[f"F{number} stage 0"][2] <= at[f"F{number} stage 1"][2]
+        assert at[f"B{number} stage 1"][1] <= at[f"B{number} stage 0"][1]
+    (start, end) = next((s["ts"], s["ts"] + s["dur"]) for s in spans if s["name"] == "step" and s["pid"] == 1)
+    assert start == 0 and all(0 <= first and last <= end for pid, first, last in at.values() if pid)
+    assert path.with_suffix(".png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -31,6 +31,9 @@ class Elsewhere(nn.Module):
             return first.new_zeros(())
         return (first,) if self.gives == "tuple" else first
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """What another stage holds, that stage loads: a state dict of the whole model may have it."""
+
     def extra_repr(self) -> str:
         return "" if self.stands_for is None else type(self.stands_for).__name__
 

@@ -129,6 +129,7 @@ def split(
     *,
     stages_per_rank: int = 1,
     order: str = LOOP,
+    views: bool = False,
 ) -> list[nn.Module]:
     """Keep this rank's stages of ``model``, in place, and return them, each a module. Every rank calls it.
 
@@ -140,6 +141,7 @@ def split(
             head's among them (``axo.perf.cut``); or the first block of each stage but the first, such as [3, 7].
         stages_per_rank: Stages on each rank; the model has ``comms.stages`` times as many.
         order: ``"loop"``: stage s is on pipeline rank ``s % comms.stages``; ``"v"``: two stages a rank, there and back.
+        views: Return views where a rank has one stage too, and leave the ``forward`` of ``model`` to the caller.
 
     Raises:
         ValueError: The cuts do not give each stage a block, or an option is wrong. The same on every rank.
@@ -154,11 +156,6 @@ def split(
         raise ValueError("pipeline: the model has been split already; build it again")
     if not any(isinstance(module, ParallelLayer) and module.comms is comms for module in model.modules()):
         raise ValueError("pipeline: the model holds no layer of this grid; call axo.parallelize(model, comms) first")
-    if comms.arrangement.name != "axonn":
-        raise Refused(
-            f"pipeline: stages of algorithm={comms.arrangement.name!r} are not supported; use algorithm='axonn', or"
-            " pipeline=1"
-        )
     family = family_of(model)
     stages = comms.stages * stages_per_rank
     blocks: Any = model.get_submodule(family.blocks)
@@ -173,15 +170,16 @@ def split(
             _put(model, name, Elsewhere(model.get_submodule(name).to("meta"), _gives(family, name)))
     setattr(model, PART, part)
     set_shared(model, part.renamed, part.shared)
-    attach_alike = detach(model) if len(mine) > 1 else None
+    views = views or len(mine) > 1
+    attach_alike = detach(model) if views else None
     found: list[nn.Module] = []
     for index in mine:
         module = model
-        if len(mine) > 1:
-            module = _view(model)
+        if views:
+            module = view(model)
             for name, stage in home.items():
                 if stage in mine and stage != index:
-                    _put(module, name, Elsewhere(None, _gives(family, name)), view=True)
+                    _put(module, name, Elsewhere(None, _gives(family, name)), in_view=True)
         setattr(module, PART, replace(part, index=index))
         found.append(module)
     for kept in model.modules():
@@ -253,19 +251,19 @@ def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, or
     return Part(stages, 0, width, tokens, renamed, shared, tied)
 
 
-def _put(model: nn.Module, name: str, module: nn.Module, *, view: bool = False) -> None:
+def _put(model: nn.Module, name: str, module: nn.Module, *, in_view: bool = False) -> None:
     """Put ``module`` in the place called ``name``; in a view the modules on the way are made its own."""
     *way, child = name.split(".")
     parent = model
     for step in way:
         below = parent.get_submodule(step)
-        if view and not below.__dict__.get("_axo_view"):
-            below = parent._modules[step] = _view(below)
+        if in_view and not below.__dict__.get("_axo_view"):
+            below = parent._modules[step] = view(below)
         parent = below
     parent._modules[child] = module
 
 
-def _view(module: nn.Module) -> Any:
+def view(module: nn.Module) -> Any:
     """The same module as another object with its own table of children; tensors and hooks are the same."""
     other = object.__new__(type(module))
     other.__dict__.update(module.__dict__)
@@ -290,7 +288,8 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
             continue
         named = dict(module.named_parameters(remove_duplicate=False))
         found += [(named[name], part.tied) for name in sorted(part.renamed.keys() & named.keys())]
-    before = [parameter.grad for parameter, _ in found]
+    # A gradient on the lower tier has one place, which the step's own will take.
+    kept = [None if p.grad is None else p.grad.clone() if hasattr(p, "home") else p.grad for p, _ in found]
     for parameter, _ in found:
         parameter.grad = None
     try:
@@ -302,6 +301,6 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
                 if parameter.grad is not None:
                     tied.all_reduce(parameter.grad)
     finally:
-        for (parameter, _), grad in zip(found, before, strict=True):
+        for (parameter, _), grad in zip(found, kept, strict=True):
             if grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)

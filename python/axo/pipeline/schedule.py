@@ -30,6 +30,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from axo.comm.connect import Communicators
+from axo.errors import Refused
 from axo.perf.pipeline_schedule import KINDS, V, known
 from axo.perf.pipeline_schedule import check as check_microbatches
 from axo.pipeline.cut import part_of, tied_gradients
@@ -50,6 +51,19 @@ def layout(name: str) -> dict[str, Any]:
     """
     kind = known(name)
     return {"stages_per_rank": kind.stages_per_rank, "order": kind.order}
+
+
+def check_algorithm(name: str, algorithm: str) -> None:
+    """Check that a schedule suits how products are distributed.
+
+    Raises:
+        Refused: Its weight phase would communicate.
+    """
+    if known(name).splits and algorithm != "axonn":
+        raise Refused(
+            f"pipeline: {name!r} puts products of weights off, and with algorithm={algorithm!r} these communicate; use"
+            " a schedule whose backward is in one phase, such as 1f1b or interleaved-1f1b, or algorithm='axonn'"
+        )
 
 
 def stages(
@@ -136,6 +150,7 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
 
     Raises:
         ValueError: The schedule is not known, or does not fit the stages or the number of micro-batches.
+        Refused: It does not suit the algorithm of the products.
     """
     kind = known(name)
     comms = stages[0].comms
@@ -145,6 +160,7 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
             f" **axo.pipeline.layout({name!r})"
         )
     check_microbatches(name, microbatches, comms.stages)
+    check_algorithm(name, comms.arrangement.name)
     weight = 1 / microbatches if mean else 1.0
 
     def weighted(output: Any, target: torch.Tensor) -> torch.Tensor:

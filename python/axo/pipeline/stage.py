@@ -47,6 +47,9 @@ class Stage(PipelineStage):
         num_stages: How many there are; default: ``comms.stages``. A multiple of it: several stages on a rank.
         forward_context: Entered around each forward pass, such as ``partial(torch.autocast, "cpu", torch.bfloat16)``.
 
+    Attributes:
+        weight_phase: Where a layer of your own puts the product for its weight off (``WeightPhase.take``).
+
     Raises:
         ValueError: ``index`` is not of ``num_stages``, or these are not a multiple of ``comms.stages``.
     """
@@ -69,7 +72,7 @@ class Stage(PipelineStage):
                 f"pipeline: stage {index} of {count} on pipeline={comms.stages} does not fit; use a multiple of"
                 f" {comms.stages} stages, and an index below it"
             )
-        self._phase = WeightPhase()
+        self.weight_phase = WeightPhase()
         self._work: Work = []
         self._forward_context = forward_context
         outputs = _differentiable(output_args, True)
@@ -94,7 +97,7 @@ class Stage(PipelineStage):
         Called by the first backward pass that is split; a graph that was built before does not know of it.
         """
         for _, exchange in exchanges(self.submod):
-            exchange.weight_phase = self._phase
+            exchange.weight_phase = self.weight_phase
 
     def clear_runtime_states(self) -> None:
         """A step of a schedule begins."""
@@ -131,7 +134,7 @@ class Stage(PipelineStage):
         """Run one micro-batch backward: all of it, or its input phase."""
         if not full_backward:
             self.split_backward()
-            with self._phase.opened() as self._work:
+            with self.weight_phase.opened() as self._work:
                 super().backward_one_chunk(bwd_chunk_id, loss, False, last_backward)
             return
         if last_backward:

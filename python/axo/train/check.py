@@ -76,12 +76,7 @@ def check(config: TrainConfig) -> None:
 
 def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
     """Check the options of stages; ``rows`` are a rank's in one piece."""
-    if config.algorithm != "axonn":
-        raise ValueError(f"train: pipeline={config.pipeline} wants algorithm='axonn', got {config.algorithm!r}")
-    if config.offload != "none":
-        raise ValueError(
-            f"train: offload={config.offload!r} with pipeline={config.pipeline} is not supported; leave one out"
-        )
+    pipeline.check_algorithm(config.schedule, config.algorithm)
     stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
     cuts = config.stage_cuts
     bounds_of(blocks, stages, "even" if cuts == "planner" else cuts)

@@ -86,6 +86,7 @@ class Trainer:
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
         )
+        self._stages: list[pipeline.Stage] = []
         self._schedule = self._build_schedule(modules) if modules else None
         self._weight = 0.0  # of a token's loss in the piece under way
         self._total: torch.Tensor  # of this rank's token losses
@@ -102,14 +103,20 @@ class Trainer:
             yield self.step(index) if index != traced else self._traced_step(index)
 
     def _traced_step(self, index: int) -> Step:
-        with StepTrace(self.model) as self.trace:
-            step = self.step(index)
+        stages = self._stages
+        with StepTrace(self.model, stages) as self.trace:
+            if stages:  # ranks begin together, so that their times can be compared
+                self.comms.everyone.barrier()
+                step = self.trace.span("step", partial(self.step, index))
+            else:
+                step = self.step(index)
         spans = gather(self.trace.spans, self.comms)
         self.trace = None
         if spans is not None:
-            what = f"step {index} on {self.comms.grid}, rank 0 · {self.config.precision}"
+            whose = f"{self.config.schedule}, {self.comms.stages} stages" if stages else "rank 0"
+            what = f"step {index} on {self.comms.grid}, {whose} · {self.config.precision}"
             try:
-                write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms")
+                write(spans, Path(self.config.trace or ""), f"{what} · {step.seconds * 1e3:.0f} ms", self.comms.stages)
             except OSError as error:  # a full disk is no reason to end a run
                 print(f"axo train: the trace is not written: {user_message(error)}", file=sys.stderr)
         self.comms.everyone.barrier()  # or the others would wait for rank 0 inside the next step
@@ -190,7 +197,7 @@ class Trainer:
 
     def _build_schedule(self, modules: list[torch.nn.Module]) -> pipeline.Schedule:
         config = self.config
-        stages = pipeline.stages(
+        self._stages = pipeline.stages(
             modules,
             self.comms,
             rows=self.rows.count // config.accumulate // config.microbatches,
@@ -198,7 +205,7 @@ class Trainer:
             forward_context=partial(autocast, config),
         )
         return pipeline.schedule(
-            config.schedule, stages, microbatches=config.microbatches, loss=self._loss_of, mean=False
+            config.schedule, self._stages, microbatches=config.microbatches, loss=self._loss_of, mean=False
         )
 
     def update(self) -> torch.Tensor:

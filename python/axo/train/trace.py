@@ -5,13 +5,18 @@ dI, dW), the optimizer and clipping. A collective lasts from its issue to its co
 ones, and those that the transport times), else until somebody waited for it. A wait is what the rank was blocked for; a
 collective found complete has none. Collectives and waits of the engine (``axo.overlap``) carry the layer's name.
 Recording costs some microseconds an event, so a traced step is a little longer. The file's form: ``chrome_trace``.
+
+With pipeline stages compute has a span for each action too (``F3 stage 1``: forward of micro-batch 3; B, I, W), around
+what runs in it, and one for the step, which all ranks begin together; so ranks can be compared in time. What goes over
+all stages stands in the thread "world". The picture is then of the actions: a lane a rank, stages down, time across.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +28,9 @@ from torch import nn
 from axo.comm.counting import Awaited, Observed, watch
 from axo.overlap import Events, record
 from axo.perf import chrome_trace
-from axo.perf.chrome_trace import Span
+from axo.perf.chrome_trace import STREAMS, Span
+from axo.pipeline import Stage, actions
+from axo.train import plot
 
 _PRODUCTS = {"forward": "product", "dI": "dI", "dW": "dW"}
 
@@ -33,10 +40,12 @@ class StepTrace:
 
     Args:
         model: Its modules name the compute spans.
+        stages: Of a pipeline, on this rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, stages: Sequence[Stage] = ()) -> None:
+        self._model, self._stages = model, stages
+        self._ran: list[actions.Ran] = []
         self.spans: list[Span] = []
         self._open: dict[tuple[str, str], float] = {}
         self._hooks: list[Any] = []
@@ -48,6 +57,7 @@ class StepTrace:
             if any(True for _ in module.parameters(recurse=False)):
                 self._watch(name or type(module).__name__, module)
         self._events = self._stack.enter_context(record(self._model))
+        self._ran = self._stack.enter_context(actions.record(self._stages))
         watch.open()
         return self
 
@@ -62,6 +72,12 @@ class StepTrace:
             for event in self._events
             if event.what == "compute"
         ]
+        self.spans += [
+            Span("compute", f"{one.kind}{one.microbatch} stage {one.stage}", one.start, one.end) for one in self._ran
+        ]
+        if self._stages:  # what came before the ranks began together is not of the step
+            begin = max((span.start for span in self.spans if span.name == "step"), default=0.0)
+            self.spans = [span for span in self.spans if span.start >= begin]
         self.spans.sort(key=lambda span: (span.start, -span.end))
 
     def _watch(self, name: str, module: nn.Module) -> None:
@@ -103,12 +119,13 @@ def communication(issued: list[Observed], waits: list[Awaited], events: Events) 
         lasted = one.work.duration() if one.work is not None and one.work.is_completed() else None
         end = one.start + lasted if lasted is not None else min((wait.end for wait in mine), default=one.end)
         layer = layers.get(number, "")
-        spans.append(Span(one.axis, one.op, one.start, end, bytes=one.bytes, blocked=one.work is None, layer=layer))
+        axis = one.axis if one.axis in STREAMS else "world"
+        spans.append(Span(axis, one.op, one.start, end, bytes=one.bytes, blocked=one.work is None, layer=layer))
         for wait in mine:
             # The engine also lets go of what it finds complete, which is no wait.
             if layer and not any(event.start <= wait.start and wait.end <= event.end for event in blocked):
                 continue
-            spans.append(Span(one.axis, f"wait {one.op}", wait.start, wait.end, blocked=True, layer=layer))
+            spans.append(Span(axis, f"wait {one.op}", wait.start, wait.end, blocked=True, layer=layer))
     return spans
 
 
@@ -146,10 +163,25 @@ def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
     return [[Span(**span) for span in json.loads(row)] for row in rows]
 
 
-def write(spans: list[list[Span]], path: Path, title: str) -> None:
-    """Write the trace of all ranks to ``path``, and the picture of the first rank beside it (.png)."""
+def write(spans: list[list[Span]], path: Path, title: str, stages: int = 1) -> None:
+    """Write the trace of all ranks to ``path``, and a picture beside it (.png): of the first rank, or of all stages."""
     from axo.perf import plots
 
     of_all = [replace(span, rank=rank) for rank, of_rank in enumerate(spans) for span in of_rank]
     chrome_trace.write(path, of_all, list(range(len(spans))))
-    path.with_suffix(".png").write_bytes(plots.timeline(spans[0], title))
+    if stages == 1:
+        path.with_suffix(".png").write_bytes(plots.timeline(spans[0], title))
+    else:
+        plot.draw_stages(
+            path.with_suffix(".png"), [_actions(of_rank) for of_rank in spans[:: len(spans) // stages]], title
+        )
+
+
+def _actions(spans: list[Span]) -> list[tuple[str, int, float, float]]:
+    """(kind, micro-batch, start, end) of a rank's actions, in seconds from the step's begin."""
+    begin = min(span.start for span in spans)
+    found = []
+    for span in spans:
+        if said := re.fullmatch(r"([FBIW])(\d+) stage \d+", span.name):
+            found.append((said[1], int(said[2]), span.start - begin, span.end - begin))
+    return found

@@ -14,7 +14,18 @@ from tests.launcher import rank_outcomes, run_ranks
 
 
 def train(
-    strategy, steps=4, *, rows=4, lr=3e-3, save_to=None, resume_from=None, meta=True, joint=False, **fabric_options
+    strategy,
+    steps=4,
+    *,
+    rows=4,
+    lr=3e-3,
+    layers=2,
+    parts=1,
+    save_to=None,
+    resume_from=None,
+    meta=True,
+    joint=False,
+    **fabric_options,
 ):
     """A plain Fabric program. Returns its losses, the batches' checksums, and rank 0's whole state."""
     from litgpt.config import Config
@@ -25,7 +36,7 @@ def train(
     fabric.launch()
     fabric.seed_everything(7, verbose=False)
     with fabric.init_module(empty_init=meta):
-        model = GPT(Config(**LLAMA))
+        model = GPT(Config(**{**LLAMA, "n_layer": layers}))
     if meta:
         reset_parameters(model)
     if joint:
@@ -46,8 +57,12 @@ def train(
             continue
         if index == steps:
             break
-        loss = loss_of(model(batch[:, :-1]), batch[:, 1:])
-        fabric.backward(loss)
+        loss = 0.0
+        for number, part in enumerate(batch.tensor_split(parts)):
+            with fabric.no_backward_sync(model, enabled=number < parts - 1):
+                each = loss_of(model(part[:, :-1]), part[:, 1:])
+                fabric.backward(each / parts)
+            loss += each.detach() / parts
         fabric.clip_gradients(model, optimizer, max_norm=0.5)
         optimizer.step()
         optimizer.zero_grad()

@@ -161,6 +161,10 @@ def test_parallel_serial_parallel_is_bit_equal(folder, twenty):
     assert all(torch.equal(again[name], value) for name, value in twenty[2]["model"].items())
 
 
+def in_stages(checkpoint):
+    return generate(checkpoint, "1x1x1x1", pipeline=2)
+
+
 def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     """Forty greedy tokens of stock ``litgpt generate``, and the same on a grid; sampling agrees on all ranks.
 
@@ -175,6 +179,7 @@ def test_generation_from_a_parallel_checkpoint(folder, twenty, sharded):
     asked = run_ranks(chat, 1, checkpoint)[0]
     assert asked.count(">> Reply: ") == 2
     assert run_ranks(chat, 2, checkpoint, "2x1x1x1", env=ranks_of("2x1x1x1")[1])[0] == asked
+    assert run_ranks(in_stages, 2, checkpoint, env=environment) == [stock] * 2
     sampled = run_ranks(generate, ranks, checkpoint, "2x2x1x1", None, 1.0, env=environment)
     consolidate(folder / "sharded" / "final", folder / "generated-from")
     assert (folder / "generated-from" / "tokenizer.json").is_file()

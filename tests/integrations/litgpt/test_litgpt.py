@@ -20,22 +20,24 @@ def serial(folder):
 
 
 @pytest.mark.parametrize(
-    "grid",
+    ("grid", "stages"),
     [
-        "2x1x1x1",
-        "1x2x1x1",
-        "1x1x2x1",
-        pytest.param("2x2x1x1", marks=pytest.mark.soak),
-        pytest.param("2x1x1x2", marks=pytest.mark.soak),
-        "2x2x2x1",
+        ("2x1x1x1", 1),
+        ("1x2x1x1", 1),
+        ("1x1x2x1", 1),
+        pytest.param("2x2x1x1", 1, marks=pytest.mark.soak),
+        pytest.param("2x1x1x2", 1, marks=pytest.mark.soak),
+        ("2x2x2x1", 1),
+        ("2x1x2x1", 2),
     ],
 )
-def test_pretraining_equals_stock_litgpt(folder, serial, grid):
+def test_pretraining_equals_stock_litgpt(folder, serial, grid, stages):
     """Oracle: ``litgpt pretrain``, one device, fp32. Losses to 1e-4, the model after 20 steps to 1e-5 (both summation
     order only), the same tokens."""
-    losses, sums, state = run(folder, grid, grid)
+    losses, sums, state = run(folder, f"{grid}-{stages}", grid, pipeline=stages)
     apart, same = distance(state["model"], serial[2]["model"]), sums == serial[1]
-    tell("litgpt pretrain", grid=grid, losses_apart=_worst(losses, serial[0]), weights_apart=apart, same_tokens=same)
+    worst = _worst(losses, serial[0])
+    tell("litgpt pretrain", grid=grid, stages=stages, losses_apart=worst, weights_apart=apart, same_tokens=same)
     assert len(losses) == STEPS and serial[0][-1] < serial[0][0] - 0.3
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert same
@@ -114,6 +116,26 @@ def test_goldfish_masks_training_and_not_validation():
         (["finetune_lora", "--grid", "auto"], "--grid auto is not for finetune_lora"),
         (["pretrain", "--max-restarts", "-1"], "--max-restarts -1 is not a whole number of at least 0"),
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
+        (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
+        (["pretrain", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
+        (["pretrain", "--grid", "auto", "--pipeline", "2"], "with --pipeline 2 name it"),
+        (["evaluate", "--pipeline", "2"], "evaluate runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
+        (
+            ["chat", "--pipeline", "2"],
+            "--pipeline is not for chat; in stages run pretrain, finetune_full, finetune_lora",
+        ),
+        (["pretrain", "pythia-14m", "--pipeline", "2", "--schedule", "2f2b"], "schedule='2f2b' is not known; use one"),
+        (["pretrain", "pythia-14m", "--pipeline", "7"], "6 blocks over 7 stages leave a stage without layers"),
+        (["pretrain", "pythia-14m", "--pipeline", "2", "--microbatches", "1"], "microbatches=1 are fewer than the 2"),
+        (
+            ["pretrain", "pythia-14m", "--pipeline", "6", "--train.micro_batch_size", "4"],
+            "micro_batch_size=4 are fewer rows than the 6 stages",
+        ),
+        (["pretrain", "--offload-dir", "/scratch"], "--offload-dir /scratch without --offload"),
+        (["pretrain", "pythia-14m", "--offload", "everything"], "'everything' is not known; use none, or a list"),
+        (["pretrain", "pythia-14m", "--offload", "optimizer"], "on CPU ranks wants --offload-dir DIR"),
+        (["generate", "--offload", "optimizer"], "--offload is for training"),
+        (["pretrain", "pythia-14m", "--offload", "parameters", "--pipeline", "2"], "--offload parameters with --pipel"),
         (
             ["architectures", "--grid", "auto"],
             "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
@@ -138,6 +160,14 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
     monkeypatch.setitem(checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
     with pytest.raises(ValueError, match=words):
         run_command(arguments)
+
+
+def test_stages_are_not_compiled(monkeypatch):
+    from axo.integrations.litgpt.command import run as run_command
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")
+    with pytest.raises(ValueError, match=r"--pipeline runs without torch\.compile; leave TORCHDYNAMO_DISABLE=0"):
+        run_command(["pretrain", "pythia-14m", "--pipeline", "2", "--schedule", "zbv"])
 
 
 def test_devices_of_a_configuration_file_are_not_ignored(tmp_path):

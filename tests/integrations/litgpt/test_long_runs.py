@@ -25,14 +25,16 @@ def whole(folder):
     return losses_of(folder, "whole"), state
 
 
-def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole):
-    """Oracle: the undisturbed run. Killed after 6 steps, the checkpoint is of 4; sharded ones this time."""
-    outcome, _ = finish(folder, "killed", "--max-restarts", "2", "--sharded", fault="SIGKILL", step=6)
+@pytest.mark.parametrize("more", [["--sharded"], pytest.param(["--pipeline", "2"], marks=pytest.mark.soak)], ids=str)
+def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, more):
+    """Oracle: the undisturbed run. Killed after 6 steps, the checkpoint is of 4; sharded ones, or of two stages."""
+    out = f"killed-{len(more)}"
+    outcome, _ = finish(folder, out, "--max-restarts", "2", *more, fault="SIGKILL", step=6)
     assert outcome.ok, outcome.describe() + outcome.output
     assert "rank 1 was killed by SIGKILL" in outcome.output and "starting all ranks again (1 of 2)" in outcome.output
     assert "step-00000004/lit_model.pth" in outcome.output.partition("Resuming training from")[2].splitlines()[0]
-    assert losses_of(folder, "killed") == pytest.approx(whole[0], abs=1e-4)
-    assert sorted(losses_of(folder, "killed")) == list(range(1, STEPS + 1))
+    assert losses_of(folder, out) == pytest.approx(whole[0], abs=1e-4)
+    assert sorted(losses_of(folder, out)) == list(range(1, STEPS + 1))
 
 
 def test_a_killed_rank_ends_a_run_without_restarts(folder):

@@ -49,14 +49,16 @@ class Figures:
         now, blocked = time.perf_counter(), self._blocked_by_axis()
         seconds = now - self._since
         shares = [(after - before) / seconds for after, before in zip(blocked, self._blocked, strict=True)]
-        mean = self._comms.world.all_reduce(torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum")
+        mean = self._comms.everyone.all_reduce(
+            torch.tensor(shares, dtype=torch.float64, device=self._comms.device), "sum"
+        )
         most = torch.tensor([_memory(self._comms.device)], dtype=torch.float64, device=self._comms.device)
         found = {
-            f"comm_share/{axis}": share / self._comms.world.size
+            f"comm_share/{axis}": share / self._comms.everyone.size
             for axis, share in zip(AXES, mean.tolist(), strict=True)
         }
         found["comm_share/all"] = sum(found.values())
-        found["memory_gb"] = self._comms.world.all_reduce(most, "max").item() / 1e9
+        found["memory_gb"] = self._comms.everyone.all_reduce(most, "max").item() / 1e9
         if tokens is not None:
             if self._tokens and tokens > self._tokens:  # a run that goes on begins with what was seen before it
                 found["tokens_per_sec"] = (tokens - self._tokens) / seconds

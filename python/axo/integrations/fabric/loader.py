@@ -1,9 +1,10 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
-Of the Gx*Gy ranks of a data rank the first (x = y = 0) reads; its batch goes to the others over x, then over y, as
-pickled bytes. So nothing depends on equal random state, equal workers or equal file systems, and one rank's error is
-every peer's error. The reader draws random numbers from a generator state of its own: the ranks' generators, which must
-stay equal along x and y (generation samples with them), do not see who reads.
+Of the Gx*Gy ranks of a data rank the first (x = y = 0, of the first stage) reads; its batch goes to the others over x,
+then over y, then to the other stages, as pickled bytes. So nothing depends on equal random state, equal workers or
+equal file systems, and one rank's error is every peer's error. The reader draws random numbers from a generator state
+of its own: the ranks' generators, which must stay equal along x and y (generation samples with them), do not see who
+reads.
 
 Which samples a data rank reads is its sampler's business; litdata's datasets, which have none and split themselves over
 all ranks of torch, are told of the data ranks instead.
@@ -134,7 +135,7 @@ def split_in_order(loader: Any, comms: Any) -> Any:
         return loader
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
-        loader.sampler.generator = torch.Generator().manual_seed(int(comms.world.broadcast(seed, root=0)))
+        loader.sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
     return _update_dataloader(loader, EveryNth(loader.sampler, grid.z * grid.data, coords.z + grid.z * coords.data))
 
 
@@ -171,7 +172,7 @@ class SharedLoader:
         self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
         self._loader = loader
         self._comms = comms
-        self._reads = comms.coords.x == 0 and comms.coords.y == 0
+        self._reads = comms.coords.x == 0 and comms.coords.y == 0 and comms.stage == 0
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
         _split_streams(loader.dataset, comms.grid, comms.coords)
@@ -205,7 +206,7 @@ class SharedLoader:
         return size * self._comms.grid.z * self._comms.grid.data
 
     def _shared(self) -> Iterator[Any]:
-        alone = self._comms.grid.x * self._comms.grid.y == 1
+        alone = self._comms.grid.x * self._comms.grid.y * self._comms.stages == 1
         source = self._read() if self._reads else None
         while True:
             outcome = next(source) if source is not None else None
@@ -239,7 +240,7 @@ class SharedLoader:
         return self._own.batches(self._loader, lambda: iter(self._loader), self._each())
 
     def _share(self, outcome: Any) -> tuple[str, Any]:
-        """The first rank's ``outcome``, on all ranks along x and y."""
+        """The first rank's ``outcome``, on all ranks along x and y and of all stages."""
         comms = self._comms
         message = torch.frombuffer(bytearray(_pickle(outcome) if self._reads else b"-"), dtype=torch.uint8)
         size = torch.tensor([message.numel()], dtype=torch.int64)
@@ -251,9 +252,12 @@ class SharedLoader:
         return pickle.loads(message.cpu().numpy().tobytes())
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        if self._comms.coords.y == 0:
-            self._comms.x.broadcast(tensor, root=0)
-        self._comms.y.broadcast(tensor, root=0)
+        comms = self._comms
+        if comms.stage == 0:
+            if comms.coords.y == 0:
+                comms.x.broadcast(tensor, root=0)
+            comms.y.broadcast(tensor, root=0)
+        comms.pipeline.broadcast(tensor, root=0)
 
 
 class _Random:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from axo.integrations.fabric.recorded_init import RecordedInit
+from axo.nn.elsewhere import Elsewhere, shared
 from axo.nn.generator import source_generator
 from axo.nn.init import make_room, tied_parameters
 
@@ -39,8 +40,12 @@ def materialize(
         ValueError: A module has no ``reset_parameters``.
     """
     ties = tied_parameters(model)
-    with source_generator(comms, comms.device), torch.no_grad():
+    drawn: set[int] = set()  # whole parameters that have their values: of a tied one only the first layer draws
+    with source_generator(comms, comms.device, all_stages=True), torch.no_grad():
         for name, module in model.named_modules():
+            if isinstance(module, Elsewhere):
+                _draw_elsewhere(model, name, originals, comms, recorded, drawn)
+                continue
             own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
             if not any(tensor.is_meta for tensor in own):
                 continue
@@ -48,11 +53,8 @@ def materialize(
             make_room(module, comms.device, ties)
             if hasattr(module, "load_serial"):
                 serial = originals[name]
-                if recorded is not None and recorded.knows(serial):
-                    recorded.fill(serial, comms.device, comms)
-                else:
-                    serial.to_empty(device=comms.device, recurse=False)
-                    _reset(serial, name)
+                drawn.update(map(id, serial.parameters(recurse=False)))
+                _fill(serial, name, comms, recorded)
                 module.load_serial(serial)
                 serial.to("meta")  # a reset_parameters set on the layer may refer to it: dropping it would not free it
                 continue
@@ -62,6 +64,41 @@ def materialize(
     mask: Any = getattr(model, "mask_cache", None)
     if mask is not None and mask.is_meta:  # litgpt's, of a KV cache that was set on the meta device; no buffer
         model.mask_cache = torch.ones(mask.shape, dtype=torch.bool, device=comms.device).tril()  # type: ignore[assignment]
+
+
+def _fill(serial: nn.Module, name: str, comms: Any, recorded: RecordedInit | None) -> None:
+    if recorded is not None and recorded.knows(serial):
+        recorded.fill(serial, comms.device, comms)
+        return
+    serial.to_empty(device=comms.device, recurse=False)
+    _reset(serial, name)
+
+
+def _draw_elsewhere(
+    model: nn.Module,
+    name: str,
+    originals: dict[str, nn.Module],
+    comms: Any,
+    recorded: RecordedInit | None,
+    drawn: set[int],
+) -> None:
+    """Draw what another stage's layers get; keep a table that this stage holds too, and drop the rest."""
+    for below, serial in originals.items():
+        if below != name and not below.startswith(f"{name}."):
+            continue
+        whole = dict(serial.named_parameters(recurse=False))
+        if not whole or {*map(id, whole.values())} <= drawn:
+            continue
+        drawn.update(map(id, whole.values()))
+        _fill(serial, below, comms, recorded)
+        for key in whole:
+            owner, _, child = shared(model).get(f"{below}.{key}", "").rpartition(".")
+            if owner:
+                layer: Any = model.get_submodule(owner)
+                layer.to_empty(device=comms.device, recurse=False)
+                part = layer.placements[child].take(getattr(serial, key).detach(), comms.grid, comms.coords)
+                getattr(layer, child).copy_(part)
+        serial.to("meta")
 
 
 def _reset(module: Any, name: str) -> None:

@@ -72,8 +72,8 @@ class RecordedInit(TorchDispatchMode):
             parameter = getattr(module, name)
             for step in steps:
                 state = step.state.to(comms.device, copy=True)
-                if comms.grid.world_size > 1:
-                    comms.world.broadcast(state, root=0)
+                if comms.everyone.size > 1:
+                    comms.everyone.broadcast(state, root=0)
                 write(state.cpu())
                 step.function(parameter.detach(), *step.arguments, **step.options)
         write(before)

@@ -43,14 +43,15 @@ class StepAgreement:
         if self._bad is None:  # gradients are clipped between the last loss and the step: that asked already
             return
         flags = torch.zeros(2, dtype=torch.int64, device=comms.device)
-        flags[0] = self._bad * (comms.grid.world_size - comms.rank)  # the largest is that of the lowest rank
+        everyone = comms.everyone
+        flags[0] = self._bad * (everyone.size - everyone.rank)  # the largest is that of the lowest rank
         flags[1] = int(self._asked())
         self._bad = None
         self.step += 1
-        bad, asked = comms.world.all_reduce(flags, "max").tolist()
+        bad, asked = everyone.all_reduce(flags, "max").tolist()
         if bad:
-            where = comms.grid.world_size - bad
-            coords = comms.grid.coords(where)
+            where = everyone.size - bad
+            coords = comms.grid.coords(where % comms.grid.world_size)
             self._raise("the loss", f", first on rank {where} (z={coords.z}, data={coords.data})")
         self.stop = bool(asked)
 

@@ -18,6 +18,10 @@ What Fabric's parts become:
     logits               whole on every rank; ``vocab_loss`` leaves them split over x in training: then the loss must be
                          ``fabric.strategy.cross_entropy``
 
+``pipeline`` cuts a LitGPT model into stages, each of them a grid, and the loss call runs their schedule (stages.py):
+there too the loss must be ``fabric.strategy.cross_entropy``. ``offload`` puts optimizer state and activations on the
+lower tier (``axo.Offload``); an AdamW that Fabric sets up becomes one whose state lies there.
+
 ``fabric.world_size`` counts ranks. A trainer that takes every rank for a data rank (LitGPT) wants ``counts="data"``:
 then a data rank, its Gx*Gy ranks together, is what Fabric calls a device; whatever reduces or gathers for the user
 counts each data rank once, while agreements and barriers are of all ranks.
@@ -33,9 +37,11 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -57,8 +63,10 @@ from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.materialize import is_parallel, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
+from axo.integrations.fabric.stages import StagedLogits, Stages, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.overlap.zero import NOT_ELEMENTWISE
+from axo.pipeline import check_microbatches
 
 COUNTS = ("ranks", "data")
 _TIMEOUT = timedelta(minutes=30)
@@ -68,10 +76,14 @@ class AxoStrategy(ParallelStrategy):
     """Train on a grid of ranks.
 
     Args:
-        grid: Ranks on each axis.
+        grid: Ranks on each axis; of one stage, where there are several.
         plan: How ``axo.parallelize`` is to split the model.
         zero: ZeRO on the data axis, as for ``axo.parallelize``: 0, 1 or 2.
         vocab_loss: Leave logits split over x while training.
+        pipeline: Stages.
+        schedule, microbatches: Of the stages, as for ``axo.pipeline.schedule``: micro-batches that the rows of each
+            call of the model are cut into; default: twice the stages.
+        offload: What lies on the lower tier.
         sharded: Save sharded checkpoints (sharded_checkpoint.py), not whole ones. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
         like_one_device: Start from what one device would start from: values as the model's constructors draw them, not
@@ -96,6 +108,10 @@ class AxoStrategy(ParallelStrategy):
         plan: str = "litgpt",
         zero: int = 0,
         vocab_loss: bool = False,
+        pipeline: int = 1,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        offload: axo.Offload | None = None,
         sharded: bool = False,
         counts: str = "ranks",
         like_one_device: bool = False,
@@ -116,6 +132,25 @@ class AxoStrategy(ParallelStrategy):
                 " axo.integrations.lightning.register(lambda: AxoStrategy(grid='2x2x2x1'))"
             )
         self.grid = Grid.parse(grid) if isinstance(grid, str) else grid
+        self.pipeline, self.schedule, self.offload = pipeline, schedule, offload
+        self.microbatches = 2 * pipeline if microbatches is None else microbatches
+        if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
+            raise ValueError(f"AxoStrategy: pipeline={pipeline!r} is not a number of stages; use at least 1")
+        if pipeline > 1:
+            check_microbatches(schedule, self.microbatches, pipeline)
+            if zero == 2:
+                raise ValueError(
+                    "AxoStrategy: zero=2 with pipeline stages is not supported: gradients of a schedule's step wait for"
+                    " backward whole; use zero=1"
+                )
+            if offload is not None and offload.parameters:
+                raise ValueError(
+                    "AxoStrategy: offload.parameters with pipeline stages is not supported: gradients of a schedule's"
+                    " step wait for backward beside .grad, and the lower tier has one place for them; leave it out, or"
+                    " train by axo train"
+                )
+        self.ranks = self.grid.world_size * pipeline
+        self._stages: Stages | None = None
         self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
         self.counts, self.like_one_device, self.step_agreement = counts, like_one_device, step_agreement
         self.comms = None  # type: ignore[assignment]
@@ -148,7 +183,7 @@ class AxoStrategy(ParallelStrategy):
     @property
     def num_processes(self) -> int:
         """Ranks on this host."""
-        return self.grid.world_size // self._num_nodes
+        return self.ranks // self._num_nodes
 
     @property
     def data_ranks(self) -> int:
@@ -157,13 +192,13 @@ class AxoStrategy(ParallelStrategy):
 
     @property
     def world_size(self) -> int:
-        return self.data_ranks if self.counts == "data" else self.grid.world_size
+        return self.data_ranks if self.counts == "data" else self.ranks
 
     @property
     def distributed_sampler_kwargs(self) -> Any:
         if self.like_one_device:
             return None  # Fabric keeps the sampler
-        coords = self.grid.coords(self.global_rank)
+        coords = self.grid.coords(self.global_rank % self.grid.world_size)
         return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
 
     def _set_world_ranks(self) -> None:
@@ -172,29 +207,33 @@ class AxoStrategy(ParallelStrategy):
         environment = self.cluster_environment
         if environment is None:
             return
-        environment.set_world_size(self.grid.world_size)
+        environment.set_world_size(self.ranks)
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        if environment.world_size() != self.grid.world_size:
+        if environment.world_size() != self.ranks:
             raise ValueError(
-                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, but {environment.world_size()} were"
-                f" started; start {self.grid.world_size}, or use another grid"
+                f"AxoStrategy: grid {self._shown} has {self.ranks} ranks, but {environment.world_size()} were started;"
+                f" start {self.ranks}, or use another grid"
             )
         decorators: tuple[Any, ...] = (rank_zero_only, utilities_rank_zero_only)
         for decorator in decorators:
             decorator.rank = self.global_rank
 
+    @property
+    def _shown(self) -> str:
+        return str(self.grid) if self.pipeline == 1 else f"{self.grid} in {self.pipeline} stages"
+
     def _spread_devices(self) -> None:
-        if self.grid.world_size % self._num_nodes:
+        if self.ranks % self._num_nodes:
             raise ValueError(
-                f"AxoStrategy: grid {self.grid} has {self.grid.world_size} ranks, which do not divide over"
+                f"AxoStrategy: grid {self._shown} has {self.ranks} ranks, which do not divide over"
                 f" num_nodes={self._num_nodes}"
             )
         given, wanted = self.parallel_devices or [torch.device("cpu")], self.num_processes
         fitting = {1, wanted} | ({self.data_ranks} if self.counts == "data" else set())
         if len(given) not in fitting:
             raise ValueError(
-                f"AxoStrategy: devices={len(given)} does not fit grid {self.grid}; leave devices out (the grid says how"
-                f" many ranks there are), or use devices={wanted}"
+                f"AxoStrategy: devices={len(given)} does not fit grid {self._shown}; leave devices out (the grid says"
+                f" how many ranks there are), or use devices={wanted}"
             )
         if len(given) < wanted:
             kind = given[0].type
@@ -220,7 +259,7 @@ class AxoStrategy(ParallelStrategy):
             store = next(iter(torch.distributed.rendezvous("env://", timeout=self._timeout)))[0]
             options["store"] = store_of_this_start(store, rank, ranks, self._timeout.total_seconds())
         _init_dist_connection(environment, "axo", rank, ranks, **options)
-        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout)
+        self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout, pipeline=self.pipeline)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
             self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
@@ -240,7 +279,7 @@ class AxoStrategy(ParallelStrategy):
             return _sync_ddp(tensor, group, reduce_op)
         op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         mean = op in ("mean", "avg")
-        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.world,)
+        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.everyone,)
         result = tensor.reshape(-1).clone()
         for line in lines:
             line.all_reduce(result, "sum" if mean else op)
@@ -255,15 +294,15 @@ class AxoStrategy(ParallelStrategy):
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree over all ranks of the grid, whatever ``counts`` says: peers must decide alike."""
+        """Agree over all ranks, whatever ``counts`` says: peers must decide alike."""
         if self.comms is None:
             return decision
         vote = torch.tensor([int(decision)], dtype=torch.int64, device=self.comms.device)
-        return bool(self.comms.world.all_reduce(vote, "min" if all else "max").item())
+        return bool(self.comms.everyone.all_reduce(vote, "min" if all else "max").item())
 
     def barrier(self, name: str | None = None) -> None:
         if self.comms is not None:
-            self.comms.world.barrier()
+            self.comms.everyone.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         if self.comms is None:
@@ -301,14 +340,20 @@ class AxoStrategy(ParallelStrategy):
         if is_parallel(module):
             return module
         originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
-        axo.parallelize(module, self.comms, plan=self.plan, gather_logits=not self.vocab_loss, zero=self.zero)
-        if originals:
-            materialize(module, originals, self.comms, self._recorded)
-            self._recorded = None
+        options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
+        axo.parallelize(module, self.comms, plan=self.plan, **options)
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
             head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
+        if self.pipeline > 1:
+            context = self.precision.forward_context
+            self._stages = Stages(module, self.comms, self.schedule, self.microbatches, context)
+        if originals:
+            materialize(module, originals, self.comms, self._recorded)
+            self._recorded = None
+        if self.offload is not None:
+            self.offload.move_in(module.parameters())
         keep_out_of_graphs(module)  # Fabric compiles the parallel module again if it was compiled before
         return module
 
@@ -338,6 +383,8 @@ class AxoStrategy(ParallelStrategy):
                 f"AxoStrategy: {type(optimizer).__name__} looks at whole tensors, and grid {self.grid} splits them;"
                 " use an optimizer that treats each element by itself (AdamW, SGD, ...), or a grid with data ranks only"
             )
+        if self.offload is not None and self.offload.optimizer:
+            optimizer = _offloaded(optimizer, self.offload)
         return super().setup_optimizer(optimizer)
 
     def backward(self, tensor: torch.Tensor, module: nn.Module | None, *args: Any, **kwargs: Any) -> None:
@@ -374,8 +421,15 @@ class AxoStrategy(ParallelStrategy):
     ) -> torch.Tensor:
         """Mean loss of ``logits`` (batch, seq, V or V/Gx), or a list of them cut along seq; as litgpt's own function.
 
-        Whole logits take the stock path; logits split over x the vocabulary-parallel one.
+        Whole logits take the stock path; logits split over x the vocabulary-parallel one. With pipeline stages, and
+        gradients, it runs the schedule: the next call must be ``fabric.backward`` of it, or of a multiple.
         """
+        first = logits[0] if isinstance(logits, list) else logits
+        if self._stages is not None and isinstance(first, StagedLogits):
+            scaler = getattr(self.precision, "scaler", None)
+            scale = float(scaler.get_scale()) if scaler is not None else 1.0
+            summed = partial(self._summed, ignore_index=ignore_index)
+            return self._stages.loss(logits, targets, summed, ignore_index, scale)
         whole = logits[0].shape[-1] if isinstance(logits, list) else logits.shape[-1]
         if not self.vocab_loss or self.grid.x == 1 or whole == self._columns:
             from litgpt.utils import chunked_cross_entropy
@@ -384,10 +438,16 @@ class AxoStrategy(ParallelStrategy):
         parts = logits if isinstance(logits, list) else [logits]
         total = targets.new_zeros((), dtype=torch.float32)
         for part, wanted in zip(parts, targets.split([part.shape[1] for part in parts], 1), strict=True):
-            total = total + axo.nn.cross_entropy(
-                part, wanted, ignore_index=ignore_index, reduction="sum", comms=self.comms, columns=self._columns
-            )
+            total = total + self._summed(part, wanted, ignore_index)
         return total / (targets != ignore_index).sum().clamp(min=1)
+
+    def _summed(self, logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> torch.Tensor:
+        logits = self.precision.convert_output(logits)
+        if not self.vocab_loss or self.grid.x == 1:
+            return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=ignore_index, reduction="sum")
+        return axo.nn.cross_entropy(
+            logits, targets, ignore_index=ignore_index, reduction="sum", comms=self.comms, columns=self._columns
+        )
 
     # --- data ---------------------------------------------------------------------------------------------------
 
@@ -401,11 +461,13 @@ class AxoStrategy(ParallelStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
-        return whole_checkpoint.module_state(module, whole_checkpoint.keep_all if self.is_global_zero else None)
+        keep = whole_checkpoint.keep_all if self.is_global_zero else None
+        return whole_checkpoint.module_state(module, keep, stages=self._stages)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Whole tensors on rank 0, nothing elsewhere. Every rank must call it."""
-        return whole_checkpoint.optimizer_state(optimizer, whole_checkpoint.keep_all if self.is_global_zero else None)
+        keep = whole_checkpoint.keep_all if self.is_global_zero else None
+        return whole_checkpoint.optimizer_state(optimizer, keep, stages=self._stages)
 
     def save_checkpoint(
         self,
@@ -422,7 +484,13 @@ class AxoStrategy(ParallelStrategy):
             sharded_checkpoint.save(path, state, self.comms)
             return
         whole_checkpoint.save(
-            path, state, self.checkpoint_io, storage_options, filter or {}, writes=self.is_global_zero
+            path,
+            state,
+            self.checkpoint_io,
+            storage_options,
+            filter or {},
+            writes=self.is_global_zero,
+            stages=self._stages,
         )
 
     def load_checkpoint(
@@ -449,7 +517,7 @@ class AxoStrategy(ParallelStrategy):
         if isinstance(target, nn.Module):
             self.load_module_state_dict(target, value, strict)
         elif isinstance(target, Optimizer):
-            target.load_state_dict(whole_checkpoint.local_optimizer_state(target, value))
+            target.load_state_dict(whole_checkpoint.local_optimizer_state(target, value, self._stages))
         else:
             target.load_state_dict(value)
 
@@ -458,12 +526,29 @@ class _NoSync(_BackwardSyncControl):
     """Gradients of a backward inside stay unreduced until the next one outside."""
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return axo.no_sync(module) if enabled else nullcontext()
+        # A schedule reduces the gradients of its step by itself.
+        return axo.no_sync(module) if enabled and stages_of(module) is None else nullcontext()
 
 
 def _holds_meta(module: nn.Module) -> bool:
     own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
     return any(tensor.is_meta for tensor in own)
+
+
+def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:
+    """The same AdamW, with its state on the lower tier.
+
+    Raises:
+        ValueError: It is another optimizer.
+    """
+    if type(optimizer) is not torch.optim.AdamW or optimizer.defaults["amsgrad"]:
+        raise ValueError(
+            f"AxoStrategy: offload.optimizer is of torch.optim.AdamW without amsgrad, and this is a"
+            f" {type(optimizer).__qualname__}; use AdamW, or Offload(optimizer=False)"
+        )
+    known = ("lr", "betas", "eps", "weight_decay", "maximize")
+    groups = [{name: group[name] for name in ("params", *known)} for group in optimizer.param_groups]
+    return offload.adamw(groups, **{name: optimizer.defaults[name] for name in known})
 
 
 def _gather_unless_training(head: Any, inputs: Any) -> None:

@@ -3,6 +3,8 @@
     save    for each tensor in turn: gather it, write it on rank 0, drop it      (every rank takes part)
     load    each rank maps the file and copies its own parts out of it           (no communication)
 
+What another stage of a pipeline holds is gathered there, and sent to rank 0; the file does not show it.
+
 The file is what ``torch.save`` of the serial state gives: whole tensors under torch's names, the optimizer's moments in
 the shape of their parameters. So a run without Axo reads it, and one on any other grid.
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
+from axo.integrations.fabric.stages import Stages
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement
 from axo.sharding import unshard
@@ -37,66 +40,125 @@ def keep_all(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu()
 
 
-def module_state(module: nn.Module, keep: Keep | None, wanted: Filter | None = None) -> dict[str, Any]:
+def module_state(
+    module: nn.Module, keep: Keep | None, wanted: Filter | None = None, stages: Stages | None = None
+) -> dict[str, Any]:
     """The whole state dict of a sharded module, tensor by tensor. Every rank must call it.
 
     Args:
         module: Holds Axo's layers; what else it holds is replicated.
         keep: What becomes of each whole tensor on this rank; None: it is dropped and the result is empty.
         wanted: Leave out what it is false for; must answer alike on all ranks.
+        stages: Of a module that is this rank's part of a pipeline.
     """
+    own = module.state_dict(keep_vars=True)
+    own = {name: value for name, value in own.items() if wanted is None or wanted(name, value)}
     kept = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if wanted is not None and not wanted(name, tensor):
-            continue
-        whole = _whole(tensor, getattr(tensor, "placement", None)) if isinstance(tensor, torch.Tensor) else tensor
+    for name, value, holder in _everywhere(own, None if stages is None else stages.entries, stages):
+        whole = value
+        if isinstance(value, torch.Tensor):
+            whole = _whole(value, getattr(value, "placement", None))
+        if stages is not None and (value is None or isinstance(value, torch.Tensor)):
+            whole = stages.bring(whole, holder)
         if keep is not None:
             kept[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
     return kept
 
 
-def optimizer_state(optimizer: Optimizer, keep: Keep | None) -> dict[str, Any]:
+def _everywhere(own: dict[str, Any], order: list[str] | None, stages: Stages | None) -> Iterator[tuple[str, Any, int]]:
+    """(name, value, the stage that has it) of all stages' values, in order; None for a tensor of another stage."""
+    if stages is None or order is None:
+        yield from ((name, value, 0) for name, value in own.items())
+        return
+    every = stages.share({name: None if isinstance(value, torch.Tensor) else value for name, value in own.items()})
+    for name in order:
+        for holder, values in enumerate(every):
+            if name in values:
+                yield name, own[name] if holder == stages.comms.stage else values[name], holder
+                break
+
+
+def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: Stages | None = None) -> dict[str, Any]:
     """The whole state dict of an optimizer over sharded parameters, tensor by tensor. Every rank must call it.
 
     Raises:
         ValueError: A state tensor has neither the shape of its parameter nor a single element.
     """
     local = optimizer.state_dict()
-    kept: dict[int, dict[str, Any]] = {}
-    for index, parameter in enumerate(_parameters(optimizer)):
-        for name, value in local["state"].get(index, {}).items():
-            whole = value
+    parameters = _parameters(optimizer)
+    own: dict[str, Any] = {}
+    groups, owners = _numbers(optimizer, stages)
+    for index, parameter in enumerate(parameters):
+        for key, value in local["state"].get(index, {}).items():
             if isinstance(value, torch.Tensor) and value.dim():
                 placement = state_placement(parameter)
                 shape = parameter.shape if placement is None else placement.local_shape()
-                _check_shape(optimizer, index, name, value.shape, shape)
-                whole = _whole(value, placement)
-            if keep is not None:
-                kept.setdefault(index, {})[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
-    groups = [shards_said.without(group) for group in local["param_groups"]]
-    return {"state": kept, "param_groups": groups} if keep is not None else {}
+                _check_shape(optimizer, index, key, value.shape, shape)
+            own[f"{owners[index]}/{key}"] = value
+    kept: dict[int, dict[str, Any]] = {}
+    mine = dict(zip(owners, parameters, strict=True))
+    order = None
+    if stages is not None:
+        place = {number: at for at, number in enumerate(number for group in groups for number in group)}
+        names = dict.fromkeys(name for each in stages.share(list(own)) for name in each)
+        order = sorted(names, key=lambda name: place[int(name.partition("/")[0])])
+    for name, value, holder in _everywhere(own, order, stages):
+        number, key = int(name.partition("/")[0]), name.partition("/")[2]
+        whole = value
+        if isinstance(value, torch.Tensor) and value.dim():
+            whole = _whole(value, state_placement(mine[number]))
+        if stages is not None and (value is None or isinstance(value, torch.Tensor)):
+            whole = stages.bring(whole, holder)
+        if keep is not None:
+            kept.setdefault(number, {})[key] = keep(whole) if isinstance(whole, torch.Tensor) else whole
+    options = [shards_said.without(group) for group in local["param_groups"]]
+    told = [group | {"params": numbers} for group, numbers in zip(options, groups, strict=True)]
+    return {"state": kept, "param_groups": told} if keep is not None else {}
 
 
-def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any]) -> dict[str, Any]:
+def _numbers(optimizer: Optimizer, stages: Stages | None) -> tuple[list[list[int]], list[int]]:
+    """How a state dict of the whole model numbers parameters: those of each group, and this rank's own in order."""
+    if stages is None:
+        counts = [len(group["params"]) for group in optimizer.param_groups]
+        starts = [sum(counts[:group]) for group in range(len(counts))]
+        groups = [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+        return groups, list(range(sum(counts)))
+    names = stages.groups_of(optimizer)
+    number = {name: index for index, name in enumerate(name for group in names for name in group)}
+    own = [number[name] for group in stages.names_of(optimizer) for name in group]
+    return [[number[name] for name in group] for group in names], own
+
+
+def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any], stages: Stages | None = None) -> dict[str, Any]:
     """Cut this rank's parts out of a whole optimizer state dict, for ``optimizer.load_state_dict``.
 
     Raises:
         ValueError: A state tensor has the shape of neither the whole parameter nor this rank's part.
     """
     parameters = _parameters(optimizer)
+    groups, owners = _numbers(optimizer, stages)
+    known = sum(map(len, groups))
+    saved: dict[int, dict[str, Any]] = whole["state"]
+    if any(index >= known for index in saved):
+        raise ValueError(f"checkpoint: optimizer state of parameter {max(saved)}; the model has only {known}")
     local: dict[int, dict[str, Any]] = {}
-    for index, values in whole["state"].items():
-        if index >= len(parameters):
-            raise ValueError(f"checkpoint: optimizer state of parameter {index}; the model has only {len(parameters)}")
-        placement = state_placement(parameters[index])
-        local[index] = {}
-        for name, value in values.items():
+    for own, index in enumerate(owners):
+        if index not in saved:
+            continue
+        placement = state_placement(parameters[own])
+        local[own] = {}
+        for name, value in saved[index].items():
             if isinstance(value, torch.Tensor) and value.dim() and placement is not None:
                 if tuple(value.shape) == placement.global_shape:
                     value = placement.take(value)
                 _check_shape(optimizer, index, name, value.shape, placement.local_shape())
-            local[index][name] = value.clone() if isinstance(value, torch.Tensor) else value
-    return {"state": local, "param_groups": whole["param_groups"]}
+            local[own][name] = value.clone() if isinstance(value, torch.Tensor) else value
+    if stages is None:
+        return {"state": local, "param_groups": whole["param_groups"]}
+    here, told = iter(range(len(owners))), []
+    for group, mine in zip(whole["param_groups"], optimizer.param_groups, strict=True):
+        told.append(group | {"params": [next(here) for _ in mine["params"]]})
+    return {"state": local, "param_groups": told}
 
 
 def state_placement(parameter: torch.Tensor) -> Placement | None:
@@ -106,7 +168,14 @@ def state_placement(parameter: torch.Tensor) -> Placement | None:
 
 
 def save(
-    path: Any, state: dict[str, Any], io: Any, storage_options: Any, filters: dict[str, Filter], *, writes: bool
+    path: Any,
+    state: dict[str, Any],
+    io: Any,
+    storage_options: Any,
+    filters: dict[str, Filter],
+    *,
+    writes: bool,
+    stages: Stages | None = None,
 ) -> None:
     """Write ``state``, whose modules and optimizers are sharded, to ``path``. Every rank must call it.
 
@@ -118,14 +187,15 @@ def save(
         storage_options: For another CheckpointIO.
         filters: As in ``Fabric.save``.
         writes: Whether this rank writes.
+        stages: Of a module that is this rank's part of a pipeline.
     """
     if type(io) is not TorchCheckpointIO or "://" in str(path) or storage_options is not None:
-        tree = _convert(state, keep_all if writes else None, filters)
+        tree = _convert(state, keep_all if writes else None, filters, stages)
         if writes:
             io.save_checkpoint(checkpoint=tree, path=path, storage_options=storage_options)
         return
     if not writes:
-        _convert(state, None, filters)
+        _convert(state, None, filters, stages)
         return
     from litgpt.utils import incremental_save
 
@@ -136,7 +206,7 @@ def save(
     unfinished = target.with_name(f".{target.name}.part")  # one name: what a killed run left is written over
     try:
         with incremental_save(unfinished) as file:
-            file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters))
+            file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters, stages))
         with open(unfinished, "rb") as written:
             os.fsync(written.fileno())
         os.replace(unfinished, target)
@@ -157,15 +227,17 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
 
 
-def _convert(state: dict[str, Any], keep: Keep | None, filters: dict[str, Filter]) -> dict[str, Any]:
+def _convert(
+    state: dict[str, Any], keep: Keep | None, filters: dict[str, Filter], stages: Stages | None
+) -> dict[str, Any]:
     converted: dict[str, Any] = {}
     for key, value in state.items():
         wanted = filters.get(key)
         if isinstance(value, nn.Module):
-            converted[key] = module_state(value, keep, wanted)
+            converted[key] = module_state(value, keep, wanted, stages)
             continue
         if isinstance(value, Optimizer):
-            value = optimizer_state(value, keep)
+            value = optimizer_state(value, keep, stages)
         elif isinstance(value, _Stateful):
             value = value.state_dict()
         if wanted is not None and isinstance(value, dict):

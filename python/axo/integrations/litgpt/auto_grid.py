@@ -38,7 +38,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Gri
     from axo.perf import planner, readers
 
     train = options.train
-    config = _config(options)
+    config = model_fields(options, "--grid auto")
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
     request = planner.Request(
@@ -83,14 +83,18 @@ def _machine(given: str) -> str:
     )
 
 
-def _config(options: Any) -> dict[str, Any]:
-    """The fields of the model's ``litgpt.Config``."""
+def model_fields(options: Any, why: str) -> dict[str, Any]:
+    """The fields of the model's ``litgpt.Config``; ``why`` names the option that asks.
+
+    Raises:
+        ValueError: The checkpoint to start from does not say.
+    """
     from litgpt.config import Config
 
     if "checkpoint_dir" in options:
         folder = Path(str(options.checkpoint_dir))
         if not (folder / "model_config.yaml").is_file():
-            raise ValueError(f"litgpt: --grid auto reads the model from {folder}, which holds no model_config.yaml")
+            raise ValueError(f"litgpt: {why} reads the model from {folder}, which holds no model_config.yaml")
         return vars(Config.from_file(folder / "model_config.yaml"))
     given = options.model_config
     if given is None:

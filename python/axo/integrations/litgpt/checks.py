@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
+from axo.integrations.litgpt.auto_grid import model_fields
+from axo.integrations.litgpt.options import Options
 
 # What each logger writes with: one of these packages, and what to install.
 _LOGGERS = {
@@ -17,12 +20,12 @@ _LOGGERS = {
 }
 
 
-def check_paths(options: Any, grid: Grid, reads_sharded: bool) -> None:
+def check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download.
 
     Args:
         options: What litgpt's parser made of a command's arguments.
-        grid: The grid.
+        ranks: How many.
         reads_sharded: Whether the command starts from a sharded checkpoint too.
 
     Raises:
@@ -32,7 +35,7 @@ def check_paths(options: Any, grid: Grid, reads_sharded: bool) -> None:
 
     from axo.integrations.fabric.sharded_checkpoint import holds_sharded
 
-    if "checkpoint_dir" in options and grid.world_size > 1:
+    if "checkpoint_dir" in options and ranks > 1:
         folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
         if not folder.is_dir():  # litgpt would download it, on every rank at once
             raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
@@ -102,6 +105,52 @@ def check_batch(train: Any, grid: Grid) -> None:
             f" micro_batch_size={train.micro_batch_size} on z*data={grid.z * grid.data} data ranks of grid {grid};"
             f" use a multiple of {at_once}"
         )
+
+
+def check_stages(options: Any, asked: Options, trains: bool) -> None:
+    """Refuse stages that the model or the batch cannot fill.
+
+    Raises:
+        ValueError: They cannot, or torch.compile is asked for too.
+    """
+    if asked.pipeline == 1:
+        return
+    from axo.pipeline import check_microbatches, layout
+    from axo.pipeline.cut import bounds_of
+
+    stages = asked.pipeline * layout(asked.schedule)["stages_per_rank"]
+    check_microbatches(asked.schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
+    blocks = model_fields(options, "--pipeline").get("n_layer")
+    if blocks is not None:
+        bounds_of(blocks, stages, "even")
+    if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile"):
+        raise ValueError("litgpt: --pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out")
+    if trains and options.train.micro_batch_size < asked.pipeline:
+        raise ValueError(
+            f"litgpt: --train.micro_batch_size={options.train.micro_batch_size} are fewer rows than the"
+            f" {asked.pipeline} stages; a micro-batch of LitGPT's is what goes through the stages at once: use all rows"
+            " of a data rank, global_batch_size / (z*data)"
+        )
+
+
+def check_offload(asked: Options) -> None:
+    """Refuse an offload that is none, or without a folder where one is wanted.
+
+    Raises:
+        ValueError: It is.
+    """
+    if asked.offload == "none":
+        return
+    from axo.offload import Offload
+
+    try:
+        wanted = Offload.parse(asked.offload, asked.offload_dir or None)
+    except ValueError as error:
+        raise ValueError(f"litgpt: {error}") from None
+    if wanted.parameters and asked.pipeline > 1:
+        raise ValueError("litgpt: --offload parameters with --pipeline is not supported; leave parameters out")
+    if os.environ.get("LT_ACCELERATOR", "cpu") == "cpu" and not asked.offload_dir:
+        raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
 
 
 def check_logger(options: Any) -> None:

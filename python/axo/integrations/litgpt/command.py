@@ -41,6 +41,7 @@ class Command:
         finetunes: Whether it starts from what a model's constructors draw, on one device.
         resumes: Whether it can go on from a checkpoint of its own.
         reads_sharded: Whether it can start from a sharded checkpoint.
+        stages: Whether it runs in pipeline stages.
     """
 
     module: str
@@ -49,6 +50,7 @@ class Command:
     finetunes: bool = False
     resumes: bool = True
     reads_sharded: bool = True
+    stages: bool = True
 
     def load(self) -> Callable[..., Any]:
         return getattr(importlib.import_module(self.module), self.function)
@@ -60,10 +62,11 @@ PARALLEL = {
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
     "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False),
     "generate": Command("litgpt.generate.base", "main", False),
-    "chat": Command("litgpt.chat.base", "main", False),
+    "chat": Command("litgpt.chat.base", "main", False, stages=False),
 }
 for _kind in ("adapter", "adapter_v2"):
-    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(PARALLEL["finetune_lora"], module=f"litgpt.finetune.{_kind}")
+    _module = f"litgpt.finetune.{_kind}"
+    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(PARALLEL["finetune_lora"], module=_module, stages=False)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
@@ -101,7 +104,7 @@ def run(arguments: list[str]) -> None:
         conversation.keep_input()
     restarts.run(
         _rank,
-        grid.world_size,
+        grid.world_size * options.pipeline,
         start,
         name,
         grid,
@@ -116,16 +119,20 @@ def _check_options(name: str, options: Options) -> None:
     """Refuse options of Axo's that the command has no use for."""
     command = PARALLEL.get(name)
     if command is None and name != "architectures" and not name.startswith("-"):
-        if options.grid is None or options.grid.world_size > 1:
+        if options.grid is None or options.grid.world_size * options.pipeline > 1:
             raise ValueError(
-                f"litgpt: {name} runs on one rank only, not on grid {options.grid or AUTO}; on a grid run"
+                f"litgpt: {name} runs on one rank only, not on grid {options.shown}; on a grid run"
                 f" {', '.join(PARALLEL)}"
             )
+    if command is not None and not command.stages and options.pipeline > 1:
+        able = ", ".join(other for other, known in PARALLEL.items() if known.stages)
+        raise ValueError(f"litgpt: --pipeline is not for {name}; in stages run {able}")
     given = {
         "--goldfish": options.goldfish is not None,
         "--sharded": options.sharded,
         "--vocab-loss": options.vocab_loss,
         "--max-restarts": options.max_restarts > 0,
+        "--offload": options.offload != "none",
         "--grid auto": options.grid is None,
     }
     lacks = {
@@ -221,18 +228,21 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             " Axo's, or run litgpt without axo"
         )
     grid = asked.grid or auto_grid.choose(name, options, asked, rank)
-    if rank is not None and rank.world_size != grid.world_size:
+    ranks, shown = grid.world_size * asked.pipeline, asked.shown if asked.grid is not None else str(grid)
+    if rank is not None and rank.world_size != ranks:
         raise ValueError(
-            f"litgpt: grid {grid} has {grid.world_size} ranks, but {rank.world_size} were started;"
-            f" start {grid.world_size}, or use another grid"
+            f"litgpt: grid {shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
+            " grid"
         )
     if PARALLEL[name].trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
         for what, usual in (("num_nodes", 1), ("devices", parser.get_default("devices"))):
             if options.get(what, usual) not in (usual, grid.z * grid.data if what == "devices" else 1):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
-    checks.check_paths(options, grid, PARALLEL[name].reads_sharded)
+    checks.check_paths(options, ranks, PARALLEL[name].reads_sharded)
     checks.check_model(options)
+    checks.check_stages(options, asked, PARALLEL[name].trains)
+    checks.check_offload(asked)
     if PARALLEL[name].trains:
         devices = ["--devices", str(grid.z * grid.data)]
         sys.argv += devices
@@ -265,6 +275,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     from axo.integrations.fabric.strategy import register
     from axo.integrations.litgpt.patches import Run, Stopped, patched
     from axo.integrations.litgpt.strategy import LitGPTStrategy
+    from axo.offload import Offload
 
     rank = Rank.from_environment()
     assert rank is not None
@@ -282,6 +293,10 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             grid,
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
+            pipeline=options.pipeline,
+            schedule=options.schedule,
+            microbatches=options.microbatches or None,
+            offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
             step_agreement=this.agreement if command.trains else None,
             like_one_device=command.finetunes,
         )
@@ -296,7 +311,8 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # they say alike what they start
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
-            print(f"axo litgpt: grid {grid}: {grid.world_size} ranks, {grid.z * grid.data} of them with own data")
+            ranks = f"{grid.world_size * options.pipeline} ranks, {grid.z * grid.data} of them with own data"
+            print(f"axo litgpt: grid {options.shown if options.grid else grid}: {ranks}")
         stack.enter_context(patched(this))
         if command.trains:
             this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)

@@ -22,6 +22,9 @@ class Options:
         vocab_loss: Leave logits split over x in training.
         max_restarts: How often lost ranks are started again.
         goldfish: (K, H); None: no goldfish loss.
+        pipeline: Stages, each of them a grid.
+        schedule, microbatches: Of the stages; 0: twice the stages.
+        offload, offload_dir: What lies on the lower tier, as text; and its folder.
     """
 
     grid: Grid | None
@@ -31,6 +34,16 @@ class Options:
     vocab_loss: bool = False
     max_restarts: int = 0
     goldfish: tuple[int, int] | None = None
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    microbatches: int = 0
+    offload: str = "none"
+    offload_dir: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The grid, and the stages if there are several."""
+        return str(self.grid or AUTO) if self.pipeline == 1 else f"{self.grid or AUTO} in {self.pipeline} stages"
 
 
 # Option -> (its value, what it wants, what it does); then those that are on or off.
@@ -50,6 +63,31 @@ _VALUES = {
         "N",
         "a number of restarts, such as --max-restarts 3",
         "Start the ranks again, from the newest checkpoint, when one was lost; at most N times.",
+    ),
+    "--pipeline": (
+        "N",
+        "a number of stages, such as --pipeline 4",
+        "Cut the model into N stages, each of them a grid.",
+    ),
+    "--schedule": (
+        "NAME",
+        "a schedule, such as --schedule zero-bubble",
+        "Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev.",
+    ),
+    "--microbatches": (
+        "M",
+        "a number, such as --microbatches 8",
+        "Parts of a micro-batch of LitGPT's that fill the stages; default: twice the stages.",
+    ),
+    "--offload": (
+        "WHAT,...",
+        "what goes there, such as --offload optimizer",
+        "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS).",
+    ),
+    "--offload-dir": (
+        "DIR",
+        "a folder on a disk",
+        "The folder of the lower tier, for CPU ranks.",
     ),
     "--goldfish": (
         "K,H",
@@ -111,7 +149,24 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         vocab_loss=given.vocab_loss,
         max_restarts=_count("--max-restarts", given.max_restarts, 0) if given.max_restarts else 0,
         goldfish=_goldfish(given.goldfish) if given.goldfish else None,
+        pipeline=_count("--pipeline", given.pipeline, 1) if given.pipeline else 1,
+        schedule=given.schedule or "1f1b",
+        microbatches=_count("--microbatches", given.microbatches, 1) if given.microbatches else 0,
+        offload=given.offload or "none",
+        offload_dir=given.offload_dir,
     )
+    for option, value in (("--schedule", given.schedule), ("--microbatches", given.microbatches)):
+        if value and options.pipeline == 1:
+            raise ValueError(f"litgpt: {option} {value} is of pipeline stages; add --pipeline N, or leave it out")
+    if options.offload_dir and options.offload == "none":
+        raise ValueError(
+            f"litgpt: --offload-dir {options.offload_dir} without --offload; say what goes there, such as --offload"
+            " optimizer"
+        )
+    if automatic and options.pipeline > 1:
+        raise ValueError(
+            f"litgpt: --grid auto chooses the grid of a run without stages; with --pipeline {options.pipeline} name it"
+        )
     return options, rest
 
 

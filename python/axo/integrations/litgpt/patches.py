@@ -228,7 +228,7 @@ def _loss(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.T
         assert run.strategy is not None
         return run.strategy.cross_entropy(logits, targets, chunk_size, ignore_index)
 
-    return loss if run.options.vocab_loss or goldfish is not None else stock
+    return loss if run.options.vocab_loss or goldfish is not None or run.options.pipeline > 1 else stock
 
 
 # --- what is logged ---------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
     def monitor(*args: Any, **options: Any) -> Any:
         made = stock(*args, **options)
         if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.grid.x * run.grid.y
+            made.available_flops *= run.grid.x * run.grid.y * run.options.pipeline
         return made
 
     return monitor
@@ -337,7 +337,8 @@ def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., 
         stock(function, checkpoint_dir, *args)
         file = checkpoint_dir / "hyperparameters.yaml"
         if file.is_file():  # a comment: litgpt must still read it
-            file.write_text(f"# axo litgpt --grid {run.grid}\n{file.read_text()}")
+            stages = f" --pipeline {run.options.pipeline}" if run.options.pipeline > 1 else ""
+            file.write_text(f"# axo litgpt --grid {run.grid}{stages}\n{file.read_text()}")
 
     return rank_zero_only(save)
 
@@ -371,7 +372,7 @@ def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
 def _generate_example(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     def generate(fabric: Any, *args: Any, **options: Any) -> Any:
         random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
-        with source_generator(fabric.strategy.comms, fabric.device):
+        with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
             return stock(fabric, *args, **options)
 
     return generate
@@ -418,12 +419,14 @@ PATCHES = {
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
-    "chunked_cross_entropy": Patch(_loss, "logits split over x, and tokens that goldfish leaves out"),
+    "chunked_cross_entropy": Patch(
+        _loss, "logits split over x, goldfish loss, and stages, whose schedule the loss call runs"
+    ),
     "RunningMean": Patch(_running_mean, "the loss that is printed and logged is that of all data ranks"),
     "validate": Patch(_validate, "as RunningMean"),
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
     "num_parameters": Patch(_num_parameters, "what is printed is the size of the model, not of a rank's part"),
-    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks"),
+    "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
     "measure_flops": Patch(_measure, "on the meta device a mixture of experts cannot ask which tokens chose an expert"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
