@@ -2,11 +2,16 @@
 
     axo bench products                                        # counts and predictions: arithmetic, in a second
     axo bench products --plot docs/img/products.png           # and a picture of volume against shape
-    axo bench products --measure 4 --shapes 512x512x512       # and timed on local CPU ranks, in turns, checked
+    axo bench products --measure 4 --limit 50M --shapes 384x384x384,512x128x256     # timed on CPU ranks, checked
 
 ``calls``, ``deliveries`` and ``volume`` are of one forward and one backward pass over all ranks; volume is in units of
 m*n elements of C, memory in units of (m k + k n + m n) / p. ``predicted`` is the time that the machine's links take for
 it, from the bandwidth of each axis (equation 10), without the products.
+
+With ``--measure`` every algorithm runs on all its grids (AxoNN on its best) in turns; ``--limit`` holds what leaves a
+rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
+(``bench/lib/product_times.py``). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
+this machine by three figures, fitted to the rows of the first shape.
 """
 
 from __future__ import annotations
@@ -14,7 +19,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,12 @@ from axo.matmul.registry import algorithms
 
 RANKS = (4, 8, 16, 27, 64)
 SHAPES = {"square": Shape(4096, 4096, 4096), "tall": Shape(65536, 4096, 4096), "flat": Shape(1024, 4096, 16384)}
+TIMED = {
+    "square": Shape(384, 384, 384),
+    "tall": Shape(1024, 128, 256),
+    "flat": Shape(128, 256, 1024),
+    "deep": Shape(256, 1024, 128),
+}
 COLUMNS = {
     "ranks": "d",
     "shape": "s",
@@ -34,7 +44,18 @@ COLUMNS = {
     "volume": ".2f",
     "memory": ".2f",
     "predicted ms": ".3f",
-    "ms": ".3f",
+}
+MEASURED = {
+    "ranks": "d",
+    "shape": "s",
+    "algorithm": "s",
+    "grid": "s",
+    "predicted": ".1f",
+    "ms": ".1f",
+    "blocking": ".1f",
+    "communication": ".1f",
+    "products": ".1f",
+    "hidden": ".2f",
     "#wrong": "d",
 }
 
@@ -105,45 +126,52 @@ def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> list[dict[str
     return found
 
 
-def measure(grids: list[tuple[str, str]], shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
-    """On every rank: each algorithm on its grid, in turns; milliseconds of forward and backward, and wrong elements."""
-    import torch
+def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[str, Any]) -> int:
+    """Time every algorithm on its grids; return how many elements were wrong."""
+    from axo.launch import launch_local
+    from axo.perf.calibrate import spearman
 
-    import axo
+    from .lib import product_times as clock
+    from .lib.table import Table
 
-    torch.set_num_threads(1)
-    whole = Shape(*shape)
-    generator = torch.Generator().manual_seed(0)
-    # whole numbers from -2 to 2: fp32 sums of them are exact in any order
-    a, b, grad = (torch.randint(-2, 3, whole.of(matrix), generator=generator).float() for matrix in "ABC")
-    expected = {"C": a @ b, "A": grad @ b.T, "B": a.T @ grad}
     cases = []
-    for name, text in grids:
-        comms, algorithm = axo.connect(text), algorithms[name]
-        slices = {
-            matrix: layout.slices(comms.grid, comms.coords, whole.of(matrix))
-            for matrix, layout in (("A", algorithm.a), ("B", algorithm.b), ("C", algorithm.c))
-        }
-        parts = [full[slices[matrix]].clone() for full, matrix in ((a, "A"), (b, "B"), (grad, "C"))]
-        cases.append((comms, algorithm, slices, parts))
-    times: list[list[float]] = [[] for _ in cases]
-    wrong = [0] * len(cases)
-    for _ in range(rounds + 1):
-        for index, (comms, algorithm, slices, parts) in enumerate(cases):
-            comms.world.barrier()
-            start = time.perf_counter()
-            c = algorithm.forward(comms, parts[0], parts[1], whole)
-            grad_a, grad_b = algorithm.backward(comms, *parts, whole)
-            spent = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
-            times[index].append(comms.world.all_reduce(spent, "max").item())
-            got = {"C": c, "A": grad_a, "B": grad_b}
-            bad = sum(int((got[matrix] != expected[matrix][slices[matrix]]).sum()) for matrix in "CAB")
-            wrong[index] += int(comms.world.all_reduce(torch.tensor([bad])).item())
-    for comms, *_ in cases:
-        comms.close()
-    return [
-        {"ms": 1e3 * statistics.median(series[1:]), "#wrong": bad} for series, bad in zip(times, wrong, strict=True)
-    ]
+    for shape in shapes.values():
+        for name, algorithm in algorithms.items():
+            best = best_grid(algorithm, options.measure, shape)
+            grids = [best] if name == "axonn" else grids_of(algorithm, options.measure)  # axonn takes any grid
+            cases += [clock.Case(name, str(grid), shape) for grid in grids]
+    link = clock.Link(options.ranks_per_host if options.limit else 0, options.limit)
+    seen = launch_local(clock.times, options.measure, cases, link, options.rounds)
+    rate = options.limit or float("inf")
+    fitted = [index for index, case in enumerate(cases) if case.shape == cases[0].shape]
+    model = clock.calibrated([cases[i] for i in fitted], [seen[i]["overlapped"] for i in fitted], rate)
+    predicted = [model.milliseconds(case) for case in cases]
+    table = Table(MEASURED, options.json, header | {"limit": options.limit})
+    for case, row, told in zip(cases, seen, predicted, strict=True):
+        table.add(
+            ranks=options.measure,
+            shape="x".join(map(str, case.shape)),
+            algorithm=case.algorithm,
+            grid=case.grid,
+            predicted=told,
+            ms=row["overlapped"],
+            blocking=row["blocking"],
+            communication=row["communication"],
+            products=row["products"],
+            hidden=clock.hidden(case, row),
+            **{"#wrong": row["#wrong"]},
+        )
+    first = "x".join(map(str, cases[0].shape))
+    print(
+        f"predicted, in ms: {model.link:.2f} of the time that the link takes for the busiest rank, {model.call:.2f} a"
+        f" collective, {model.product:.1f} for 1e9 flop; fitted to the {len(fitted)} rows of {first}"
+    )
+    held = [index for index in range(len(cases)) if index not in fitted]
+    if held:
+        rho = spearman([predicted[i] for i in held], [seen[i]["overlapped"] for i in held])
+        off = statistics.median(abs(predicted[i] / seen[i]["overlapped"] - 1) for i in held)
+        print(f"the other {len(held)} rows: rank correlation {rho:.2f}, median error {100 * off:.0f}%")
+    return sum(row["#wrong"] for row in seen)
 
 
 def plot(path: Path, ranks: int) -> None:
@@ -199,42 +227,35 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
-    from axo.launch import launch_local
-
-    from .table import Table, environment
+    from .lib.link import rate
+    from .lib.table import Table, environment
 
     parser = argparse.ArgumentParser(prog="axo bench products", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
-    parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default square, tall and flat")
+    parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
     parser.add_argument("--machine", default="perlmutter", help="for the prediction: as in axo plan")
     parser.add_argument("--itemsize", type=int, default=2, help="bytes of an element, for the prediction")
     parser.add_argument("--measure", type=int, default=0, metavar="RANKS", help="time it on this many local ranks")
+    parser.add_argument("--limit", type=rate, default=0.0, help="with --measure: bytes a second that leave a host: 50M")
+    parser.add_argument("--ranks-per-host", type=int, default=1, help="with --limit: ranks that play one host")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot", type=Path, default=None)
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
-    shapes = SHAPES
+    shapes = TIMED if options.measure else SHAPES
     if options.shapes:
         try:
             given = [Shape(*(int(size) for size in text.split("x"))) for text in options.shapes.split(",")]
         except (TypeError, ValueError):
             parser.error(f"--shapes {options.shapes} is not of the form MxKxN,MxKxN")
         shapes = {"": given[0]} if len(given) == 1 else {str(index): shape for index, shape in enumerate(given)}
-    if options.measure:
-        options.ranks = [options.measure]
-    table = Table(COLUMNS, options.json, environment(torch.device("cpu")) | {"bench": "products"})
+    header = environment(torch.device("cpu")) | {"bench": "products"}
     wrong = 0
-    found = rows(options, shapes)
-    for label, shape in shapes.items():
-        mine = [row for row in found if row["shape"] == f"{label} {shape.m}x{shape.k}x{shape.n}"]
-        if options.measure:
-            cases = [(row["algorithm"], row["grid"]) for row in mine]
-            for row, seen in zip(
-                mine, launch_local(measure, options.measure, cases, tuple(shape), options.rounds), strict=True
-            ):
-                row.update(seen)
-                wrong += seen["#wrong"]
-        for row in mine:
+    if options.measure:
+        wrong = measure(options, shapes, header)
+    else:
+        table = Table(COLUMNS, options.json, header)
+        for row in rows(options, shapes):
             table.add(**row)
     if options.plot:
         plot(options.plot, max(options.ranks))

@@ -3,12 +3,14 @@
 Oracle: the unmodified serial model, torch's loss, clipping and AdamW.
 """
 
+import copy
 from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from litgpt import lora
 from litgpt.config import Config
 from litgpt.model import GPT
 
@@ -132,6 +134,56 @@ def linear_counts(comms):
     assert not torch.allclose(axo.unshard_grad(layer.weight), whole, rtol=1e-2, atol=1e-2)
 
 
+def head_of_a_table(comms):
+    """A head that lies as the embedding does: the uneven vocabulary is gathered over x; counted against its cost."""
+    features = axo.nn.Features(as_table=True, uneven_out=True)
+    layer = axo.nn.Linear(8, 23, False, comms=comms, features=features)
+    assert layer.weight.shape == ((12, 11)[comms.coords.x], 4)
+    given = my_rows(comms, torch.randn(STEP_ROWS, 4)).requires_grad_()
+    with axo.count_collectives() as counts:
+        output = layer(given)
+        output.square().sum().backward()
+    assert output.shape[1] == (12, 11)[comms.coords.y]
+    expected = {key: (c.calls, c.elements) for key, c in cost.total(layer.cost(STEP_ROWS)).items()}
+    assert {key: (c.calls, c.elements) for key, c in counts.items()} == expected
+
+
+def compare(comms, serial, model, ids, targets):
+    """Logits and every gradient that serial has, after one loss of the whole batch."""
+    expected = serial(ids)
+    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    logits = model(my_rows(comms, ids))
+    assert_close(axo.unshard_output(model.lm_head, logits), expected, 1e-5, "logits")
+    loss_fn = axo.nn.CrossEntropyLoss(comms=comms, columns=serial.config.padded_vocab_size)
+    loss_fn(logits, my_rows(comms, targets)).backward()
+    for name, parameter in serial.named_parameters():
+        mine = model.get_parameter(name)
+        assert (mine.grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            assert_close(axo.unshard_grad(mine), parameter.grad, 1e-5, name)
+
+
+def tied_heads_and_adapters(comms, ids, targets):
+    for tied in (True, False):
+        with torch.random.fork_rng(devices=[]):
+            serial_seed()
+            flags = {f"lora_{part}": True for part in ("query", "value", "projection", "mlp", "head")}
+            serial = GPT(Config(**LLAMA)) if tied else lora.GPT(lora.Config(**LLAMA, **flags, lora_r=3, lora_alpha=6))
+            if tied:
+                serial.lm_head.weight = serial.transformer.wte.weight
+                serial.apply(serial._init_weights)
+            else:
+                for name, parameter in serial.named_parameters():
+                    if name.endswith("lora_B"):
+                        torch.nn.init.normal_(parameter, std=0.1)
+                lora.mark_only_lora_as_trainable(serial)
+        model = copy.deepcopy(serial)
+        seed_apart(comms)
+        axo.parallelize(model, comms, algorithm="tesseract")
+        assert not tied or model.lm_head.weight is model.transformer.wte.weight
+        compare(comms, serial, model, ids, targets)
+
+
 def whole_gradients(model):
     return {name: axo.unshard_grad(parameter) for name, parameter in model.named_parameters()}
 
@@ -151,7 +203,9 @@ def one_step(grid):
     comms.arrange(arrangement_of("test", "tesseract"))
     assert (comms.data_ranks, comms.grid.x) == (4, Q)
     linear_counts(comms)
+    head_of_a_table(comms)
     ids, targets = batch(Config(**LLAMA), 0)
+    tied_heads_and_adapters(comms, ids, targets)
     for fields in (LLAMA | {"n_query_groups": 1, "norm_qk": True}, NEOX):  # a head of keys that two ranks share
         config = Config(**fields)
         with torch.random.fork_rng(devices=[]):
@@ -236,13 +290,10 @@ def test_grids_that_do_not_fit_and_those_too_deep():
 def refused(grid):
     comms = axo.connect(grid)
     gpt = GPT(Config(**LLAMA))
-    tied = GPT(Config(**LLAMA))
-    tied.lm_head.weight = tied.transformer.wte.weight
     experts = {"mlp_class_name": "LLaMAMoE", "n_expert": 2, "n_expert_per_token": 1, "moe_intermediate_size": 32}
     mixture = GPT(Config(**LLAMA | experts))
     for model, options, names in (
         (gpt, {"sequence_parallel": True}, "sequence_parallel=True"),
-        (tied, {}, "a head tied to the embedding"),
         (mixture, {}, "a mixture of experts"),
     ):
         with pytest.raises(

@@ -59,11 +59,18 @@ def layer_matmul(
     grad_reduce: str = "mean",
     gather_cache: str | int = "all",
 ) -> LayerMatmul:
-    """The product of the algorithm that ``comms`` is arranged for; arguments as for :class:`DistributedMatmul`."""
-    kind = BlockMatmul if comms.arrangement.square else DistributedMatmul
-    return kind(
+    """The product of the algorithm that ``comms`` is arranged for; arguments as for :class:`DistributedMatmul`.
+
+    A weight that lies as Tesseract's embedding does is gathered over x, as axonn's over z, and multiplied at once.
+    """
+    blocks = comms.arrangement.square and placement.splits != comms.arrangement.table
+    kind = BlockMatmul if blocks else DistributedMatmul
+    matmul = kind(
         comms, placement, in_axis=in_axis, out_axis=out_axis, grad_reduce=grad_reduce, gather_cache=gather_cache
     )
+    if comms.arrangement.square:
+        matmul.products.rows_agree = False  # no product runs with a collective over z: its weight is not cut there
+    return matmul
 
 
 class BlockMatmul(DistributedMatmul):

@@ -191,6 +191,37 @@ def linear(
     return issued(calls, grid)
 
 
+def table_head(
+    grid: Grid,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    *,
+    itemsize: int = 4,
+    recompute: bool = False,
+    gathers: int = 1,
+    arrangement: Arrangement,
+    coords: Coords = FIRST,
+) -> list[Call]:
+    """Count the collectives of Tesseract's head whose weight ``[n, k]`` is the embedding's, n over x and k over y.
+
+    The weight is gathered over x, O is summed over y whole and cut there; backward gathers dO over y.
+    """
+    my_rows = rows_of(arrangement, grid, rows, coords)
+    shard = chunk(out_features, grid.x) * part(in_features, grid.y, coords.y)
+    calls = [Call(FORWARD, "all_gather", "x", shard, itemsize, GATHER_WEIGHT)]
+    if gathers == 2:
+        calls.append(Call(RECOMPUTE if recompute else BACKWARD, "all_gather", "x", shard, itemsize, GATHER_WEIGHT))
+    for phase in (FORWARD, RECOMPUTE) if recompute else (FORWARD,):
+        calls.append(Call(phase, "all_reduce", "y", my_rows * out_features, itemsize, REDUCE_OUTPUT))
+    calls += [
+        Call(BACKWARD, "all_gather", "y", my_rows * chunk(out_features, grid.y), itemsize, RELAYOUT),
+        Call(BACKWARD, "reduce_scatter", "x", shard * grid.x, itemsize, SCATTER_WEIGHT_GRAD),
+        *replicated_grad(shard, itemsize, arrangement, split_by=("x",)),
+    ]
+    return issued(calls, grid)
+
+
 def _blocks(
     grid: Grid, rows: int, my_in: int, my_out: int, itemsize: int, recompute: bool, input_grad: bool
 ) -> list[Call]:

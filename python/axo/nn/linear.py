@@ -50,6 +50,9 @@ class Features:
         sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
             normal layer takes gathered tokens and leaves their gradient a partial sum, for ``gather_sequence``; a
             transposed layer returns its part of the tokens.
+        as_table: The weight is an embedding's too and lies as the table does. With Tesseract, where that is otherwise
+            than a linear layer's: the whole vocabulary is gathered over x, and this rank's part of the output is cut
+            from all of it. No bias then.
     """
 
     out_blocks: tuple[int, ...] | None = None
@@ -60,6 +63,7 @@ class Features:
     scatter_input: bool = False
     gather_output: bool = False
     sequence_parallel: bool = False
+    as_table: bool = False
 
 
 _PLAIN = Features()
@@ -108,13 +112,16 @@ class Linear(ParallelLayer, nn.Linear):
         whole_input, whole_output = features.whole_input, features.whole_output
         sequence_parallel = features.sequence_parallel
         in_axes, out_axes = () if whole_input else (in_axis,), () if whole_output else (out_axis,)
-        splits = arrangement.weight(in_axes, out_axes)
+        self.as_table = features.as_table and arrangement.square
+        splits = arrangement.table if self.as_table else arrangement.weight(in_axes, out_axes)
         placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
         if bias:
             placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
         if (whole_output and (out_blocks or sequence_parallel)) or (whole_input and sequence_parallel):
             raise ValueError(f"{self.label()}: whole features with out_blocks or sequence_parallel are not supported")
+        if self.as_table and bias:
+            raise ValueError(f"{self.label()}: a bias with a weight that is an embedding's too is not supported")
         if whole_input or whole_output or sequence_parallel:
             arrangement.only_axonn(f"{self.label()}: whole features or sequence_parallel")
         if not whole_input:
@@ -130,11 +137,13 @@ class Linear(ParallelLayer, nn.Linear):
         self.scatter_input, self.gather_output = features.scatter_input, features.gather_output
         self.in_axis, self.out_axis = next(iter(in_axes), None), next(iter(out_axes), None)
         self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
+        sums_output = not (sequence_parallel and transposed)
+        sums_input_grad = not (self.as_table or (sequence_parallel and not transposed))
         self.matmul = layer_matmul(
             comms,
             placements["weight"],
-            in_axis=None if sequence_parallel and transposed else self.in_axis,
-            out_axis=None if sequence_parallel and not transposed else self.out_axis,
+            in_axis=self.in_axis if sums_output else None,
+            out_axis=self.out_axis if sums_input_grad else None,
             grad_reduce=grad_reduce,
             gather_cache=gather_cache,
         )
@@ -170,6 +179,8 @@ class Linear(ParallelLayer, nn.Linear):
             output = scatter_sequence(self.matmul(input, weight, None), self.comms, owner=self.label())
             return output if self.bias is None else add_bias(output, self.bias, self.matmul.exchange)
         output = self.matmul(input, weight, self.bias)
+        if self.as_table and self.out_axis is not None:
+            output = cut_features(output, self.comms, self.out_axis, self.out_features)
         if self.first_pass:
             self._first_pass(input, output)
         if self.gather_output and self.out_axis is not None:
@@ -197,6 +208,24 @@ class Linear(ParallelLayer, nn.Linear):
             input_grad: Whether the input wants a gradient.
             recompute: The forward runs again before backward (activation checkpointing).
         """
+        if self.as_table:
+            calls = cost.table_head(
+                self.comms.grid,
+                rows,
+                self.in_features,
+                self.out_features,
+                itemsize=itemsize,
+                recompute=recompute,
+                gathers=self._gathers(input_grad or recompute),
+                arrangement=self.comms.arrangement,
+                coords=self.comms.coords,
+            )
+            after = cost.rows_of(self.comms.arrangement, self.comms.grid, rows, self.comms.coords) * self.out_features
+            gathered = after if self.gather_output else 0
+            return [
+                *self._reduced(calls),
+                *cost.relayout(self.comms.grid, 0, gathered, itemsize=itemsize, arrangement=self.comms.arrangement),
+            ]
         copied = [
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]

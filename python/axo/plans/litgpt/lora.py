@@ -2,12 +2,12 @@
 
     O[m, n] = I[m, k] @ W[n, k]^T + b[n]  +  scaling * (drop(I) @ A[r, k]^T) @ B[n, r]^T
 
-With (in, out) the axes of the layer, A is split over in like the columns of W, and B over out like its rows; z and data
-replicate both, for they are small. So
+With (in, out) the axes of the layer's features, A is split over in like the features of I, and B over out like those of
+O; the axes that split rows replicate both, for they are small. So
 
     forward    mid = all-reduce_in(I @ A^T)      [m, r], whole on every rank;   O += mid @ B^T
     backward   d mid = all-reduce_out(dO @ B)    behind it dB;   then dA = d mid^T @ I and dI += d mid @ A
-               dA and dB are reduced over z and data
+               dA and dB are reduced over z and data (Tesseract's: and x)
 
 A fused projection of queries, keys and values has an adapter for each of those that are enabled: rows of A one after
 the other, rows of B split by heads as those of W. Frozen weights have no gradient, and so none is communicated.
@@ -60,7 +60,9 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         grad_reduce: str,
         name: str,
     ) -> None:
-        in_axis, out_axis = ("x", "y") if transposed else ("y", None if whole_output else "x")
+        arrangement = comms.arrangement
+        in_axis, inner = arrangement.features(transposed)
+        out_axis = None if whole_output else inner
         into, out = old.linear.in_features, old.linear.out_features
         whole = out_blocks or (out,)
         copies = out_copies or (1,) * len(whole)
@@ -89,7 +91,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         bounds = Placement((out,), ((out_axis,) if out_axis else (),), out_blocks, comms, out_copies).ranges(0)
         self.widths = [b - a for a, b in bounds] if out_blocks else [sum(b - a for a, b in bounds)]
         drop = old.lora_dropout.p if isinstance(old.lora_dropout, nn.Dropout) else 0.0
-        self.lora_dropout = Dropout(drop, comms=comms, split=(in_axis, "z", "data")) if drop else _same
+        self.lora_dropout = Dropout(drop, comms=comms, split=(in_axis, *arrangement.rows)) if drop else _same
         if placements:
             self.exchanges = tuple(Exchange(comms, placement, grad_reduce) for placement in placements.values())
             self._add_parameters("meta", old.lora_A.dtype)
@@ -162,8 +164,8 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         """
         if not self.placements or self.merged:
             return []
-        grid = self.comms.grid
-        mid = cost.part(rows, grid.z, self.comms.coords.z) * self.placements["lora_A"].global_shape[0]
+        grid, arrangement = self.comms.grid, self.comms.arrangement
+        mid = cost.rows_of(arrangement, grid, rows, self.comms.coords) * self.placements["lora_A"].global_shape[0]
         phases = (cost.FORWARD, cost.RECOMPUTE) if recompute else (cost.FORWARD,)
         calls = [
             cost.Call(phase, "all_reduce", str(self.in_axis), mid, itemsize, cost.REDUCE_OUTPUT) for phase in phases
@@ -172,7 +174,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
             calls.append(cost.Call(cost.BACKWARD, "all_reduce", self.out_axis, mid, itemsize, cost.REDUCE_INPUT_GRAD))
         for name, exchange in zip(self.placements, self.exchanges, strict=True):
             parameter = getattr(self, name)
-            calls += cost.replicated_grad(parameter.numel(), itemsize)
+            calls += cost.replicated_grad(parameter.numel(), itemsize, arrangement)
             copies = exchange.vector_copies
             calls += [
                 cost.Call(

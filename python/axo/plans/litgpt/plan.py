@@ -17,7 +17,8 @@ x, so its gradient is summed there; OLMo 2's norm over all heads is split over x
 A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
 serves both, and its gradient is the sum of both uses.
 
-With algorithm "tesseract" what stands over x above is over y instead, and x splits rows (``axo.arrangement``).
+With algorithm "tesseract" what stands over x above is over y instead, and x splits rows (``axo.arrangement``). A tied
+head gathers its weight over x, as the embedding does.
 
 With sequence parallelism the tokens of the residual stream are split over x (``axo.nn.sequence``): they are gathered
 before attention, before the MLP and after ln_f. The length of a batch must divide over x: no generation token by token.
@@ -27,7 +28,8 @@ before attention, before the MLP and after ln_f. The length of a batch must divi
 Latent attention: ``axo.plans.litgpt.latent``.
 
 Not here, refused by name: query groups that neither divide over x nor divide it, quantised layers; sequence parallelism
-and Tesseract with mixtures of experts, LoRA, adapters or latent attention; Tesseract with tied embeddings.
+with mixtures of experts, LoRA, adapters or latent attention; Tesseract with mixtures of experts, adapters, latent
+attention or sequence parallelism.
 """
 
 from __future__ import annotations
@@ -108,6 +110,8 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
     tied = _layer(gpt.lm_head).weight is gpt.transformer.wte.weight
     replacer.embedding(gpt.transformer, "wte", "transformer.wte")
     for parent, child, name, options in list(_linears(gpt, ranks, gather_logits)):
+        if child == "lm_head" and tied:
+            options["as_table"] = True
         _replace_linear(parent, child, name, replacer, **options)
     for parent, child, name, options in list(_norms(gpt, inner, replacer.sequence_parallel)):
         _replace_norm(parent, child, name, replacer, **options)
@@ -190,10 +194,11 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
             check_divides(owner, what, getattr(config, what), "y", grid.y)
     adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
     kind = "LoRA" if adapted and isinstance(model.get_submodule(adapted[0]), lora.LoRALinear) else "an adapter"
-    if adapted:
+    if adapted and kind != "LoRA":
         arrangement.only_axonn(f"{owner}: {kind} ({adapted[0]!r})")
-    if _layer(model.lm_head).weight is model.transformer.wte.weight:
-        arrangement.only_axonn(f"{owner}: a head tied to the embedding, whose weight it cuts otherwise,")
+    head = _layer(model.lm_head)
+    if head.weight is model.transformer.wte.weight and head.bias is not None:
+        arrangement.only_axonn(f"{owner}: a head with a bias that is tied to the embedding")
     widths: dict[str, int] = {}
     for index, block in enumerate(model.transformer.h):
         for part, kinds in ((block.attn, _ATTENTIONS), (block.mlp, _DENSE + _MIXTURES)):
@@ -248,7 +253,7 @@ def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **op
         replacer.linear(parent, child, name, **options)
         return
     serial = old.linear
-    lies = {key: value for key, value in options.items() if key != "uneven_out"}
+    lies = {key: value for key, value in options.items() if key not in ("uneven_out", "as_table")}
     new: ParallelLayer
     if isinstance(old, adapter_v2.AdapterV2Linear):
         new = adapters.ScaledLinear(old, replacer, name, **lies)
