@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from axo.arrangement import arrangement_of
 from axo.cli.output import check_file, is_stdout, say, show_table, write
 from axo.grid import Grid
 
@@ -18,6 +19,7 @@ def dryrun(
     model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")],
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 4x2x32x16.")],
     batch_size: Annotated[int, typer.Option(help="Rows of the global batch; default: one a data rank.")] = 0,
+    algorithm: Annotated[str, typer.Option(help="How products are distributed: axonn, tesseract or summa.")] = "axonn",
     seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
     accumulate: Annotated[int, typer.Option(help="Pieces that a rank's rows are cut into.")] = 1,
     precision: Annotated[str, typer.Option(help="bf16-mixed, bf16-true or 32-true.")] = "bf16-mixed",
@@ -41,7 +43,8 @@ def dryrun(
     config = TrainConfig(
         model=model,
         grid=parsed,
-        batch_size=batch_size or parsed.z * parsed.data,
+        algorithm=algorithm,
+        batch_size=batch_size or arrangement_of("dryrun", algorithm).row_parts(parsed),
         seq_len=seq_len,
         accumulate=accumulate,
         precision=precision,

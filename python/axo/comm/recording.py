@@ -131,13 +131,22 @@ class RecordingCommunicator(Communicator):
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         self._check_rank("broadcast", "root", root)
         source = self._checked(tensor, "broadcast")
-        return self._note("broadcast", source, source, None, async_op, f"root {root}")
+        written = self.rank != root
+        return self._note("broadcast", source, source, None, async_op, f"root {root}", written=written)
 
     def barrier(self, async_op: bool = False) -> Any:
         return self._note("barrier", torch.empty(0, dtype=torch.uint8), None, None, async_op)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("reduce"))
+        self._check_rank("reduce", "root", root)
+        source = self._checked(tensor, "reduce")
+        self._op("reduce", op, source)
+        target = source if out is None else self._checked(out, "reduce")
+        self._elements("reduce", target, source.numel())
+        here, detail = self.rank == root, f"{op} to root {root}"
+        values = self._reduced(source, op, None) if here else None
+        result = self._note("reduce", source, target, values, async_op, detail, written=here)
+        return result if here or async_op else None
 
     def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
         raise NotImplementedError(_NOT_RECORDED.format("gather"))
@@ -187,6 +196,8 @@ class RecordingCommunicator(Communicator):
         values: torch.Tensor | None,
         async_op: bool,
         detail: str = "",
+        *,
+        written: bool = True,
     ) -> Any:
         if op == "barrier":
             if counting.blocks:
@@ -195,7 +206,7 @@ class RecordingCommunicator(Communicator):
             self._count(op, source)
         dtype = str(source.dtype).removeprefix("torch.")
         self.issued.append(Issued(op, self.axis, dtype, source.numel(), detail, _where()))
-        if target is not None:
+        if target is not None and written:
             _C.modified(target)
             if values is not None:
                 with torch.no_grad():
@@ -212,7 +223,7 @@ class RecordingCommunicator(Communicator):
 
 
 _NOT_RECORDED = (
-    "{}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter, broadcast"
+    "{}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter, broadcast, reduce"
 )
 
 
