@@ -8,8 +8,8 @@
 m*n elements of C, memory in units of (m k + k n + m n) / p. ``predicted`` is the time that the machine's links take for
 it, from the bandwidth of each axis (equation 10), without the products.
 
-With ``--measure`` every algorithm runs on all its grids (AxoNN on its best) in turns; ``--limit`` holds what leaves a
-rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
+With ``--measure`` every algorithm runs on all its grids (its best, if it takes any) in turns; ``--limit`` holds what
+leaves a rank to a rate. ``ms`` is with overlap, ``blocking`` without, ``communication`` and ``products`` are each alone
 (``bench/lib/product_times.py``). ``hidden`` is the share of what could be hidden by steps that was. ``predicted`` knows
 this machine by three figures, fitted to the rows of the first shape.
 """
@@ -137,8 +137,9 @@ def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[
     cases = []
     for shape in shapes.values():
         for name, algorithm in algorithms.items():
-            best = best_grid(algorithm, options.measure, shape)
-            grids = [best] if name == "axonn" else grids_of(algorithm, options.measure)  # axonn takes any grid
+            grids = grids_of(algorithm, options.measure)
+            if len(grids) > 3:  # it takes any
+                grids = [best for best in [best_grid(algorithm, options.measure, shape)] if best]
             cases += [clock.Case(name, str(grid), shape) for grid in grids]
     link = clock.Link(options.ranks_per_host if options.limit else 0, options.limit)
     seen = launch_local(clock.times, options.measure, cases, link, options.rounds)

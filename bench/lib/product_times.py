@@ -186,13 +186,14 @@ def busiest(algorithm: Algorithm, grid: Grid, shape: Shape) -> tuple[float, floa
 
 
 def hidden(case: Case, seen: dict[str, float]) -> float | None:
-    """The share that was hidden of what could be: 1 is all of it. None where nothing goes in steps.
+    """The share that was hidden of what could be: 1 is all of it. None where nothing goes in steps, or one is small.
 
     Of q steps all but the first can send while another multiplies: communication along x and y, or products, whichever
     is less.
     """
     grid, cost = Grid.parse(case.grid), algorithms[case.algorithm].cost(Grid.parse(case.grid), case.shape)
-    if case.algorithm not in STEPPED or grid.x == 1:
+    least, most = sorted((seen["communication"], seen["products"]))
+    if case.algorithm not in STEPPED or grid.x == 1 or least < most / 4:
         return None
     whole = sum(transfer.elements for transfer in cost)
     stepped = sum(transfer.elements for transfer in cost if transfer.axis != "z") / whole

@@ -36,7 +36,7 @@ def draw(path: Path, runs: dict[str, list[list[Epoch]]], *, subtitle: str) -> No
             panel.set_xlabel("epoch", color=_MUTED)
             panel.grid(color=_GRID)
             panel.spines[["top", "right"]].set_visible(False)
-        panels[0].set_ylabel("told right, %", color=_MUTED)
+        panels[0].set_ylabel("accuracy, %", color=_MUTED)
         panels[0].legend(frameon=False, loc="lower right")
         figure.text(
             0.07, 0.965, "One Vision Transformer, four ways to distribute it", fontsize=15, fontweight="bold", va="top"

@@ -37,6 +37,7 @@ CASES = [
     config("2x2x2x1", recompute=True, gather_cache="none", precision="32-true"),
     config("2x1x2x2", recompute=True, accumulate=2),
     config("1x2x2x2", zero=2, overlap="oar"),
+    config("2x2x2x1", algorithm="tesseract"),
 ]
 
 
@@ -50,7 +51,8 @@ def real(cases: list[TrainConfig]) -> list[tuple[list[tuple[str, str, int]], dic
     for case in cases:
         comms = axo.connect(case.grid)
         trainer = loop.Trainer(case, comms, None)  # type: ignore[arg-type]
-        ids = torch.zeros(rank_rows(case.batch_size, case.grid, comms.coords).count, case.seq_len, dtype=torch.long)
+        rows = rank_rows(case.batch_size, case.grid, comms.coords, comms.arrangement).count
+        ids = torch.zeros(rows, case.seq_len, dtype=torch.long)
         for _ in range(2):
             watch.open()
             trainer.accumulate(ids, ids)

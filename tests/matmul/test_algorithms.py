@@ -5,6 +5,8 @@ Oracles: torch's serial product in fp64; ``tests/matmul/simulator.py``, which mo
 """
 
 import random
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -33,16 +35,35 @@ def layers(a, b, g, n):
     return simulator.tesseract(a, b, g, n.x, n.z)
 
 
-# name -> grids of up to 16 ranks that run here, and the simulator of one.
+def square(a, b, c):
+    return Grid(a, a, 1)
+
+
+def deep(a, b, c):
+    return Grid(a, a, b)
+
+
+class Row(NamedTuple):
+    """The grids of up to 16 ranks that run here, the simulator of one, and the grid that three numbers draw.
+
+    ``padded``: shards are as long as the longest, so only sizes that divide are compared with the simulator.
+    """
+
+    grids: str
+    simulator: Callable
+    draw: Callable
+    padded: bool = False
+
+
 ALGORITHMS = {
-    "megatron": ("1x1x1 2x1x1 3x1x1 4x1x1", one_dimension(by_rows=False)),
-    "megatron-row": ("2x1x1 4x1x1", one_dimension(by_rows=True)),
-    "cannon": ("1x1x1 2x2x1 3x3x1 4x4x1", rings),
-    "summa": ("1x1x1 2x2x1 3x3x1 4x4x1", layers),
-    "solomonik": ("2x2x1 2x2x2 2x2x3 3x3x1", rings),
-    "tesseract": ("2x2x1 2x2x2 2x2x3 2x2x4 1x1x3", layers),
-    "agarwal": ("1x1x1 2x2x2", gather(whole_activations=False)),
-    "axonn": ("2x2x1 2x1x2 2x2x2 1x3x2", gather(whole_activations=True)),
+    "megatron": Row("1x1x1 2x1x1 3x1x1 4x1x1", one_dimension(by_rows=False), lambda a, b, c: Grid(a)),
+    "megatron-row": Row("2x1x1 4x1x1", one_dimension(by_rows=True), lambda a, b, c: Grid(a)),
+    "cannon": Row("1x1x1 2x2x1 3x3x1 4x4x1", rings, square),
+    "summa": Row("1x1x1 2x2x1 3x3x1 4x4x1", layers, square),
+    "solomonik": Row("2x2x1 2x2x2 2x2x3 3x3x1", rings, deep),
+    "tesseract": Row("2x2x1 2x2x2 2x2x3 2x2x4 1x1x3", layers, deep),
+    "agarwal": Row("1x1x1 2x2x2", gather(whole_activations=False), lambda a, b, c: Grid(a, a, a), padded=True),
+    "axonn": Row("2x2x1 2x1x2 2x2x2 1x3x2", gather(whole_activations=True), Grid, padded=True),
 }
 SHAPES = [Shape(16, 12, 20), Shape(24, 40, 8), Shape(13, 7, 11), Shape(3, 2, 5)]  # the last leaves shards empty
 BIGGEST = {"agarwal": "3x3x3", "tesseract": "4x4x1"}
@@ -141,9 +162,7 @@ def check_counts(name, grid, results):
             assert result[index][4] == held, (name, grid, shape, rank)
 
 
-@pytest.mark.parametrize(
-    "name, grid", [(name, grid) for name, (grids, _) in ALGORITHMS.items() for grid in grids.split()]
-)
+@pytest.mark.parametrize("name, grid", [(name, grid) for name, row in ALGORITHMS.items() for grid in row.grids.split()])
 def test_equal_to_serial_and_to_its_cost(name, grid):
     parsed = Grid.parse(grid)
     results = run_ranks(run, parsed.world_size, grid, name, SHAPES, [torch.float32, torch.bfloat16])
@@ -155,7 +174,7 @@ def test_equal_to_serial_and_to_its_cost(name, grid):
 @pytest.mark.parametrize("name", sorted(BIGGEST))
 def test_larger_grids(name):
     grid = Grid.parse(BIGGEST[name])
-    results = run_ranks(run, grid.world_size, BIGGEST[name], name, SHAPES, [torch.float32])
+    results = run_ranks(run, grid.world_size, BIGGEST[name], name, SHAPES, [torch.float32, torch.bfloat16])
     check_numbers(name, grid, results)
     check_counts(name, grid, results)
 
@@ -169,17 +188,10 @@ def by_axis(transfers):
 
 
 def draw(rng, name):
-    """A random grid for the algorithm and a shape whose parts divide, since only those are never padded."""
-    q, d = rng.randint(1, 5), rng.randint(1, 5)
-    grid = {
-        "megatron": Grid(q, 1, 1),
-        "megatron-row": Grid(q, 1, 1),
-        "cannon": Grid(q, q, 1),
-        "summa": Grid(q, q, 1),
-        "agarwal": Grid(q, q, q),
-        "axonn": Grid(q, d, rng.randint(1, 4)),
-    }.get(name, Grid(q, q, d))
-    even = grid.x * grid.y * grid.z if name in ("agarwal", "axonn") else 1
+    """A random grid for the algorithm and a shape; its parts divide where shards would be padded."""
+    row = ALGORITHMS[name]
+    grid = row.draw(rng.randint(1, 5), rng.randint(1, 5), rng.randint(1, 4))
+    even = grid.x * grid.y * grid.z if row.padded else 1
     return grid, Shape(*(even * rng.randint(1, 9) for _ in range(3)))
 
 
@@ -190,7 +202,7 @@ def test_cost_is_what_the_simulator_counts(name):
     for _ in range(25):
         grid, shape = draw(rng, name)
         a, b, grad = (np.asarray(matrix) for matrix in matrices(shape, torch.float64))
-        c, grad_a, grad_b, counted = ALGORITHMS[name][1](a, b, grad, grid)
+        c, grad_a, grad_b, counted = ALGORITHMS[name].simulator(a, b, grad, grid)
         for got, want in zip((c, grad_a, grad_b), (a @ b, grad @ b.T, a.T @ grad), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
         assert by_axis(axo.matmul.algorithms[name].cost(grid, shape)) == counted, (name, grid, shape)
@@ -220,7 +232,7 @@ def test_sixty_four_ranks_forward(name, grid, calls, deliveries, volume):
         parts = {op: sum(t.deliveries for t in forward if t.op == op) for op in ("broadcast", "send", "reduce")}
         assert parts == {"broadcast": 96, "send": 96, "reduce": 48}
     zeros = [np.zeros(shape.of(matrix)) for matrix in "ABC"]
-    counted = ALGORITHMS[name][1](*zeros, grid)[3]
+    counted = ALGORITHMS[name].simulator(*zeros, grid)[3]
     assert sum(n for (phase, _), (n, _) in counted.items() if phase == "forward") == deliveries
     assert sum(n for (phase, _), (_, n) in counted.items() if phase == "forward") == volume * N**2
 
