@@ -63,6 +63,7 @@ ALGORITHMS = {
     "solomonik": Row("2x2x1 2x2x2 2x2x3 3x3x1", rings, deep),
     "tesseract": Row("2x2x1 2x2x2 2x2x3 2x2x4 1x1x3", layers, deep),
     "agarwal": Row("1x1x1 2x2x2", gather(whole_activations=False), lambda a, b, c: Grid(a, a, a), padded=True),
+    "cosma": Row("2x1x1 1x2x2 3x1x2 2x2x1", gather(whole_activations=False), Grid, padded=True),
     "axonn": Row("2x2x1 2x1x2 2x2x2 1x3x2", gather(whole_activations=True), Grid, padded=True),
 }
 SHAPES = [Shape(16, 12, 20), Shape(24, 40, 8), Shape(13, 7, 11), Shape(3, 2, 5)]  # the last leaves shards empty

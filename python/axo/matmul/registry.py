@@ -4,6 +4,7 @@ from axo.matmul.agarwal import Agarwal
 from axo.matmul.algorithm import Algorithm
 from axo.matmul.axonn import Axonn
 from axo.matmul.cannon import Cannon
+from axo.matmul.cosma import Cosma
 from axo.matmul.megatron import MegatronColumn, MegatronRow
 from axo.matmul.solomonik import Solomonik
 from axo.matmul.summa import Summa
@@ -19,6 +20,7 @@ algorithms: dict[str, Algorithm] = {
         Solomonik(),
         Tesseract(),
         Agarwal(),
+        Cosma(),
         Axonn(),
     )
 }
