@@ -183,7 +183,7 @@ def plot(path: Path, ranks: int) -> None:
     import matplotlib.pyplot as plt
 
     base, aspects = 4096, [2.0**e for e in range(-5, 7)]
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2))
     names = [name for name in algorithms if grids_of(algorithms[name], ranks)]
     for name in names:
         points = []
@@ -217,7 +217,9 @@ def plot(path: Path, ranks: int) -> None:
         [plt.Rectangle((0, 0), 1, 1, color=colours(index)) for index in seen],
         [names[index] for index in seen],
         fontsize=8,
-        loc="lower left",
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
     )
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
