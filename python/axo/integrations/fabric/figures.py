@@ -35,9 +35,9 @@ class Figures:
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
         total = value.detach().to(self._comms.device, torch.float64).reshape(-1)
-        for axis in (self._comms.z, self._comms.data):
+        for axis in map(self._comms.axis, reversed(self._comms.arrangement.rows)):
             total = axis.all_reduce(total, "sum")
-        ranks = self._comms.z.size * self._comms.data.size
+        ranks = self._comms.data_ranks
         return (total / ranks).view(value.shape).to(value.dtype)
 
     def take(self, tokens: int | None = None) -> dict[str, float]:
