@@ -42,7 +42,7 @@ def test_pretraining_equals_stock_litgpt(folder, serial, grid, stages):
     assert losses == pytest.approx(serial[0], abs=1e-4)
     assert same
     assert apart < 1e-5
-    logged, expected = _logged(folder / grid), _logged(folder / "serial")
+    logged, expected = _logged(folder / f"{grid}-{stages}"), _logged(folder / "serial")
     assert [row["loss"] for row in logged] == pytest.approx(losses, abs=1e-6)  # of all data ranks, not of rank 0
     assert logged[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], abs=1e-4)
     for row in logged[1:]:
