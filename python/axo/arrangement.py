@@ -24,7 +24,7 @@ import warnings
 from dataclasses import dataclass
 
 from axo.errors import Refused
-from axo.grid import Coords, Grid
+from axo.grid import AXES, Coords, Grid
 
 Splits = tuple[tuple[str, ...], ...]
 
@@ -75,6 +75,10 @@ class Arrangement:
         for axis in self.rows:
             index = index * grid.size(axis) + getattr(coords, axis)
         return index
+
+    def leads(self, coords: Coords) -> bool:
+        """Whether the rank at ``coords`` is the first of those that work on its rows."""
+        return not any(getattr(coords, axis) for axis in AXES if axis not in self.rows)
 
     def describe_rows(self, grid: Grid) -> str:
         """``data=2 x z=4``: for messages."""

@@ -16,7 +16,17 @@ from tests.launcher import run_ranks
 TEXT = "".join(f"line {i}: {i * i} lazy dogs jump over {i} quick brown foxes\n" for i in range(300))
 STEPS = 20
 # What a test asks of Axo, not of LitGPT.
-ASKED = ("goldfish", "sharded", "vocab_loss", "pipeline", "schedule", "microbatches", "offload", "offload_dir")
+ASKED = (
+    "goldfish",
+    "sharded",
+    "vocab_loss",
+    "pipeline",
+    "schedule",
+    "microbatches",
+    "offload",
+    "offload_dir",
+    "algorithm",
+)
 
 
 def write_inputs(folder):
@@ -54,7 +64,8 @@ def pretrain(folder, out, options, grid=None):
     if not options.get("flops", True):
         litgpt.pretrain.measure_flops = lambda *_: 0
     sys.argv = ["litgpt", "pretrain"]
-    data_ranks = 1 if grid is None else int(grid.split("x")[2]) * int(grid.split("x")[3])
+    x, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
+    data_ranks = z * data * (x if options.get("algorithm") == "tesseract" else 1)
     steps, length, rows = options.get("steps", STEPS), 32, 8
     accumulate = options.get("accumulate", 1)
 
@@ -239,11 +250,13 @@ def run(folder, out, grid=None, **options):
     lines = results
     if grid is not None:
         peers = int(grid.split("x")[0]) * int(grid.split("x")[1])
-        lines = results[: ranks // stages : peers]
+        own = int(grid.split("x")[0]) if options.get("algorithm") == "tesseract" else 1  # x has rows of its own there
+        of_stage = ranks // stages
+        lines = [result for rank, result in enumerate(results[:of_stage]) if rank % peers < own]
         for rank, (losses, sums) in enumerate(results):
-            first = lines[rank % (ranks // stages) // peers]
-            assert losses == pytest.approx(first[0], abs=1e-6), "peers on x and y, or stages, disagree"
-            assert sums == first[1], "peers on x and y, or stages, read different batches"
+            line = lines[rank % of_stage // peers * own + rank % own]
+            assert losses == pytest.approx(line[0], abs=1e-6), "peers on x and y, or stages, disagree"
+            assert sums == line[1], "peers on x and y, or stages, read different batches"
     losses = mean(line[0] for line in lines)
     sums = [sum(column) for column in zip(*(line[1] for line in lines), strict=True)]
     final = folder / out / "final" / "lit_model.pth"

@@ -71,6 +71,13 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
 
 
 @pytest.mark.soak
+def test_pretraining_with_tesseract_equals_stock_litgpt(folder, serial):
+    losses, sums, state = run(folder, "tesseract", "2x2x1x1", algorithm="tesseract", vocab_loss=True)
+    assert losses == pytest.approx(serial[0], abs=1e-4) and sums == serial[1]
+    assert distance(state["model"], serial[2]["model"]) < 1e-5
+
+
+@pytest.mark.soak
 def test_goldfish_pretraining_equals_masked_litgpt(folder, serial):
     """Oracle: litgpt with its loss replaced by plain torch over the kept tokens. One data rank: means are the same."""
     stock = run(folder, "stock-goldfish", None, goldfish=(2, 5))
@@ -136,6 +143,8 @@ def test_goldfish_masks_training_and_not_validation():
         (["pretrain", "pythia-14m", "--offload", "optimizer"], "on CPU ranks wants --offload-dir DIR"),
         (["generate", "--offload", "optimizer"], "--offload is for training"),
         (["pretrain", "pythia-14m", "--offload", "parameters", "--pipeline", "2"], "--offload parameters with --pipel"),
+        (["pretrain", "--algorithm", "summa", "--grid", "2x1x1x1"], "'summa' cannot use grid 2x1x1x1; it needs x = y"),
+        (["pretrain", "--algorithm", "summa", "--grid", "auto"], "--algorithm summa name a grid"),
         (
             ["architectures", "--grid", "auto"],
             "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",

@@ -1,10 +1,10 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
 Of the Gx*Gy ranks of a data rank the first (x = y = 0, of the first stage) reads; its batch goes to the others over x,
-then over y, then to the other stages, as pickled bytes. So nothing depends on equal random state, equal workers or
-equal file systems, and one rank's error is every peer's error. The reader draws random numbers from a generator state
-of its own: the ranks' generators, which must stay equal along x and y (generation samples with them), do not see who
-reads.
+then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
+nothing depends on equal random state, equal workers or equal file systems, and one rank's error is every peer's error.
+The reader draws random numbers from a generator state of its own: the ranks' generators, which must stay equal among
+those that share a batch (generation samples with them), do not see who reads.
 
 Which samples a data rank reads is its sampler's business; litdata's datasets, which have none and split themselves over
 all ranks of torch, are told of the data ranks instead.
@@ -26,8 +26,6 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from torch.utils.data import DataLoader, RandomSampler
-
-from axo.grid import Coords, Grid
 
 
 class Position:
@@ -130,23 +128,22 @@ def split_in_order(loader: Any, comms: Any) -> Any:
 
     An iterable dataset is left as it is, as Fabric leaves it.
     """
-    grid, coords = comms.grid, comms.coords
     if has_iterable_dataset(loader):
         return loader
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
         loader.sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
-    return _update_dataloader(loader, EveryNth(loader.sampler, grid.z * grid.data, coords.z + grid.z * coords.data))
+    return _update_dataloader(loader, EveryNth(loader.sampler, comms.data_ranks, comms.data_rank))
 
 
-def _split_streams(dataset: Any, grid: Grid, coords: Coords) -> None:
+def _split_streams(dataset: Any, ranks: int, mine: int) -> None:
     """Let litdata's datasets, and those that one is mixed from, give each data rank its part, not each of all ranks."""
     for part in getattr(dataset, "_datasets", ()):
-        _split_streams(part, grid, coords)
+        _split_streams(part, ranks, mine)
     if not hasattr(dataset, "distributed_env"):
         return
     environment = copy.copy(dataset.distributed_env)  # a new one: litdata keeps what it has computed by the old
-    environment.world_size, environment.global_rank = grid.z * grid.data, coords.z + grid.z * coords.data
+    environment.world_size, environment.global_rank = ranks, mine
     if environment.world_size % environment.num_nodes:
         environment.num_nodes = 1  # it only says which chunks ranks share, and may drop once read
     dataset.distributed_env = environment
@@ -172,10 +169,11 @@ class SharedLoader:
         self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
         self._loader = loader
         self._comms = comms
-        self._reads = comms.coords.x == 0 and comms.coords.y == 0 and comms.stage == 0
+        self._peers = [axis for axis in ("x", "y") if axis not in comms.arrangement.rows and comms.grid.size(axis) > 1]
+        self._reads = comms.arrangement.leads(comms.coords) and comms.stage == 0
         self._random = torch.get_rng_state()
         self._own = None if hasattr(loader, "state_dict") else Position()
-        _split_streams(loader.dataset, comms.grid, comms.coords)
+        _split_streams(loader.dataset, comms.data_ranks, comms.data_rank)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -193,7 +191,7 @@ class SharedLoader:
         Raises:
             ValueError: It is of another kind of loader, or litdata's, of another number of data ranks.
         """
-        ranks = self._comms.grid.z * self._comms.grid.data
+        ranks = self._comms.data_ranks
         for other in _data_ranks_of(state) - {ranks}:
             raise ValueError(
                 f"data: the checkpoint was taken with {other} data ranks (z*data), and this run has {ranks}; litdata's"
@@ -203,10 +201,10 @@ class SharedLoader:
 
     def _each(self) -> int:
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
-        return size * self._comms.grid.z * self._comms.grid.data
+        return size * self._comms.data_ranks
 
     def _shared(self) -> Iterator[Any]:
-        alone = self._comms.grid.x * self._comms.grid.y * self._comms.stages == 1
+        alone = not self._peers and self._comms.stages == 1
         source = self._read() if self._reads else None
         while True:
             outcome = next(source) if source is not None else None
@@ -252,12 +250,11 @@ class SharedLoader:
         return pickle.loads(message.cpu().numpy().tobytes())
 
     def _broadcast(self, tensor: torch.Tensor) -> None:
-        comms = self._comms
-        if comms.stage == 0:
-            if comms.coords.y == 0:
-                comms.x.broadcast(tensor, root=0)
-            comms.y.broadcast(tensor, root=0)
-        comms.pipeline.broadcast(tensor, root=0)
+        coords = self._comms.coords
+        for place, axis in enumerate(self._peers if self._comms.stage == 0 else ()):
+            if not any(getattr(coords, later) for later in self._peers[place + 1 :]):
+                self._comms.axis(axis).broadcast(tensor, root=0)
+        self._comms.pipeline.broadcast(tensor, root=0)
 
 
 class _Random:

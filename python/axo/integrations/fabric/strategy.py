@@ -55,6 +55,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import axo
+from axo.arrangement import arrangement_of
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import may_be_repeated, store_of_this_start
 from axo.grid import Grid
@@ -78,6 +79,7 @@ class AxoStrategy(ParallelStrategy):
     Args:
         grid: Ranks on each axis; of one stage, where there are several.
         plan: How ``axo.parallelize`` is to split the model.
+        algorithm: How products are distributed, as for ``axo.parallelize``.
         zero: ZeRO on the data axis, as for ``axo.parallelize``: 0, 1 or 2.
         vocab_loss: Leave logits split over x while training.
         pipeline: Stages.
@@ -106,6 +108,7 @@ class AxoStrategy(ParallelStrategy):
         grid: Grid | str | None = None,
         *,
         plan: str = "litgpt",
+        algorithm: str = "axonn",
         zero: int = 0,
         vocab_loss: bool = False,
         pipeline: int = 1,
@@ -151,6 +154,8 @@ class AxoStrategy(ParallelStrategy):
                 )
         self.ranks = self.grid.world_size * pipeline
         self._stages: Stages | None = None
+        self.arrangement = arrangement_of("AxoStrategy", algorithm)
+        self.arrangement.check(self.grid)
         self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
         self.counts, self.like_one_device, self.step_agreement = counts, like_one_device, step_agreement
         self.comms = None  # type: ignore[assignment]
@@ -187,8 +192,8 @@ class AxoStrategy(ParallelStrategy):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that see different batches: Gz * Gdata."""
-        return self.grid.z * self.grid.data
+        """Ranks that see different batches: Gz * Gdata; with Tesseract Gx * Gz * Gdata."""
+        return self.arrangement.row_parts(self.grid)
 
     @property
     def world_size(self) -> int:
@@ -199,7 +204,7 @@ class AxoStrategy(ParallelStrategy):
         if self.like_one_device:
             return None  # Fabric keeps the sampler
         coords = self.grid.coords(self.global_rank % self.grid.world_size)
-        return {"num_replicas": self.data_ranks, "rank": coords.z + self.grid.z * coords.data}
+        return {"num_replicas": self.data_ranks, "rank": self.arrangement.row_part(self.grid, coords)}
 
     def _set_world_ranks(self) -> None:
         """Called by Fabric once it knows devices, nodes and environment, before any process is started."""
@@ -260,6 +265,7 @@ class AxoStrategy(ParallelStrategy):
             options["store"] = store_of_this_start(store, rank, ranks, self._timeout.total_seconds())
         _init_dist_connection(environment, "axo", rank, ranks, **options)
         self.comms = axo.connect(self.grid, device=self.root_device, timeout=self._timeout, pipeline=self.pipeline)
+        self.comms.arrange(self.arrangement)
         scaler = getattr(self.precision, "scaler", None)
         if isinstance(scaler, torch.amp.GradScaler) and not isinstance(scaler, axo.GradScaler):
             self.precision.scaler = _agreeing(scaler, self.comms)  # type: ignore[attr-defined]
@@ -279,7 +285,8 @@ class AxoStrategy(ParallelStrategy):
             return _sync_ddp(tensor, group, reduce_op)
         op = "mean" if reduce_op is None else str(getattr(reduce_op, "name", reduce_op)).lower()
         mean = op in ("mean", "avg")
-        lines = (self.comms.z, self.comms.data) if self.counts == "data" else (self.comms.everyone,)
+        rows = [self.comms.axis(axis) for axis in reversed(self.arrangement.rows)]
+        lines = rows if self.counts == "data" else [self.comms.everyone]
         result = tensor.reshape(-1).clone()
         for line in lines:
             line.all_reduce(result, "sum" if mean else op)
@@ -289,7 +296,7 @@ class AxoStrategy(ParallelStrategy):
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         gathered = super().all_gather(tensor, group, sync_grads)
         if self.counts == "data" and group in (None, torch.distributed.group.WORLD) and self.comms is not None:
-            first = [rank for rank in range(self.grid.world_size) if self.grid.coords(rank)[:2] == (0, 0)]
+            first = [rank for rank in range(self.grid.world_size) if self.arrangement.leads(self.grid.coords(rank))]
             gathered = gathered[first]
         return gathered
 
@@ -341,7 +348,7 @@ class AxoStrategy(ParallelStrategy):
             return module
         originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
         options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
-        axo.parallelize(module, self.comms, plan=self.plan, **options)
+        axo.parallelize(module, self.comms, plan=self.plan, algorithm=self.arrangement.name, **options)
         if self.vocab_loss:
             head: Any = module.get_submodule("lm_head")
             self._columns = head.out_features
@@ -431,7 +438,7 @@ class AxoStrategy(ParallelStrategy):
             summed = partial(self._summed, ignore_index=ignore_index)
             return self._stages.loss(logits, targets, summed, ignore_index, scale)
         whole = logits[0].shape[-1] if isinstance(logits, list) else logits.shape[-1]
-        if not self.vocab_loss or self.grid.x == 1 or whole == self._columns:
+        if not self.vocab_loss or self.grid.size(self.arrangement.inner) == 1 or whole == self._columns:
             from litgpt.utils import chunked_cross_entropy
 
             return chunked_cross_entropy(logits, targets, chunk_size, ignore_index)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from axo.arrangement import arrangement_of
 from axo.grid import Grid
 from axo.integrations.litgpt.auto_grid import model_fields
 from axo.integrations.litgpt.options import Options
@@ -89,7 +90,7 @@ def check_model_name(name: str) -> None:
         ) from None
 
 
-def check_batch(train: Any, grid: Grid) -> None:
+def check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
     """Refuse batch sizes that do not divide over the data ranks.
 
     Raises:
@@ -98,12 +99,14 @@ def check_batch(train: Any, grid: Grid) -> None:
     for name in ("global_batch_size", "micro_batch_size"):
         if getattr(train, name) < 1:
             raise ValueError(f"litgpt: --train.{name}={getattr(train, name)} is not a whole number of at least 1")
-    at_once = train.micro_batch_size * grid.z * grid.data
+    arrangement = arrangement_of("litgpt", algorithm)
+    ranks = arrangement.row_parts(grid)
+    at_once = train.micro_batch_size * ranks
     if train.global_batch_size % at_once:
         raise ValueError(
             f"litgpt: --train.global_batch_size={train.global_batch_size} does not divide over"
-            f" micro_batch_size={train.micro_batch_size} on z*data={grid.z * grid.data} data ranks of grid {grid};"
-            f" use a multiple of {at_once}"
+            f" micro_batch_size={train.micro_batch_size} on {'*'.join(reversed(arrangement.rows))}={ranks} data ranks"
+            f" of grid {grid}; use a multiple of {at_once}"
         )
 
 

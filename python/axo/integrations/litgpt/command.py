@@ -237,17 +237,17 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     if PARALLEL[name].trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
         for what, usual in (("num_nodes", 1), ("devices", parser.get_default("devices"))):
-            if options.get(what, usual) not in (usual, grid.z * grid.data if what == "devices" else 1):
+            if options.get(what, usual) not in (usual, asked.data_ranks(grid) if what == "devices" else 1):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
     checks.check_paths(options, ranks, PARALLEL[name].reads_sharded)
     checks.check_model(options)
     checks.check_stages(options, asked, PARALLEL[name].trains)
     checks.check_offload(asked)
     if PARALLEL[name].trains:
-        devices = ["--devices", str(grid.z * grid.data)]
+        devices = ["--devices", str(asked.data_ranks(grid))]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        checks.check_batch(options.train, grid)
+        checks.check_batch(options.train, grid, asked.algorithm)
         checks.check_logger(options)
         start_number, allowed = restarts.by_torchrun()
         if asked.max_restarts or (allowed and not start_number):
@@ -291,6 +291,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     def make() -> LitGPTStrategy:
         this.strategy = LitGPTStrategy(
             grid,
+            algorithm=options.algorithm,
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
             pipeline=options.pipeline,
@@ -311,8 +312,9 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # they say alike what they start
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
-            ranks = f"{grid.world_size * options.pipeline} ranks, {grid.z * grid.data} of them with own data"
-            print(f"axo litgpt: grid {options.shown if options.grid else grid}: {ranks}")
+            own = f"{options.data_ranks(grid)} of them with own data"
+            shown = options.shown if options.grid else grid
+            print(f"axo litgpt: grid {shown}: {grid.world_size * options.pipeline} ranks, {own}")
         stack.enter_context(patched(this))
         if command.trains:
             this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)

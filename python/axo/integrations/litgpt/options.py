@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import NoReturn
 
+from axo.arrangement import arrangement_of
 from axo.grid import Grid
 
 AUTO = "auto"
@@ -25,6 +26,7 @@ class Options:
         pipeline: Stages, each of them a grid.
         schedule, microbatches: Of the stages; 0: twice the stages.
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
+        algorithm: How products are distributed: "axonn", "tesseract" or "summa".
     """
 
     grid: Grid | None
@@ -39,11 +41,16 @@ class Options:
     microbatches: int = 0
     offload: str = "none"
     offload_dir: str = ""
+    algorithm: str = "axonn"
 
     @property
     def shown(self) -> str:
         """The grid, and the stages if there are several."""
         return str(self.grid or AUTO) if self.pipeline == 1 else f"{self.grid or AUTO} in {self.pipeline} stages"
+
+    def data_ranks(self, grid: Grid) -> int:
+        """Ranks of ``grid`` that have samples of their own."""
+        return arrangement_of("litgpt", self.algorithm).row_parts(grid)
 
 
 # Option -> (its value, what it wants, what it does); then those that are on or off.
@@ -58,6 +65,11 @@ _VALUES = {
         "NAME|FILE",
         "a machine that axo plan knows, or a machine file",
         "With --grid auto: a machine that axo plan knows, or a file that axo profile wrote.",
+    ),
+    "--algorithm": (
+        "NAME",
+        "axonn, tesseract or summa",
+        "How products are distributed: axonn, or on a grid with x = y tesseract or summa.",
     ),
     "--max-restarts": (
         "N",
@@ -141,6 +153,10 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
     for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
         if value and not automatic:
             raise ValueError(f"litgpt: {option} is for --grid auto; with a grid of your own leave it out")
+    algorithm = given.algorithm or "axonn"
+    arrangement = arrangement_of("litgpt", algorithm)
+    if automatic and algorithm != "axonn":
+        raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {algorithm} name a grid")
     options = Options(
         grid=None if automatic else Grid.parse(given.grid) if given.grid else Grid(),
         ranks=_count("--ranks", given.ranks, 1) if given.ranks else 0,
@@ -154,6 +170,7 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         microbatches=_count("--microbatches", given.microbatches, 1) if given.microbatches else 0,
         offload=given.offload or "none",
         offload_dir=given.offload_dir,
+        algorithm=algorithm,
     )
     for option, value in (("--schedule", given.schedule), ("--microbatches", given.microbatches)):
         if value and options.pipeline == 1:
@@ -167,6 +184,8 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         raise ValueError(
             f"litgpt: --grid auto chooses the grid of a run without stages; with --pipeline {options.pipeline} name it"
         )
+    if options.grid is not None:
+        arrangement.check(options.grid)
     return options, rest
 
 

@@ -290,7 +290,7 @@ def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
     def monitor(*args: Any, **options: Any) -> Any:
         made = stock(*args, **options)
         if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.grid.x * run.grid.y * run.options.pipeline
+            made.available_flops *= run.grid.world_size // run.options.data_ranks(run.grid) * run.options.pipeline
         return made
 
     return monitor
