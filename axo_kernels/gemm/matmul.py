@@ -283,7 +283,7 @@ def _launch(
             )
         launch_grouped(left, right, out, bias, product, config, accumulate)
         return
-    slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide)
+    slots = target.units * config.occupancy(target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")
     programs = min(tiles, slots)
     behind = {"HAS_BIAS": bias is not None, "ACTIVATION": activation or "", "ACCUMULATE": accumulate}
     bias = out if bias is None else bias.contiguous()

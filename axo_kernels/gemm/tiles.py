@@ -124,22 +124,30 @@ class Config:
         """Warps of a program: of Hopper's two groups and, counted as a third, the warp that loads."""
         return self.warps * (3 if self.groups else 1)
 
-    def registers(self, target: Target, itemsize: int) -> int:
-        """Upper bound of the registers of a thread: the sums, and what addresses and operands were seen to take."""
+    def registers(self, target: Target, itemsize: int, activation: str = "") -> int:
+        """Upper bound of the registers of a thread: the sums, and what addresses and operands were seen to take.
+
+        On AMD the error function of ``gelu`` takes many more.
+        """
         if self.groups:
             return 168  # what the program is launched with; setmaxnreg deals it out anew
         sums = self.block_m * self.block_n // (self.warps * target.warp_size)
-        rest = 192 if itemsize == 4 else 128 if target.nvidia else 160
+        rest = 192 if itemsize == 4 else 128 if target.nvidia else 288 if activation == "gelu" else 160
         return min(255 if target.nvidia else 512, sums + rest)
 
     def occupancy(
-        self, target: Target, itemsize: int, out_itemsize: int | None = None, wide_epilogue: bool = False
+        self,
+        target: Target,
+        itemsize: int,
+        out_itemsize: int | None = None,
+        wide_epilogue: bool = False,
+        activation: str = "",
     ) -> int:
         """Programs that a multiprocessor is sure to hold at once; what the compiler made is held against it."""
         if target.arch == "cpu":
             return 1
         shared = self.shared_bytes(itemsize, target, out_itemsize, wide_epilogue)
-        return resident(target, self.all_warps, self.registers(target, itemsize), shared)
+        return resident(target, self.all_warps, self.registers(target, itemsize, activation), shared)
 
     def shared_bytes(
         self, itemsize: int, target: Target, out_itemsize: int | None = None, wide_epilogue: bool = False

@@ -152,7 +152,8 @@ def compile_case(case: Case) -> Outcome:
     """Compile and check one case."""
     started = time.perf_counter()
     try:
-        compiled = [_compile(case, name) for name in _kernel_names(case)]
+        names = _kernel_names(case)
+        compiled = [_compile(case, name) for name in names]
     except Exception as error:
         return Outcome(case.name, time.perf_counter() - started, wrong=[f"does not compile: {str(error)[:300]}"])
     seconds = time.perf_counter() - started
@@ -160,9 +161,13 @@ def compile_case(case: Case) -> Outcome:
     outcome = Outcome(case.name, round(seconds, 2), max(kernel.metadata.shared for kernel in compiled))
     plain = case.kernel in ("flags", "combine")
     warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
-    for kernel in compiled:
+    for name, kernel in zip(names, compiled, strict=True):
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
-        counts, wrong = complaints(text, case.kernel, target, case.dtype, case.precision, case.config.descriptors)
+        # The matrix units leave a thread two of each eight columns of a tile.
+        columns = case.config.block_n // 4 if _arguments(case, name)[0]["HAS_BIAS"] else 0
+        counts, wrong = complaints(
+            text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, columns
+        )
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
@@ -188,7 +193,8 @@ def _broken_promises(case: Case, outcome: Outcome, target: Target) -> list[str]:
         if outcome.shared > limit:
             wrong.append(f"{outcome.shared} bytes of shared memory exceed the {limit} of {whose}")
     if case.kernel in ("matmul", "accumulate", "epilogue", "split"):
-        sure = case.config.occupancy(target, itemsize, out, wide)
+        activation = _arguments(case, _kernel_names(case)[0])[0]["ACTIVATION"]
+        sure = case.config.occupancy(target, itemsize, out, wide, activation)
         if outcome.occupancy < sure:
             wrong.append(f"{outcome.occupancy} programs fit a multiprocessor, tiles.py counts with {sure}")
     if outcome.spilled > 0 and case in _defaults():

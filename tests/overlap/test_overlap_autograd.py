@@ -31,6 +31,36 @@ def loss(module, rows):
     return module(rows).square().sum(1).mean()
 
 
+def collected_in_a_step():
+    """A model is collected while torch goes through its hooks, before and after a step."""
+    import gc
+    import weakref
+
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    comms = axo.connect("1x1x1x2")
+    _, pair, _, mine = two_layers(comms)
+    optimizer = torch.optim.SGD(pair.parameters(), lr=0.1)
+    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
+        for zero in (0, 2):
+            handle = register(lambda *_: (gc.collect(), None)[1])  # before those of the model that goes
+            gone = two_layers(comms, zero=zero)[1]
+            engine = weakref.ref(gone[0].exchanges[0].engine)
+            gone.itself = [gone]  # only the collector finds it
+            loss(pair, mine).backward()
+            gc.disable()
+            del gone
+            assert engine() is not None
+            optimizer.step()
+            assert engine() is None
+            gc.enable()
+            handle.remove()
+
+
+def test_a_model_may_be_collected_in_another_ones_step():
+    run_ranks(collected_in_a_step, 2)
+
+
 def hooks(grid):
     comms = axo.connect(grid)
     serial, pair, x, mine = two_layers(comms)

@@ -2,8 +2,8 @@
 
 torch lets ``step`` pass over parameters without gradients in silence. Where none of a model's parameters has one, and
 its last forward pass in training was not followed by a backward, or gradients still wait for a backward outside of
-``axo.no_sync``, that is a mistake. The check hangs on torch's own list of hooks before a step, and goes when its
-model goes. After a step nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
+``axo.no_sync``, that is a mistake. The check is called before each step, and goes when its model goes. After a step
+nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
 
 The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), also where a model is
 made by hand: that is asked of every optimizer of the process.
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
 from axo.overlap import optimizer_state
+from axo.overlap.step_hooks import after_steps, before_steps
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -63,8 +63,8 @@ def watch(engine: Engine) -> None:
         if engine is not None:
             engine.gathers.outdate()
 
-    for handle in (register_optimizer_step_pre_hook(check), register_optimizer_step_post_hook(stepped)):
-        weakref.finalize(engine, handle.remove)
+    before_steps(engine, check)
+    after_steps(engine, stepped)
 
 
 def _check_state(optimizer: Any, args: Any, options: Any) -> None:
@@ -72,7 +72,7 @@ def _check_state(optimizer: Any, args: Any, options: Any) -> None:
     optimizer_state.mark(optimizer)
 
 
-register_optimizer_step_pre_hook(_check_state)
+before_steps(_check_state, _check_state)  # first, and for good
 
 
 Replaced = list[tuple[str, "weakref.ref[nn.Parameter]"]]
@@ -101,7 +101,7 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
                 " axo.parallelize, from model.parameters()"
             )
 
-    weakref.finalize(model, register_optimizer_step_pre_hook(check).remove)
+    before_steps(model, check)
 
 
 def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> None:

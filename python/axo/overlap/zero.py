@@ -24,8 +24,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from axo.overlap.step_hooks import after_steps, before_steps
 from axo.placement import chunk_bounds, chunk_size
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Zero:
             if zero is not None:
                 zero._after_step()
 
-        for handle in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)):
-            weakref.finalize(self, handle.remove)
+        before_steps(self, before)
+        after_steps(self, after)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
