@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from axo.errors import CheckpointError, user_message
+from axo.launch import launch_local
 
 PROGRAM = """
 from axo.launch import launch_local
@@ -48,3 +55,23 @@ def test_local_ranks_meet_on_the_loopback_interface_only() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert eval(done.stdout) == ["0100007F"], "127.0.0.1, and one port"
+
+
+def test_shared_memory_that_cannot_be_written_is_named(monkeypatch) -> None:
+    """multiprocessing's semaphores say neither where they lie nor what they are."""
+    from torch.distributed.launcher import api
+
+    def refused(*_: object) -> NoReturn:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(api, "elastic_launch", lambda *_: refused)
+    with pytest.raises(OSError) as error:
+        launch_local(listening_addresses, 2)
+    assert user_message(error.value) == (
+        "'/dev/shm' cannot be used: Read-only file system (the semaphores of local ranks lie there)"
+    )
+
+
+def test_a_save_that_failed_explains_itself() -> None:
+    """A full disk: one line, no traceback. (What is left on it: tests/checkpoint/test_checkpoint_failures.py.)"""
+    assert user_message(CheckpointError("checkpoint: runs was not written")) == "checkpoint: runs was not written"

@@ -1,8 +1,8 @@
 """The errors of the communication runtime, as Python sees them. The core (csrc/base/error.h) throws their C++ twins.
 
 ``ValueError`` and ``TypeError`` say that a call was wrong before anything was sent; :class:`Refused` that it was right
-and Axo does not support it; the other classes here say what went wrong between ranks. After one of them a communicator
-is aborted: later calls raise :class:`Aborted` with the first reason.
+and Axo does not support it; :class:`CheckpointError` that nothing was saved. The other classes say what went wrong
+between ranks. After one of them a communicator is aborted: later calls raise :class:`Aborted` with the first reason.
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Aborted(Error):
     """The communicator was aborted, by this rank or by another."""
 
 
+class CheckpointError(RuntimeError):
+    """A save failed on some rank; the same on every rank. Earlier checkpoints are as they were."""
+
+
 def raised(error: BaseException) -> str:
     """What a rank has raised, as the end of a sentence that begins with the rank: the first line of it."""
     lines = str(error).strip().splitlines()
@@ -49,7 +53,7 @@ def raised(error: BaseException) -> str:
 
 
 def user_message(error: BaseException) -> str | None:
-    """What to tell a user of an error that explains itself: wrong input, or a file that cannot be used.
+    """What to tell a user of an error that explains itself: wrong input, or a file or disk that cannot be used.
 
     Returns:
         The message; None for anything else, whose traceback is wanted.
@@ -57,4 +61,4 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         where = "" if error.filename is None else f"{str(error.filename)!r} cannot be used: "
         return f"{where}{error.strerror}"
-    return str(error) if isinstance(error, (ValueError, FloatingPointError)) else None
+    return str(error) if isinstance(error, (ValueError, FloatingPointError, CheckpointError)) else None

@@ -13,6 +13,7 @@ torchrun nothing is launched: the process is a rank already, and the store is wh
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -32,6 +33,7 @@ from axo.errors import Aborted, PeerLost, Timeout, user_message
 from axo.grid import Grid
 
 _LOOPBACK = "axo-loopback"
+_SHM = "/dev/shm"
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
@@ -222,6 +224,12 @@ def launch_local(
             raise _cause(_read_reports(Path(reports)), failures) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
+        except OSError as error:
+            if error.filename is None and error.errno in (errno.EROFS, errno.EACCES, errno.ENOENT, errno.ENOSPC):
+                raise OSError(
+                    error.errno, f"{error.strerror} (the semaphores of local ranks lie there)", _SHM
+                ) from None
+            raise
         finally:
             if terminate:
                 signal.signal(signal.SIGTERM, before)

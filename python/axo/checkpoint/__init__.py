@@ -26,7 +26,8 @@ from axo.checkpoint.pretrained import save_pretrained
 from axo.checkpoint.ranks import share_path
 from axo.checkpoint.reader import Loaded, load
 from axo.checkpoint.run import Run
-from axo.checkpoint.writer import CheckpointError, Save, save
+from axo.checkpoint.writer import Save, save
+from axo.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

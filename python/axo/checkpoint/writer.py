@@ -32,11 +32,7 @@ from axo.checkpoint.parts import Parts, SavePlanner
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
-from axo.errors import Error
-
-
-class CheckpointError(RuntimeError):
-    """A save failed on some rank; the same on every rank. Earlier checkpoints are as they were."""
+from axo.errors import CheckpointError, Error
 
 
 class Save:
