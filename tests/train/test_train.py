@@ -90,7 +90,6 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ),
         ({"tokenizer": "/nowhere/tokenizer.json"}, r"tokenizer: /nowhere/tokenizer.json does not exist"),
         ({"recompute": True, "recompute_keeps": "all"}, r"recompute-keeps='all' is not one of nothing, products"),
-        ({"microbatches": 4}, r"microbatches=4 is of pipeline stages; add --pipeline N, or leave it out"),
         ({"recompute_keeps": "products"}, r"recompute-keeps=products says what --recompute keeps; say that too"),
         ({"offload": "gradients"}, r"train: offload='gradients': 'gradients' is not known; use none, or a list of"),
         ({"offload": "activations=3"}, r"offload='activations=3' asks for 3 blocks, and the model has 2; use activ"),

@@ -44,12 +44,6 @@ def check(config: TrainConfig) -> None:
         raise ValueError(f"train: recompute-keeps={config.recompute_keeps!r} is not one of {', '.join(KEPT)}")
     if config.recompute_keeps != "nothing" and not config.recompute:
         raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
-    usual = TrainConfig()
-    for name in ("schedule", "cuts", "microbatches") if config.pipeline == 1 else ():
-        if getattr(config, name) != getattr(usual, name):
-            raise ValueError(
-                f"train: {name}={getattr(config, name)} is of pipeline stages; add --pipeline N, or leave it out"
-            )
     _check_device(config)
     _check_files(config)
     model = models.resolve(config.model, config.model_overrides)
