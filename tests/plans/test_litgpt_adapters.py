@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from litgpt import adapter, adapter_v2
 
 import axo
+from axo.matmul import cost
 from tests.gpt import LLAMA, NEOX, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, my_rows, seed_apart, serial_seed
+from tests.nn.support import assert_close, assert_counted, my_rows, seed_apart, serial_seed
 
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 16}
 # Heads: groups of two, one shared by all (several ranks hold it), one each; prompts in all blocks or the second only.
@@ -87,6 +88,23 @@ def test_adapters_equal_serial(grid):
 
 def test_adapters_equal_serial_on_all_axes():
     run_ranks(compare, 8, "2x2x2x1", ["multi-query", "scales", "scales-experts"], timeout=120)
+
+
+def costs(grid):
+    """A scaled layer's ``cost`` and its product's, together, are what they send; heads shared by two ranks too."""
+    comms = axo.connect(grid)
+    model = axo.parallelize(serial_model("scales-multi-query"), comms, overlap=axo.Overlap(bucket_bytes=0))
+    layer = model.transformer.h[0].attn.qkv
+    inputs = torch.randn(12 // comms.grid.z, 5, layer.linear.weight.shape[1], requires_grad=True)
+    with axo.count_collectives() as counts:
+        layer(inputs).sum().backward()
+    of_weights = (cost.SCATTER_WEIGHT_GRAD, cost.REDUCE_WEIGHT_GRAD)
+    base = [call for call in layer.linear.cost(60) if call.purpose not in of_weights]  # frozen
+    assert_counted(counts, [*base, *layer.cost(60)])
+
+
+def test_cost_is_what_is_sent():
+    run_ranks(costs, 8, "2x2x2x1")
 
 
 def refusals():

@@ -42,9 +42,7 @@ class Replicated:
             if getattr(parameter, "placement", None) is placement:
                 continue
             parameter.placement = placement
-            wanted = parameter.requires_grad
-            parameter.requires_grad_(True).register_hook(ReduceGradient(self.exchange, parameter))
-            parameter.requires_grad_(wanted)
+            reduce_gradient(parameter, self.exchange)
 
     def cost(self) -> list[cost.Call]:
         """Count the collectives of this module's own parameters on this rank in one step."""
@@ -97,6 +95,13 @@ class ReduceGradient:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReduceGradient:
         return self
+
+
+def reduce_gradient(parameter: torch.Tensor, exchange: Exchange) -> None:
+    """Reduce each gradient of ``parameter`` as ``exchange`` says, whether it wants one now or later."""
+    wanted = parameter.requires_grad
+    parameter.requires_grad_(True).register_hook(ReduceGradient(exchange, parameter))
+    parameter.requires_grad_(wanted)
 
 
 def replicate(module: nn.Module, comms: Communicators, grad_reduce: str = "mean") -> nn.Module:

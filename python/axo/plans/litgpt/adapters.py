@@ -25,7 +25,7 @@ from torch import nn
 
 from axo.matmul import cost, engine_cost
 from axo.nn.layer import ParallelLayer
-from axo.nn.replicated import ReduceGradient
+from axo.nn.replicated import reduce_gradient
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement, chunk_bounds
 from axo.plans.gradient import sum_gradient
@@ -45,18 +45,21 @@ class _OwnParameters(ParallelLayer):
         for (name, placement), exchange in zip(self.placements.items(), self.exchanges, strict=True):
             parameter: Any = getattr(self, name)
             if getattr(parameter, "placement", None) is not placement:
-                wanted = parameter.requires_grad
-                parameter.requires_grad_(True).register_hook(ReduceGradient(exchange, parameter))
-                parameter.requires_grad_(wanted)
+                reduce_gradient(parameter, exchange)
         super()._tag()
 
     def cost(self, rows: int, *, itemsize: int = 4) -> list[cost.Call]:
         """Count the reductions of this module's own gradients on this rank in one step, whatever ``rows``."""
         calls: list[cost.Call] = []
-        for name in self.placements:
+        for name, exchange in zip(self.placements, self.exchanges, strict=True):
             parameter: Any = getattr(self, name)
             if parameter.requires_grad:
                 calls += cost.replicated_grad(parameter.numel(), itemsize)
+                copies = exchange.vector_copies
+                calls += [
+                    cost.Call(cost.BACKWARD, "all_reduce", "x", b - a, itemsize, cost.REDUCE_WEIGHT_GRAD)
+                    for a, b in (copies.rows if copies else ())
+                ]
         dtype = self.exchanges[0].engine.reduce_dtype
         calls = calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
         return cost.issued(calls, self.comms.grid)
