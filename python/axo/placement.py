@@ -20,12 +20,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import torch
-
 from axo.errors import Refused
 from axo.grid import AXES, Coords, Grid
 
 if TYPE_CHECKING:
+    import torch
+
     from axo.comm.connect import Communicators
 
 Range = tuple[int, int]
@@ -266,6 +266,8 @@ class Placement:
         Raises:
             ValueError: The tensor is not of the global shape.
         """
+        import torch  # here: sizes are checked, and plans made, where it is not installed
+
         if tuple(full.shape) != self.global_shape:
             raise ValueError(f"shard: the tensor has shape {tuple(full.shape)}, its placement says {self.global_shape}")
         part = full

@@ -14,7 +14,8 @@ from litgpt.model import GPT
 
 import axo
 from axo.nn.elsewhere import Elsewhere
-from axo.pipeline.cut import bounds_of, part_of, planned_cuts, stage_indices, workload_of
+from axo.perf.cut import bounds_of
+from axo.pipeline.cut import part_of, planned_cuts, stage_indices, workload_of
 from tests.gpt import LLAMA
 from tests.launcher import run_ranks
 

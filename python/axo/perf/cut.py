@@ -17,6 +17,37 @@ from axo.perf.pipeline_schedule import rank_of
 from axo.perf.workload import Block, Workload
 
 
+def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
+    """Where each stage begins, and the end: ``stages + 1`` numbers of blocks.
+
+    Raises:
+        ValueError: The cuts do not give each stage a block.
+    """
+    if stages > blocks:
+        raise ValueError(
+            f"pipeline: {blocks} blocks over {stages} stages leave a stage without layers; use at most {blocks} stages"
+        )
+    if isinstance(cuts, str):
+        if cuts != "even":
+            raise ValueError(
+                f"pipeline: cuts={cuts!r} is not known; use 'even', 'planner', or the first block of each later stage"
+            )
+        return [round(blocks * stage / stages) for stage in range(stages + 1)]
+    inner = list(cuts)
+    if any(isinstance(cut, bool) or not isinstance(cut, int) for cut in inner) or len(inner) != stages - 1:
+        raise ValueError(
+            f"pipeline: cuts={inner} must be {stages - 1} whole numbers for {stages} stages: the first block of each"
+            " stage but the first"
+        )
+    bounds = [0, *inner, blocks]
+    if any(low >= high for low, high in itertools.pairwise(bounds)):
+        raise ValueError(
+            f"pipeline: cuts={inner} leave a stage without layers, or go beyond the {blocks} blocks; they must rise"
+            f" from 1 to {blocks - 1}"
+        )
+    return bounds
+
+
 class Layout:
     """The layers of a model as stages see them.
 

@@ -17,7 +17,7 @@ import torch
 from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
-from axo.pipeline.cut import bounds_of
+from axo.perf.cut import bounds_of
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
 from axo.train.config import KEPT, PRECISIONS, TrainConfig

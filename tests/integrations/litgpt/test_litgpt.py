@@ -2,13 +2,17 @@
 
 import contextlib
 import csv
+import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
+from jsonargparse import CLI, capture_parser
 
 from axo.grid import AXES
+from axo.integrations.litgpt import early
+from axo.integrations.litgpt.command import PARALLEL
 from tests.integrations.support import LLAMA, distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
 from tests.launcher import run_ranks
@@ -222,23 +226,60 @@ def test_a_folder_of_text_is_read_without_what_is_none(tmp_path):
         _text_files([str(tmp_path / "sub")])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["pretrain", "pythia-15m", "--grid", "2x1x1x1"], "there is no model 'pythia-15m'"),
-        (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices=2"], "--devices is what the grid says"),
-        (["serve", "folder", "--grid", "2x1x1x1"], "serve runs on one rank only"),
-    ],
-)
-def test_refusals_that_need_no_litgpt_do_not_import_it(arguments, words):
-    """Its import takes seconds."""
+EARLY = {
+    "pretrain pythia-15m --grid 2x1x1x1": "there is no model 'pythia-15m'",
+    "pretrain pythia-14m --grid 2x1x1x1 --devices=2": "--devices is what the grid says",
+    "serve folder --grid 2x1x1x1": "serve runs on one rank only",
+    "pretrain pythia-14m --grid 1x1x3x1": "global_batch_size=512 does not divide over micro_batch_size=4 on z*data=3",
+    "pretrain pythia-14m --trian.max_tokens 9": "pretrain has no option --trian.max_tokens; did you mean --train.max_t",
+    "pretrain pythia-14m --max_tokens=9": "has no option --max_tokens; did you mean --train.max_tokens",
+    "pretrain pythia-14m --config no.yaml": "--config no.yaml is not a file",
+    "pretrain --config run.yaml --grid 2x1x1x1": "micro_batch_size=0 is not a whole number",
+    "pretrain --grid 2x1x1x1": "pretrain wants a model_name, its first argument",
+    "pretrain pythia-14m --resume no/such.pth": "--resume no/such.pth does not exist",
+    "pretrain pythia-14m --pipeline 2 --schedule 2f2b": "schedule='2f2b' is not known",
+    "pretrain small --model_config.n_layer 3 --pipeline 4": "3 blocks over 4 stages",
+    "pretrain pythia-14m --grid auto --ranks 3 --machine h100": "no grid of 3 GPUs can train pythia-14m",
+    "pretrain pythia-14m --grid 8x1x1x1": "n_head=4 does not divide over x=8; use 8, or a grid with x in {1, 2, 4}",
+    "finetune_lora no/such/folder --grid 2x1x1x1": "no/such/folder does not exist; get it first",
+    "generate no/such --grid 2x1x1x1": "no/such does not exist",
+}
+
+
+def test_wrong_input_is_refused_before_imports(tmp_path):
+    """Those of LitGPT and torch take seconds."""
+    (tmp_path / "run.yaml").write_text("model_name: pythia-14m\ntrain: {micro_batch_size: 0}\n")
     code = (
-        "import sys\nfrom axo.integrations.litgpt.command import run\n"
-        f"try:\n    run({arguments})\nexcept ValueError as error:\n    print(error)\n"
-        "assert not {'litgpt', 'lightning', 'transformers'} & set(sys.modules)"
+        "import sys, time\nfrom axo.integrations.litgpt.command import run\n"
+        f"for arguments in {list(EARLY)}:\n"
+        "    try:\n        run(arguments.split())\n    except ValueError as error:\n        print(error)\n"
+        "assert not {'torch', 'litgpt', 'lightning', 'transformers'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0 and words in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for told, words in zip(done.stdout.splitlines(), EARLY.values(), strict=True):
+        assert words in told
+
+
+@pytest.mark.parametrize("name", sorted(PARALLEL))
+def test_what_is_read_without_litgpt_is_what_its_parser_reads(name, tmp_path):
+    """Oracles: the function's own signature; litgpt's parser, of what checks look at."""
+    command = PARALLEL[name]
+    function = command.load()
+    known = early.defaults(command.module, command.function)
+    for parameter in inspect.signature(function).parameters.values():
+        default = None if parameter.default is parameter.empty else parameter.default
+        assert str(known[parameter.name]) == str(default), parameter
+    arguments = ["folder", "--precision", "32-true"]
+    arguments += ["--prompt", "so: it: goes ["] if name == "generate" else []
+    if command.trains:
+        file = tmp_path / "run.yaml"
+        file.write_text("train: {micro_batch_size: 3, max_seq_length: 7}\neval: {interval: 2}\nlogger_name: csv\n")
+        arguments += ["--config", str(file), "--train.global_batch_size=6", "--eval.max_iters", "1", "--data", "Alpaca"]
+    read = early.read(name, command.module, command.function, arguments)
+    parsed = capture_parser(lambda: CLI(function)).parse_args(arguments)
+    for key in ("train", "eval", "prompt", "precision", "logger_name", "quantize", "resume", next(iter(known))):
+        assert str(read.get(key)) == str(parsed.get(key)), key
 
 
 def test_a_folder_of_data_that_is_not_there_is_one_message():

@@ -8,10 +8,12 @@ why, is printed. Where the planner cannot answer there is an error: nothing stan
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
+from axo.integrations.litgpt.early import folder_of, module_alone
 from axo.integrations.litgpt.options import Options
 from axo.launch import Rank
 
@@ -23,7 +25,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Gri
 
     Args:
         command: Of litgpt.
-        options: What litgpt's parser made of the command's arguments.
+        options: What was made of the command's arguments, by litgpt's parser or without it.
         asked: Ranks and machine, as far as given.
         rank: Under torchrun: who this process is.
 
@@ -89,23 +91,14 @@ def model_fields(options: Any, why: str) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint to start from does not say.
     """
-    from litgpt.config import Config
-
+    config = module_alone("litgpt.config").Config
     if "checkpoint_dir" in options:
-        folder = Path(str(options.checkpoint_dir))
+        folder = folder_of(options.checkpoint_dir)
         if not (folder / "model_config.yaml").is_file():
             raise ValueError(f"litgpt: {why} reads the model from {folder}, which holds no model_config.yaml")
-        return vars(Config.from_file(folder / "model_config.yaml"))
+        return vars(config.from_file(folder / "model_config.yaml"))
     given = options.model_config
     if given is None:
-        return vars(Config.from_name(options.model_name))
-    return vars(given) if isinstance(given, Config) else vars(Config(**_fields(given)))
-
-
-def _fields(given: Any) -> dict[str, Any]:
-    from dataclasses import fields
-
-    from litgpt.config import Config
-
-    known = {field.name for field in fields(Config)}
-    return {key: value for key, value in vars(given).items() if key in known}
+        return vars(config.from_name(options.model_name))
+    known = {field.name for field in fields(config)}
+    return vars(config(**{key: value for key, value in vars(given).items() if key in known}))

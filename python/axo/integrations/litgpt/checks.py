@@ -1,17 +1,22 @@
-"""Wrong input of ``axo litgpt`` that is found before there are ranks: one message, and nothing has begun."""
+"""Wrong input of ``axo litgpt`` that is found before there are ranks: one message, and nothing has begun.
+
+Everything is checked twice: on what can be read without importing LitGPT (``early``), so that a mistake costs no wait,
+and on what litgpt's parser has read, which alone knows all. So nothing here imports LitGPT, or torch without need.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
 from axo.integrations.litgpt.auto_grid import model_fields
+from axo.integrations.litgpt.early import folder_of, module_alone
 from axo.integrations.litgpt.options import Options
+from axo.launch import Rank
 
 # What each logger writes with: one of these packages, and what to install.
 _LOGGERS = {
@@ -19,6 +24,48 @@ _LOGGERS = {
     "wandb": (("wandb",), "wandb"),
     "mlflow": (("mlflow", "mlflow_skinny"), "mlflow"),
 }
+
+
+def check(
+    options: Any, asked: Options, grid: Grid, rank: Rank | None, *, trains: bool, reads_sharded: bool, devices: Any
+) -> None:
+    """Refuse what cannot run.
+
+    Args:
+        options: What was made of the arguments, by litgpt's parser or by :func:`axo.integrations.litgpt.early.read`.
+        asked: Options of Axo's.
+        grid: The run's.
+        rank: Under torchrun: who this process is.
+        trains, reads_sharded: Of the command.
+        devices: The command's own default of ``--devices``.
+
+    Raises:
+        ValueError: Something does not fit, or is not there.
+    """
+    if options.get("quantize") is not None:
+        raise ValueError(
+            f"litgpt: --quantize {options.quantize} runs on one device only; leave out --grid and the other options of"
+            " Axo's, or run litgpt without axo"
+        )
+    ranks, shown = grid.world_size * asked.pipeline, asked.shown if asked.grid is not None else str(grid)
+    if rank is not None and rank.world_size != ranks:
+        raise ValueError(
+            f"litgpt: grid {shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
+            " grid"
+        )
+    if trains:
+        # From a configuration file; one that a run on this grid has saved names the data ranks.
+        for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks(grid))):
+            if options.get(what, usual) not in (usual, own):
+                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
+    check_paths(options, ranks, reads_sharded)
+    check_model(options)
+    check_sizes(options, asked, grid)
+    check_stages(options, asked, trains)
+    check_offload(asked)
+    if trains:
+        check_batch(options.train, grid, asked.algorithm)
+        check_logger(options)
 
 
 def check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
@@ -32,26 +79,30 @@ def check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     Raises:
         ValueError: Something is not there, or is a sharded checkpoint that the command does not read.
     """
-    from litgpt.utils import extend_checkpoint_dir
-
-    from axo.integrations.fabric.sharded_checkpoint import holds_sharded
-
     if "checkpoint_dir" in options and ranks > 1:
-        folder = extend_checkpoint_dir(Path(str(options.checkpoint_dir)))
+        folder = folder_of(options.checkpoint_dir)
         if not folder.is_dir():  # litgpt would download it, on every rank at once
             raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
     for name in ("tokenizer_dir", "initial_checkpoint_dir"):
         given = options.get(name)
-        if given is not None and not extend_checkpoint_dir(Path(str(given))).is_dir():
+        if given is not None and not folder_of(given).is_dir():
             raise ValueError(f"litgpt: --{name} {given} is not a folder")
     resume = options.get("resume")
     if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
         raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
-    if not reads_sharded and holds_sharded(Path(str(options.checkpoint_dir))):
-        folder = Path(str(options.checkpoint_dir))
+    if not reads_sharded and _holds_sharded(folder_of(options.checkpoint_dir)):
+        folder = folder_of(options.checkpoint_dir)
         raise ValueError(
             f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"
         )
+
+
+def _holds_sharded(folder: Path) -> bool:
+    if not (folder / "lit_model.pth").is_dir():  # a file, as mostly: nothing need be imported to know
+        return False
+    from axo.integrations.fabric.sharded_checkpoint import holds_sharded
+
+    return holds_sharded(folder)
 
 
 def check_model(options: Any) -> None:
@@ -66,28 +117,41 @@ def check_model(options: Any) -> None:
 
 
 def check_model_name(name: str) -> None:
-    """As :func:`check_model`; reads litgpt's list without importing the rest of it, which takes seconds.
+    """As :func:`check_model`.
 
     Raises:
         ValueError: It is not in the list.
     """
     if name == "list":
         return
-    config = sys.modules.get("litgpt.config")
-    if config is None:
-        package = importlib.util.find_spec("litgpt")
-        assert package is not None and package.submodule_search_locations
-        path = Path(package.submodule_search_locations[0], "config.py")
-        spec = importlib.util.spec_from_file_location("axo_litgpt_config", path)
-        assert spec is not None and spec.loader is not None
-        config = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(config)
     try:
-        config.Config.from_name(name)
+        module_alone("litgpt.config").Config.from_name(name)
     except ValueError:
         raise ValueError(
             f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
         ) from None
+
+
+def check_sizes(options: Any, asked: Options, grid: Grid) -> None:
+    """Refuse a grid whose axes do not divide the model, as the plan would do on every rank.
+
+    Raises:
+        Refused: Names the size, the axis, and what would work.
+    """
+    from axo.plans.litgpt import sizes
+
+    folder = folder_of(options.checkpoint_dir) if "checkpoint_dir" in options else None
+    if grid.world_size == 1 or (folder is not None and not (folder / "model_config.yaml").is_file()):
+        return
+    if options.get("model_name") == "list":
+        return
+    fields = model_fields(options, "the grid")
+    width = "intermediate_size"
+    if fields["mlp_class_name"] == "LLaMAMoE" and fields["moe_intermediate_size"]:
+        width = "moe_intermediate_size"
+    inner = arrangement_of("litgpt", asked.algorithm).inner
+    owner = f"parallelize: litgpt model {fields['name'] or 'unnamed'!r}"
+    sizes.check_sizes(owner, fields, {width: fields[width]}, grid, inner)
 
 
 def check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
@@ -118,11 +182,11 @@ def check_stages(options: Any, asked: Options, trains: bool) -> None:
     """
     if asked.pipeline == 1:
         return
-    from axo.pipeline import check_microbatches, layout
-    from axo.pipeline.cut import bounds_of
+    from axo.perf import pipeline_schedule
+    from axo.perf.cut import bounds_of
 
-    stages = asked.pipeline * layout(asked.schedule)["stages_per_rank"]
-    check_microbatches(asked.schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
+    stages = asked.pipeline * pipeline_schedule.known(asked.schedule).stages_per_rank
+    pipeline_schedule.check(asked.schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
     blocks = model_fields(options, "--pipeline").get("n_layer")
     if blocks is not None:
         bounds_of(blocks, stages, "even")

@@ -53,7 +53,9 @@ class Command:
     stages: bool = True
 
     def load(self) -> Callable[..., Any]:
-        return getattr(importlib.import_module(self.module), self.function)
+        from axo.integrations.litgpt import early
+
+        return early.load(self.module, self.function)
 
 
 # All others run on one rank, without Axo.
@@ -92,11 +94,11 @@ def run(arguments: list[str]) -> None:
     if name not in PARALLEL or (options == Options(Grid()) and _quantizes(arguments)):
         _stock(arguments)
         return
-    _check_early(name, arguments[1:], options)
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
+    grid = _check_early(name, arguments[1:], options, rank)
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-    grid, start = _parse(name, arguments[1:], options, rank)
+    grid, start = _parse(name, arguments[1:], options, grid, rank)
     if rank is not None:
         _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
         return
@@ -147,20 +149,36 @@ def _check_options(name: str, options: Options) -> None:
             raise ValueError(f"litgpt: {option} is not for {name}: {lacks[option]}; use finetune_full, or leave it out")
 
 
-def _check_early(name: str, arguments: list[str], asked: Options) -> None:
+def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> Grid | None:
     """Refuse what can be seen without LitGPT, whose import takes seconds.
 
+    Returns:
+        The grid; None: it is to be chosen, and only LitGPT's parser understands the arguments.
+
     Raises:
-        ValueError: An argument is the grid's business, or the model is not in LitGPT's list.
+        ValueError: An argument is the grid's business or not LitGPT's, names what is not there, or does not fit.
     """
-    from axo.integrations.litgpt import checks
+    from axo.integrations.litgpt import auto_grid, early
 
     given = {argument.split("=")[0] for argument in arguments}
     for option in ("--devices", "--num_nodes"):
         if option in given:
             raise ValueError(f"litgpt: {option} is what the grid says ({asked.grid or AUTO}); leave it out")
-    if name == "pretrain" and arguments and not arguments[0].startswith("-") and "--model_config" not in given:
-        checks.check_model_name(arguments[0])
+    command = PARALLEL[name]
+    options = early.read(name, command.module, command.function, arguments)
+    if options is None:
+        return asked.grid
+    grid = asked.grid or auto_grid.choose(name, options, asked, rank)
+    _check(name, options, asked, grid, rank)
+    return grid
+
+
+def _check(name: str, options: Any, asked: Options, grid: Grid, rank: Rank | None) -> None:
+    from axo.integrations.litgpt import checks, early
+
+    command = PARALLEL[name]
+    usual = early.defaults(command.module, command.function).get("devices")
+    checks.check(options, asked, grid, rank, trains=command.trains, reads_sharded=command.reads_sharded, devices=usual)
 
 
 def _tell_architectures(arguments: list[str], options: Options) -> None:
@@ -201,8 +219,13 @@ def _stock(arguments: list[str]) -> None:
     main()
 
 
-def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> tuple[Grid, Callable[[bool], Any]]:
+def _parse(
+    name: str, arguments: list[str], asked: Options, grid: Grid | None, rank: Rank | None
+) -> tuple[Grid, Callable[[bool], Any]]:
     """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
+
+    Args:
+        grid: None: the planner is to choose.
 
     Returns:
         The grid, and the command as a function; true asks it to go on from the newest checkpoint.
@@ -214,7 +237,7 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 
-    from axo.integrations.litgpt import auto_grid, checks
+    from axo.integrations.litgpt import auto_grid
     from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
 
     function = PARALLEL[name].load()
@@ -222,33 +245,13 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     parser.prog = f"axo litgpt {name}"
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
     options = parser.parse_args(arguments)
-    if options.get("quantize") is not None:
-        raise ValueError(
-            f"litgpt: --quantize {options.quantize} runs on one device only; leave out --grid and the other options of"
-            " Axo's, or run litgpt without axo"
-        )
-    grid = asked.grid or auto_grid.choose(name, options, asked, rank)
-    ranks, shown = grid.world_size * asked.pipeline, asked.shown if asked.grid is not None else str(grid)
-    if rank is not None and rank.world_size != ranks:
-        raise ValueError(
-            f"litgpt: grid {shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
-            " grid"
-        )
-    if PARALLEL[name].trains:
-        # From a configuration file; one that a run on this grid has saved names the data ranks.
-        for what, usual in (("num_nodes", 1), ("devices", parser.get_default("devices"))):
-            if options.get(what, usual) not in (usual, asked.data_ranks(grid) if what == "devices" else 1):
-                raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
-    checks.check_paths(options, ranks, PARALLEL[name].reads_sharded)
-    checks.check_model(options)
-    checks.check_stages(options, asked, PARALLEL[name].trains)
-    checks.check_offload(asked)
+    if grid is None:
+        grid = auto_grid.choose(name, options, asked, rank)
+    _check(name, options, asked, grid, rank)
     if PARALLEL[name].trains:
         devices = ["--devices", str(asked.data_ranks(grid))]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        checks.check_batch(options.train, grid, asked.algorithm)
-        checks.check_logger(options)
         start_number, allowed = restarts.by_torchrun()
         if asked.max_restarts or (allowed and not start_number):
             restarts.refuse_mixing(options.out_dir, getattr(options, "resume", True))

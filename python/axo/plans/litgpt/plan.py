@@ -60,12 +60,12 @@ from axo.grid import Grid
 from axo.nn import RMSNorm
 from axo.nn.layer import ParallelLayer
 from axo.nn.sequence import GatherTokens
-from axo.placement import check_divides
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import softcapped
 from axo.plans.litgpt.lora import AdaptedLinear
 from axo.plans.litgpt.moe import replace_mixture
+from axo.plans.litgpt.sizes import check_sizes
 from axo.plans.replace import Replacer, check_exact
 
 _ATTENTIONS: tuple[type, ...] = (
@@ -190,8 +190,6 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         arrangement.only_axonn(f"{owner}: latent attention")
         if sequence_parallel:
             raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
-        for what in ("q_lora_rank", "kv_lora_rank"):
-            check_divides(owner, what, getattr(config, what), "y", grid.y)
     adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
     kind = "LoRA" if adapted and isinstance(model.get_submodule(adapted[0]), lora.LoRALinear) else "an adapter"
     if adapted and kind != "LoRA":
@@ -216,20 +214,7 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         for mlp in block.mlp.modules():
             if type(mlp) in _DENSE:
                 widths["moe_intermediate_size" if mixture else "intermediate_size"] = _layer(mlp.proj).in_features
-
-    def fits(x: int) -> bool:
-        groups = config.n_query_groups
-        return not any(size % x for size in (config.n_head, *widths.values())) and not (groups % x and x % groups)
-
-    for what, size in {**widths, "n_head": config.n_head}.items():
-        check_divides(owner, what, size, inner, ranks, fits)
-    check_divides(owner, "n_embd", config.n_embd, "y", grid.y)
-    copies = kv_copies(owner, "n_query_groups", config.n_query_groups, ranks, fits, inner)
-    if copies > 1 and config.norm_qk and config.norm_qk_type == "olmo2":
-        raise Refused(
-            f"{owner}: a norm over all heads' keys (norm_qk_type='olmo2') with n_query_groups={config.n_query_groups}"
-            f" shared by {inner}={ranks} ranks is not supported; use at most {inner}={config.n_query_groups}"
-        )
+    check_sizes(owner, vars(config), widths, grid, inner)
     check_exact(model.transformer.wte, nn.Embedding, "transformer.wte")
     for parent, child, name, _ in _linears(model, ranks):
         module = getattr(parent, child)

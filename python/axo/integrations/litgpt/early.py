@@ -1,0 +1,194 @@
+"""What a litgpt command's arguments say, as far as it can be read without importing LitGPT; and that import.
+
+Names and defaults stand in the signature of the command's function, which is read as source; values are YAML, as for
+litgpt's own parser. Wrong input is then refused before anything is imported (``checks``), which takes seconds.
+
+Not here: types, ``data``, ``optimizer``, ``model_config``, and whatever only litgpt's parser understands. It reads all
+arguments again, so what is not known here is still known before there are ranks.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Container, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import yaml
+from jsonargparse import Namespace
+
+_FOR_OTHER_METRICS = ("transformers", "matplotlib")
+_PARSERS_OWN = {"print_config", "help", "h"}
+
+
+def module_alone(name: str) -> ModuleType:
+    """A module of litgpt's that needs no other of its modules (``litgpt.config``, ``litgpt.args``), without them."""
+    if name in sys.modules:
+        return sys.modules[name]
+    alone = f"axo_{name.replace('.', '_')}"
+    if alone not in sys.modules:
+        spec = importlib.util.spec_from_file_location(alone, _file(name))
+        assert spec is not None and spec.loader is not None
+        sys.modules[alone] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[alone])
+    return sys.modules[alone]
+
+
+def folder_of(given: Any) -> Path:
+    """Where litgpt looks for a folder: at that place, or if nothing is there in ``checkpoints/``."""
+    path = Path(str(given))
+    below = Path("checkpoints", path)
+    return below if not path.is_dir() and not path.is_absolute() and below.exists() else path
+
+
+def load(module: str, function: str) -> Callable[..., Any]:
+    """Import a command's function.
+
+    LitGPT and Lightning take a few metrics from torchmetrics, which for others imports transformers and matplotlib, a
+    third of all that is imported: here it does as where these are not installed.
+    """
+    from lightning_utilities.core.imports import RequirementCache
+
+    installed = RequirementCache.__bool__
+
+    def is_wanted(requirement: RequirementCache) -> bool:
+        return not str(requirement.requirement).startswith(_FOR_OTHER_METRICS) and installed(requirement)
+
+    RequirementCache.__bool__ = is_wanted  # type: ignore[method-assign, assignment]
+    try:
+        importlib.import_module("torchmetrics")
+    finally:
+        RequirementCache.__bool__ = installed  # type: ignore[method-assign]
+    return getattr(importlib.import_module(module), function)
+
+
+def read(command: str, module: str, function: str, arguments: list[str]) -> Namespace | None:
+    """Read the arguments of a command.
+
+    Args:
+        command: Its name, for messages.
+        module, function: Where it is.
+        arguments: Those of litgpt's, after the command's name.
+
+    Returns:
+        As litgpt's parser has it: the parameters of the function, groups such as ``train`` with their fields, defaults
+        filled in. None: only litgpt's parser can tell.
+
+    Raises:
+        ValueError: An option is not one of the command's, or the configuration file is not there.
+    """
+    parameters = defaults(module, function)
+    options, first = Namespace(), next(iter(parameters))
+    for name, default in parameters.items():
+        options[name] = Namespace(**vars(default)) if is_dataclass(default) else default
+    groups = {
+        name: {field.name for field in fields(value)} for name, value in parameters.items() if is_dataclass(value)
+    }
+    for name, text in _given(arguments, first):
+        if name in _PARSERS_OWN or text is None:
+            return None
+        if name == "config":
+            content = _file_of(text)
+            if content is None:
+                return None
+            given = list(_flat(content, groups))
+        else:
+            given = [(name, text if name.endswith(("_dir", "_name")) else _value(text))]
+        for key, value in given:
+            group, _, field = key.partition(".")
+            if group not in parameters or (field and field not in groups.get(group, {field})):
+                raise ValueError(_unknown(command, key, parameters))
+            if not field and (group in groups or (group == "model_config" and isinstance(value, str))):
+                return None  # a file, or text
+            if group == "model_config" and not isinstance(options[group], Namespace):
+                options[group] = Namespace()
+            if group == "model_config" and not field:
+                options[group] = value if value is None else Namespace(**value)
+            elif not field or group in groups or group == "model_config":
+                options[key] = value  # data and optimizer: nobody asks
+    if options[first] is None:
+        raise ValueError(
+            f"litgpt: {command} wants a {first}, its first argument; axo litgpt {command} --help tells more"
+        )
+    train = options.get("train")
+    if train and not all(isinstance(train[name], int) for name in ("global_batch_size", "micro_batch_size")):
+        return None
+    return options
+
+
+def _file_of(text: str) -> dict[str, Any] | None:
+    """What a configuration file holds; None: ``text`` is none, but an address or the text of one."""
+    file = Path(text)
+    if not file.is_file():
+        if not set("{:\n") & set(text):
+            raise ValueError(f"litgpt: --config {text} is not a file")
+        return None
+    content = _value(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else None
+
+
+def _value(text: str) -> Any:
+    """What ``text`` means as YAML; what is none, such as a prompt with two colons, stands for itself."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _file(module: str) -> Path:
+    package = importlib.util.find_spec("litgpt")
+    assert package is not None and package.submodule_search_locations
+    return Path(package.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py")
+
+
+def defaults(module: str, function: str) -> dict[str, Any]:
+    """The parameters of a function in a module's source, in order, with their defaults; without one: None."""
+    tree = ast.parse(_file(module).read_text(encoding="utf-8"))
+    signature = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function).args
+    args = [*signature.posonlyargs, *signature.args]
+    without = len(args) - len(signature.defaults)
+    values = [*[None] * without, *signature.defaults, *signature.kw_defaults]
+    groups = module_alone("litgpt.args")
+    known = {name: getattr(groups, name) for name in ("TrainArgs", "EvalArgs", "LogArgs")} | {"Path": Path, "int": int}
+    return {
+        arg.arg: None if value is None else eval(ast.unparse(value), {"__builtins__": {}}, known)
+        for arg, value in zip([*args, *signature.kwonlyargs], values, strict=True)
+    }
+
+
+def _given(arguments: list[str], first: str) -> Iterator[tuple[str, str | None]]:
+    """Each argument as (name, text); every option of litgpt's has one value. None: it has none."""
+    rest = iter(arguments)
+    for argument in rest:
+        if not argument.startswith("-"):
+            yield first, argument
+        elif "=" in argument:
+            name, _, text = argument.lstrip("-").partition("=")
+            yield name, text
+        else:
+            yield argument.lstrip("-"), next(rest, None)
+
+
+def _flat(content: dict[str, Any], groups: Container[str]) -> Iterator[tuple[str, Any]]:
+    for key, value in content.items():
+        if key in groups and isinstance(value, dict):
+            yield from ((f"{key}.{field}", inner) for field, inner in value.items())
+        else:
+            yield str(key), value
+
+
+def _unknown(command: str, name: str, defaults: dict[str, Any]) -> str:
+    """Words that name the nearest of the command's options."""
+    every = list(defaults)
+    for group, default in defaults.items():
+        every += [f"{group}.{field.name}" for field in fields(default)] if is_dataclass(default) else []
+    last = name.rpartition(".")[2]
+    near = difflib.get_close_matches(name, every, 1) or [other for other in every if other.rpartition(".")[2] == last]
+    meant = f"; did you mean --{near[0]}?" if near else f"; axo litgpt {command} --help lists all"
+    return f"litgpt: {command} has no option --{name}{meant}"
