@@ -1,5 +1,6 @@
 """Shared set-up of the tests, and a line at the end that says what did not run."""
 
+import gc
 import os
 from collections import Counter
 
@@ -11,7 +12,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["AXO_TUNE_CACHE"] = os.path.join(os.devnull, "tuner")
 os.environ.pop("AXO_TUNE", None)
 
+# What the collection of tests imports stays: the collector of garbage looks at it neither meanwhile nor later.
+gc.disable()
+
 _left_out: Counter[str] = Counter()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

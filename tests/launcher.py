@@ -194,6 +194,30 @@ class Command:
         return text.decode(errors="replace")
 
 
+def fork_the_ranks_of_torchrun() -> None:
+    """``prepare`` of a ``Command("torch.distributed.run", ...)`` whose ranks too need no Python of their own."""
+    from torch.distributed.launcher import api
+
+    launch = api.elastic_launch
+
+    def elastic_launch(config: Any, entrypoint: str) -> Callable[..., Any]:
+        config.start_method = "fork"
+        return launch(config, _rank_of_torchrun)
+
+    api.elastic_launch = elastic_launch  # type: ignore[assignment, misc]
+
+
+def _rank_of_torchrun(*arguments: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    words = [word for word in arguments if word != "-u"]  # python -u [-m] PROGRAM ...
+    module = words[0] == "-m"
+    sys.argv = words[module:]
+    run = runpy.run_module if module else runpy.run_path
+    run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if module else {}))
+
+
 class Zygote:
     """The pytest side of the zygote: starts it, sends jobs, and hosts the store."""
 
@@ -264,6 +288,7 @@ _zygote: Zygote | None = None
 def zygote_main() -> None:
     """Imports what ranks need, then forks ranks on request until pytest is gone. Computes nothing."""
     _die_with_parent()
+    gc.disable()  # until _make_forks_cheap: imports make no garbage worth a search
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what ranks and imports print must not reach the answers
@@ -358,6 +383,7 @@ def _make_forks_cheap() -> None:
     """Spare each rank 50 ms: what it inherits is neither searched for garbage nor taken down at its end."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # of torch's operator libraries, hundreds; those that a rank makes do run
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,12 +12,8 @@ import pytest
 
 from axo.errors import CheckpointError, user_message
 from axo.launch import launch_local
+from tests.launcher import run_ranks
 
-PROGRAM = """
-from axo.launch import launch_local
-from tests.test_launch import listening_addresses
-print(launch_local(listening_addresses, 2))
-"""
 LISTEN = "0A"
 
 
@@ -51,10 +45,12 @@ def listening_addresses() -> list[str]:
     return found
 
 
+def launch_two() -> list[str]:
+    return launch_local(listening_addresses, 2)
+
+
 def test_local_ranks_meet_on_the_loopback_interface_only() -> None:
-    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert eval(done.stdout) == ["0100007F"], "127.0.0.1, and one port"
+    assert run_ranks(launch_two, 1) == [["0100007F"]], "127.0.0.1, and one port"
 
 
 def test_shared_memory_that_cannot_be_written_is_named(monkeypatch) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench import scaling
 from tests.bench.test_bench_step import OPTIONS
+from tests.launcher import Command, fork_the_ranks_of_torchrun
 
 TINY = [f"--{name.replace('_', '-')}={OPTIONS[name]}" for name in ("hidden", "layers", "heads", "vocab", "precision")]
 TINY += ["--seq-len=16", "--device=cpu"]
@@ -19,8 +18,9 @@ TINY += ["--seq-len=16", "--device=cpu"]
 def rows_of(command: list[str], arguments: list[str], folder: Path) -> list[dict]:
     json_lines = folder / "scaling.jsonl"
     options = [*TINY, *arguments, f"--json={json_lines}", f"--plot={folder / 'scaling.png'}"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    run = Command(*command, *options, prepare=fork_the_ranks_of_torchrun)
+    output = run.communicate()
+    assert run.returncode == 0, output
     assert (folder / "scaling.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     header, *rows = [json.loads(line) for line in json_lines.read_text().splitlines()]
     assert header["bench"] == "scaling" and header["cores"] > 0
@@ -31,7 +31,7 @@ def rows_of(command: list[str], arguments: list[str], folder: Path) -> list[dict
 def test_strong_scaling_shares_the_tokens_out(tmp_path: Path) -> None:
     """Oracle: the loss on one rank, where x splits the same rows; efficiency is arithmetic on the row."""
     arguments = ["--mode=strong", "--grids=1x1x1x1,2x1x1x1,1x1x2x1", "--tokens=64"]
-    rows = rows_of([sys.executable, "-m", "bench.scaling"], arguments, tmp_path)
+    rows = rows_of(["bench.scaling"], arguments, tmp_path)
     assert [(row["grid"], row["tokens"]) for row in rows] == [("1x1x1x1", 64), ("2x1x1x1", 64), ("1x1x2x1", 64)]
     assert rows[1]["loss"] == pytest.approx(rows[0]["loss"], rel=1e-4)
     for row in rows:
@@ -42,7 +42,7 @@ def test_strong_scaling_shares_the_tokens_out(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_weak_scaling_under_torchrun(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "bench.scaling"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "-m", "bench.scaling"]
     rows = rows_of(torchrun, ["--grids=2x1x1x1,1x1x2x1", "--tokens=32"], tmp_path)
     assert [(row["grid"], row["tokens"]) for row in rows] == [("2x1x1x1", 32), ("1x1x2x1", 64)]
     assert rows[0]["efficiency"] == 1

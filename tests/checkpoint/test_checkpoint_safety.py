@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -196,17 +195,29 @@ def test_a_run_has_an_identity_and_its_folder_to_itself(tmp_path: Path) -> None:
     assert f"holds checkpoints of an earlier run, the newest {name_of(1)}; resume it" in first[0]
 
 
-HOLD = "import sys, time, axo\nrun = axo.checkpoint.Run(sys.argv[1])\nprint(run.id, flush=True)\ntime.sleep(600)"
+def hold_or_ask(folder: Path) -> str:
+    """Rank 0 holds the folder until rank 1 has asked for it; then it is killed."""
+    held, asked = folder.with_name("held"), folder.with_name("asked")
+    if os.environ["RANK"] == "0":
+        run = axo.checkpoint.Run(folder)
+        held.with_suffix(".new").write_text(f"{os.getpid()} {run.id}")
+        held.with_suffix(".new").rename(held)
+    while not (asked if os.environ["RANK"] == "0" else held).exists():
+        time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = tell(lambda: axo.checkpoint.Run(folder, resume=True))
+    asked.touch()
+    return message
 
 
 def test_the_lock_on_a_folder_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        identity = holder.stdout.readline().strip()
-        message = tell(lambda: axo.checkpoint.Run(tmp_path, resume=True))
-        assert f"{tmp_path} is in use by process {holder.pid} on {os.uname().nodename}" in message
-        holder.kill()
-    assert axo.checkpoint.Run(tmp_path, resume=True).id == identity
+    folder = tmp_path / "run"
+    holder, other = rank_outcomes(hold_or_ask, 2, folder)
+    process, identity = (tmp_path / "held").read_text().split()
+    assert holder.signal == "SIGKILL" and other.ok, other.describe()
+    assert f"{folder} is in use by process {process} on {os.uname().nodename}" in other.value
+    assert axo.checkpoint.Run(folder, resume=True).id == identity
 
 
 # Damage
@@ -372,6 +383,11 @@ def test_the_plain_state_of_another_ranks_optimizer_is_refused(
 # Left over
 
 
+def die_in_a_save(folder: Path) -> None:
+    os.fsync = lambda file: os.kill(os.getpid(), signal.SIGKILL)
+    save(folder, filled(2.0), step=2)
+
+
 def test_a_failed_save_leaves_nothing_and_the_next_removes_what_a_dead_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -381,12 +397,7 @@ def test_a_failed_save_leaves_nothing_and_the_next_removes_what_a_dead_one_left(
         for async_ in (False, True):
             assert "No space left" in tell(lambda flag=async_: save(tmp_path, filled(2.0), step=2, async_=flag).wait())
     assert names_in(tmp_path) == [name_of(1)]
-    script = (
-        "import os, sys, torch, axo\n"
-        "os.fsync = lambda file: os.kill(os.getpid(), 9)\n"
-        "axo.checkpoint.save(sys.argv[1], torch.nn.Linear(2, 2), step=2)"
-    )
-    assert subprocess.run([sys.executable, "-c", script, tmp_path]).returncode == -signal.SIGKILL
+    assert rank_outcomes(die_in_a_save, 1, tmp_path)[0].signal == "SIGKILL"
     assert [name.endswith(".part") for name in names_in(tmp_path)] == [True, False]
     save(tmp_path, filled(3.0), step=3)
     assert names_in(tmp_path) == [name_of(1), name_of(3)]
@@ -576,16 +587,13 @@ def test_what_is_read_is_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.Mo
     assert floats.b.item() == 1.0
 
 
+def consolidate_on_a_full_disk(folder: Path) -> list[str]:
+    save(folder / "a", torch.nn.Linear(1000, 500))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))
+    return [tell(lambda name=name: consolidate(folder / "a", folder / name)) for name in ("m.pth", "m.safetensors")]
+
+
 def test_consolidate_says_that_the_disk_is_full(tmp_path: Path) -> None:
-    script = (
-        "import resource, signal, sys, torch, axo\n"
-        "axo.checkpoint.save('a', torch.nn.Linear(1000, 500))\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))\n"
-        "for name in ('m.pth', 'm.safetensors'):\n"
-        "    try: axo.checkpoint.consolidate('a', name)\n"
-        "    except ValueError as error: print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True)
-    lines = done.stdout.splitlines()
-    assert len(lines) == 2 and all("cannot be written: " in line and "File too large" in line for line in lines), done
+    for line in run_ranks(consolidate_on_a_full_disk, 1, tmp_path)[0]:
+        assert "cannot be written: " in line and "File too large" in line
     assert names_in(tmp_path) == ["a"]

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from axo.cli import bench
 from axo.cli import main as cli
 from axo.perf.flops import narayanan
-from tests.launcher import Command, Outcome, rank_outcomes
+from tests.launcher import Command, Outcome, fork_the_ranks_of_torchrun, rank_outcomes
 from tests.train.test_train import NEOX, TEXT
 
 SMALL = [
@@ -237,6 +237,8 @@ def test_an_unexpected_error_shows_one_traceback_of_the_rank_that_caused_it(text
 
 # --- real processes ----------------------------------------------------------------------------------------------
 
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
+
 
 def start_afresh(*launcher: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
@@ -286,20 +288,19 @@ def test_ctrl_c_ends_all_ranks(text: str, tmp_path: Path) -> None:
 
 
 def test_under_torchrun_the_given_ranks_are_used(text: str, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
     out = str(tmp_path / "run")
     arguments = ("train", "--data", text, "--steps", "3", "--compare-serial", "--out", out, *SMALL)
-    good = start_afresh(*torchrun, *arguments, "--grid", "1x1x2x1")
-    output = good.communicate(timeout=120)[0]
+    good = Command(*TORCHRUN, *arguments, "--grid", "1x1x2x1", prepare=fork_the_ranks_of_torchrun)
+    output = good.communicate()
     assert good.returncode == 0, output
     parities = [line for line in output.splitlines() if line.startswith("parity")]
     assert len(parities) == 1 and parities[0].endswith("over 3 steps (limit 1e-4): ok"), output
 
 
 def test_a_grid_that_does_not_match_torchrun_is_one_error(text: str, tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "axo.cli")
-    bad = start_afresh(*torchrun, "train", "--data", text, "--grid", "2x2x1x1", "--out", str(tmp_path), *SMALL)
-    output = bad.communicate(timeout=120)[0]
+    arguments = ("train", "--data", text, "--grid", "2x2x1x1", "--out", str(tmp_path), *SMALL)
+    bad = Command(*TORCHRUN, *arguments, prepare=fork_the_ranks_of_torchrun)
+    output = bad.communicate()
     message = "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use a grid such as 2x1x1x1"
     assert bad.returncode != 0 and output.count(message) == 1, output
     assert "axo.train" not in output, output  # no traceback of ours

@@ -160,7 +160,8 @@ def collect(reader, pid):
 def combined(world, names, timeout):
     """Outcome of each test over all ranks: failed if it failed on one, passed if it passed on one, else skipped."""
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = rank_outcomes(run_suite, world, names, timeout=timeout, env={"SUITE_DIR": folder})
+        options = {"env": {"SUITE_DIR": folder}, "preload": ("torch.testing._internal.common_distributed",)}
+        outcomes = rank_outcomes(run_suite, world, names, timeout=timeout, **options)
     for outcome in outcomes:
         assert outcome.ok, outcome.describe() + outcome.traceback + outcome.output
     result = {}

@@ -62,10 +62,12 @@ def check_reductions(dtypes, sizes):
         ops = ["sum", "product", "min", "max"]
         ops += ["band", "bor", "bxor"] if not dtype.is_floating_point else []
         ops += ["avg"] if dtype is not torch.bool else []
-        for op in ops:
-            for count in sizes:
+        for count in sizes:
+            root, part = count % comm.size, slice(comm.rank * count, (comm.rank + 1) * count)
+            every = inputs(comm.size, count, dtype, seed=count)
+            longer = inputs(comm.size, count * comm.size, dtype, seed=count)
+            for op in ops:
                 what = f"{op} of {count} {dtype}"
-                every = inputs(comm.size, count, dtype, seed=count)
                 expected = reduced(every, op)
                 mine = every[comm.rank].clone()
                 assert comm.all_reduce(mine, op) is mine
@@ -73,13 +75,11 @@ def check_reductions(dtypes, sizes):
                 out = torch.empty_like(expected)
                 comm.all_reduce(every[comm.rank], op, out=out)
                 same(out, expected, f"all_reduce out {what}")
-                every = inputs(comm.size, count * comm.size, dtype, seed=count)
-                part = reduced(every, op)[comm.rank * count : (comm.rank + 1) * count]
-                same(comm.reduce_scatter(every[comm.rank], op=op), part, f"reduce_scatter {what}")
-                root = count % comm.size
-                result = comm.reduce(every[comm.rank].clone(), root, op)
+                scattered = comm.reduce_scatter(longer[comm.rank], op=op)
+                same(scattered, reduced([each[part] for each in longer], op), f"reduce_scatter {what}")
+                result = comm.reduce(longer[comm.rank].clone(), root, op)
                 if comm.rank == root:
-                    same(result, reduced(every, op), f"reduce {what}")
+                    same(result, reduced(longer, op), f"reduce {what}")
                 else:
                     assert result is None
 
@@ -101,10 +101,9 @@ def check_moves(dtypes):
             out = torch.empty_like(every[0])
             comm.scatter(torch.cat(every) if rank == root else None, root, out=out)
             same(out, every[rank], f"scatter {what}")
-            # Part p of rank r holds every[r][p's turn]: rank r sends `every[r]` shifted by p.
-            sent = [torch.cat([every[r].roll(p) for p in range(size)]) for r in range(size)]
+            sent = torch.cat([every[rank].roll(p) for p in range(size)])  # part p: its own, shifted by p
             received = torch.cat([every[r].roll(rank) for r in range(size)])
-            same(comm.all_to_all(sent[rank]), received, f"all_to_all {what}")
+            same(comm.all_to_all(sent), received, f"all_to_all {what}")
             ring, left = torch.empty_like(every[0]), (rank - 1) % size
             pending = comm.send(every[rank], (rank + 1) % size, tag=5, async_op=True)
             same(comm.recv(ring, left, tag=5), every[left], f"recv {what}")
@@ -324,10 +323,14 @@ CHECKS = [check_uneven_all_to_all, check_rounding, check_strides_and_views, chec
 CHECKS += [check_async_and_groups, check_split, check_autograd_sees_the_write, check_shared_buffers]
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def check_all():
+    for check in CHECKS:
+        check()
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_on_ranks(check, world):
-    run_ranks(check, world)
+def test_on_ranks(world):
+    run_ranks(check_all, world)
 
 
 def test_one_rank_needs_nobody():

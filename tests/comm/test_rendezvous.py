@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -21,7 +19,7 @@ import axo
 from axo.comm import connect, hosts
 from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
-from tests.launcher import rank_outcomes, run_ranks
+from tests.launcher import Command, fork_the_ranks_of_torchrun, rank_outcomes, run_ranks
 
 RANKS = 4
 
@@ -292,12 +290,10 @@ with axo.connect("2x1x1x1") as comms:
 def test_waiting_for_a_late_rank_prints_nothing(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(LATE)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    done = subprocess.run(
-        command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert not done.stderr.strip(), done.stderr
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
+    command = Command(*torchrun, prepare=fork_the_ranks_of_torchrun)
+    output = command.communicate()
+    assert command.returncode == 0 and not output.strip(), output[-3000:]
 
 
 PROGRAM = """
@@ -318,13 +314,12 @@ os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter e
 
 
 @pytest.mark.slow
-def test_torchruns_second_start_meets_after_an_early_death(tmp_path):
+def test_torchruns_second_start_meets_after_an_early_death(tmp_path, monkeypatch):
     """Rank 1 dies before it comes to the store, where rank 0 waits for it; then both start again with that store."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
-    done = subprocess.run(
-        [*torchrun, tmp_path / "program.py"],
-        env=os.environ | {"SEEN": f"{tmp_path}/seen"}, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    monkeypatch.setenv("SEEN", f"{tmp_path}/seen")
+    torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
+    command = Command(*torchrun, str(tmp_path / "program.py"))
+    output = command.communicate()
+    assert command.returncode == 0, output[-3000:]
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["1 4.0", "1 4.0"]

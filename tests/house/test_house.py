@@ -86,20 +86,27 @@ def sources(*suffixes):
     return [path for path in tracked() if path.suffix in suffixes]
 
 
-def imports_of(path, module_level=False):
-    """(line, dotted name) of each import; `from axo import x` counts as axo.x."""
-    tree = ast.parse(path.read_text(), str(path))
+@functools.cache
+def module_of(path):
+    """Its docstring, and (line, dotted name, whether at the module's level) of each import."""
+    tree, found = ast.parse(path.read_text(), str(path)), []
     package = path.relative_to(ROOT / "python").parts[:-1] if AXO in path.parents else ()
-    for node in tree.body if module_level else ast.walk(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, alias.name) for alias in node.names)
+            found += [(node.lineno, alias.name, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 name = f"{base}.{alias.name}"
                 submodule = (ROOT / "python").joinpath(*name.split(".")).with_suffix(".py").exists()
-                yield node.lineno, name if base == "axo" or submodule else base
+                found.append((node.lineno, name if base == "axo" or submodule else base, node in tree.body))
+    return ast.get_docstring(tree), found
+
+
+def imports_of(path, module_level=False):
+    """(line, dotted name) of each import; `from axo import x` counts as axo.x."""
+    return [(line, name) for line, name, top in module_of(path)[1] if top or not module_level]
 
 
 def top_of(path):
@@ -232,8 +239,7 @@ def test_no_replaced_word_is_left():
 
 def test_a_file_opens_with_what_it_does():
     for path in sources(".py"):
-        text = path.read_text()
-        assert not text.strip() or ast.get_docstring(ast.parse(text)), f"{path.relative_to(ROOT)} has no docstring"
+        assert module_of(path)[0] or not path.read_text().strip(), f"{path.relative_to(ROOT)} has no docstring"
     for path in sources(".cpp", ".h", ".inc"):
         # A source may leave that to the header that it opens with.
         opening = ("//", f'#include "{path.parent.name}/{path.stem}.h"', f'#include "{path.stem}.h"')

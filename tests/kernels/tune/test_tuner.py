@@ -3,8 +3,6 @@ win."""
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 
@@ -270,22 +268,24 @@ def test_the_cache_survives_a_folder_that_cannot_be_written(tmp_path):
     assert cache.get("key") == {"value": 1}
 
 
-def test_two_writers_never_leave_half_a_file(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from axo_kernels.tune.cache import Cache\n"
-        "cache = lambda: Cache('a device', {'torch': '1', 'triton': 'none'}, Path(sys.argv[1]))\n"
-        "for n in range(30): cache().put({sys.argv[2]: {'n': n}})"
-    )
-    environment = os.environ | {"PYTHONPATH": ROOT}
-    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), name], env=environment) for name in "ab"]
-    path = Cache("a device", VERSIONS, tmp_path).path
-    reads = 0
-    while any(writer.poll() is None for writer in writers):
+def write_or_read(folder):
+    """Ranks 0 and 1 write thirty times, as processes with a cache of their own; rank 2 reads meanwhile, and counts."""
+    rank, reads = int(os.environ["RANK"]), 0
+    path, ended = Cache("a device", VERSIONS, folder).path, [folder / "0.ended", folder / "1.ended"]
+    if rank < 2:
+        for n in range(30):
+            Cache("a device", VERSIONS, folder).put({"ab"[rank]: {"n": n}})
+        ended[rank].touch()
+    while rank == 2 and not all(file.exists() for file in ended):
         if path.exists():
             json.loads(path.read_text())  # raises on half a file
             reads += 1
         time.sleep(0.001)
-    assert [writer.returncode for writer in writers] == [0, 0] and reads > 0
+    return reads
+
+
+def test_two_writers_never_leave_half_a_file(tmp_path):
+    assert run_ranks(write_or_read, 3, tmp_path)[2] > 0
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -329,17 +329,17 @@ def test_fused_choices_need_a_communicator(cache):
         Tuner("cached", cache=cache).choose_fused("all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
 
 
+def products_measured():
+    tuner = Tuner(budget=0.01)
+    tuner.matmul(torch.randn(96, 64), torch.randn(80, 64), "NT")
+    return tuner.measured
+
+
 def test_a_second_process_times_nothing(tmp_path):
-    """The real clock, in two processes: the second starts from the first one's file."""
-    code = (
-        "import torch; from axo_kernels import Tuner; t = Tuner(budget=0.01);"
-        "t.matmul(torch.randn(96, 64), torch.randn(80, 64), 'NT'); print(t.measured)"
-    )
+    """The real clock, in three processes: those after the first start from its file."""
     counts = []
     for mode in ("first-step", "first-step", "cached"):
-        environment = os.environ | {"AXO_TUNE": mode, "AXO_TUNE_CACHE": str(tmp_path), "PYTHONPATH": ROOT}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        counts.append(int(done.stdout))
+        counts += run_ranks(products_measured, 1, env={"AXO_TUNE": mode, "AXO_TUNE_CACHE": str(tmp_path)})
     assert counts == [1, 0, 0]
 
 
