@@ -4,41 +4,47 @@
     axo bench pipeline --ranks 4 --schedules gpipe,interleaved-1f1b,zero-bubble --contestants axo
 
 A stage computes nothing: its passes wait for a given time, so that ranks may be more than cores. Forward, gradient of
-the input and gradient of the weight of one micro-batch take --ms each on a rank, over all of its stages. Contestants:
-``axo`` (axo.pipeline.Stage), and torch's PipelineStage over gloo and over backend axo; they take steps in turns.
+the input and gradient of the weight of one micro-batch take --ms each on a rank, over all of its stages; what torch and
+Axo do beside is filled up to SLACK, so that all passes of a kind last as long. Contestants: ``axo``
+(axo.pipeline.Stage), and torch's PipelineStage over gloo and over backend axo; they take steps in turns.
 
-Columns: ms a step (the slowest rank; median), the part of the ranks' time in which they run nothing (bubble), the same
-where ``axo.perf.pipeline_schedule.simulate`` runs the schedule with the times that the passes really took (model), by
-what part of it the measured one is off, the bubble of equal passes that cost nothing beside (ideal), and ``#wrong``:
-gradients that are not what the number of micro-batches makes them. What a rank needs from one action to the next where
-nothing is missing (the lower quartile of such gaps) is taken for a part of the action.
+Columns: ms a step (the slowest rank; median), the part of the ranks' time, from the first pass to the end of the last,
+in which they run nothing (bubble), the same where ``axo.perf.pipeline_schedule.simulate`` runs the schedule with the
+times that passes and messages really took (model), by what part of it the measured one is off, the bubble of equal
+passes that cost nothing beside (ideal), the time of a message (ms), and ``#wrong``: gradients that are not what the
+number of micro-batches makes them. What a rank needs from one action to the next where nothing is missing (mean) is
+taken for a part of the action; a message takes from the end of what sends it to the start of what it is for, where that
+rank did nothing else meanwhile (mean).
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
 
 import axo
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf.pipeline_schedule import KINDS, rank_of, simulate
-from axo.pipeline.actions import Ran, record
+from axo.pipeline.actions import METHODS, Ran, record
 
 from .lib.table import Table, environment
 
 COLUMNS = {"ranks": "d", "schedule": "s", "contestant": "s", "step(ms)": ".1f", "bubble": ".3f", "model": ".3f"}
-COLUMNS |= {"off": "+.3f", "ideal": ".3f", "#wrong": "d"}
+COLUMNS |= {"off": "+.3f", "ideal": ".3f", "message(ms)": ".2f", "#wrong": "d"}
 CONTESTANTS = ("axo", "torch axo", "torch gloo")
 WIDTH, ROWS = 64, 1
+SLACK, SPIN = 1.5e-3, 3e-4  # seconds
 
 
 class _Pass(torch.autograd.Function):
@@ -90,6 +96,33 @@ class Padded(nn.Module):
         return _Pass.apply(input + _Weight.apply(self.weight, self), self.seconds)  # type: ignore[no-untyped-call]
 
 
+@contextmanager
+def filled_up(stages: Sequence[PipelineStage], seconds: float) -> Iterator[None]:
+    """Let each action of ``stages`` last SLACK longer than what it waits for, where it does not take longer anyway."""
+
+    def fill(method: Callable[..., Any], weight: bool) -> Callable[..., Any]:
+        def filled(*args: Any, **kwargs: Any) -> Any:
+            whole = not weight and method.__name__[0] == "b" and kwargs.get("full_backward", True)
+            until = time.perf_counter() + (2 if whole else 1) * seconds + SLACK
+            result = method(*args, **kwargs)
+            time.sleep(max(0.0, until - SPIN - time.perf_counter()))
+            while time.perf_counter() < until:
+                pass
+            return result
+
+        return filled
+
+    for stage in stages:
+        for name in METHODS:
+            stage.__dict__[name] = fill(getattr(stage, name), "weight" in name)
+    try:
+        yield
+    finally:
+        for stage in stages:
+            for name in METHODS:
+                stage.__dict__.pop(name, None)
+
+
 def made(name: str, contestant: str, comms: axo.Communicators, group: Any, options: argparse.Namespace) -> Any:
     """(the schedule, its stages on this rank) of one contestant."""
     kind = KINDS[name]
@@ -129,14 +162,15 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     batch = torch.zeros(options.microbatches * ROWS, WIDTH)
     rows: list[dict[str, Any]] = []
     for name in options.schedules:
+        each = options.ms / 1e3 / KINDS[name].stages_per_rank
         field = {one: made(name, one, comms, groups.get(one), options) for one in options.contestants}
-        steps: dict[str, list[tuple[float, float, float]]] = {one: [] for one in field}
+        steps: dict[str, list[Measured]] = {one: [] for one in field}
         wrong = dict.fromkeys(field, 0)
         for repeat in range(options.repeats + 1):
             for one, (schedule, stages) in field.items():
                 everyone.barrier()
                 start = time.perf_counter()
-                with record(stages) as ran:
+                with filled_up(stages, each), record(stages) as ran:
                     schedule.step(batch, target=batch)
                 spent = time.perf_counter() - start
                 every: list[Any] = [None] * ranks
@@ -149,37 +183,65 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                         stage.submod.weight.grad, expected
                     )
                     stage.submod.weight.grad = None
-        each = options.ms / 1e3 / KINDS[name].stages_per_rank
         ideal = simulate(name, ranks, options.microbatches, each, each, each).bubble
         for one in field:
-            seconds, found, model = map(statistics.median, zip(*steps[one], strict=True))
+            seconds, found, model, message = map(statistics.median, zip(*steps[one], strict=True))
             errors = int(everyone.all_reduce(torch.tensor([wrong[one]])))
             rows.append(
                 {"ranks": ranks, "schedule": name, "contestant": one, "step(ms)": 1e3 * seconds, "bubble": found}
-                | {"model": model, "off": found / model - 1, "ideal": ideal, "#wrong": errors}
+                | {"model": model, "off": found / model - 1, "ideal": ideal}
+                | {"message(ms)": 1e3 * message, "#wrong": errors}
                 | {"all": [[round(value, 5) for value in step] for step in steps[one]]}
             )
     comms.close()
     return rows if everyone.rank == 0 else []
 
 
-def bubbles(name: str, every: list[tuple[float, list[Ran]]], microbatches: int) -> tuple[float, float, float]:
-    """From what all ranks ran: (seconds of the step, its bubble, the simulator's bubble)."""
-    ranks, seconds = len(every), max(spent for spent, _ in every)
-    count = ranks * KINDS[name].stages_per_rank
+class Measured(NamedTuple):
+    """Of one step: seconds, share of the ranks' time that is bubble, that of the simulator, seconds of a message."""
+
+    seconds: float
+    bubble: float
+    model: float
+    message: float
+
+
+def bubbles(name: str, every: list[tuple[float, list[Ran]]], microbatches: int) -> Measured:
+    """What all ranks ran in one step, beside what the simulator says to it."""
+    ranks, kind = len(every), KINDS[name]
+    count = ranks * kind.stages_per_rank
+    home = [rank_of(stage, count, ranks, kind.order) for stage in range(count)]
+    done = {(one.kind == "F", one.stage, one.microbatch): one.end for _, ran in every for one in ran if one.kind != "W"}
+    sent = [  # of each rank's actions: when what another rank sends for it was computed
+        [
+            done[one.kind == "F", source, one.microbatch]
+            if one.kind != "W" and 0 <= source < count and home[source] != home[one.stage]
+            else 0.0
+            for one in ran
+            for source in [one.stage + (-1 if one.kind == "F" else 1)]
+        ]
+        for _, ran in every
+    ]
+    free = [[0.0, *(one.end for one in ran[:-1])] for _, ran in every]
+    steps = [list(zip(ran, came, was, strict=True)) for (_, ran), came, was in zip(every, sent, free, strict=True)]
+    arrived = [one.start - came for rank in steps for one, came, was in rank if came > was]
+    message = statistics.fmean(arrived) if arrived else 0.0
     lasted: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FBIW"}
-    busy = 0.0
-    for _, ran in every:
-        gaps = sorted(after.start - before.end for before, after in itertools.pairwise(ran))
-        between = gaps[len(gaps) // 4]
-        for action in ran:
-            lasted[action.kind][action.stage].append(action.end - action.start + between)
-            busy += lasted[action.kind][action.stage][-1]
+    busy, between = 0.0, []
+    for rank in steps:
+        gaps = [one.start - was for one, came, was in rank if was and came + message < was]
+        between.append(statistics.fmean(gaps) if gaps else 0.0)
+        for one, came, was in rank:
+            gap = one.start - was if was and came + message < was else between[-1]
+            lasted[one.kind][one.stage].append(one.end - one.start + gap)
+            busy += lasted[one.kind][one.stage][-1]
+    message = max(0.0, message - statistics.fmean(between))
+    seconds = max(ran[-1].end for _, ran in every) - min(ran[0].start for _, ran in every) + statistics.fmean(between)
     mean = {kind: [statistics.fmean(one) if one else 0.0 for one in stages] for kind, stages in lasted.items()}
     whole = [not weights for weights in lasted["W"]]  # backward of this stage comes in one phase only
     inputs = [mean["B" if whole[stage] else "I"][stage] for stage in range(count)]
-    model = simulate(name, ranks, microbatches, mean["F"], inputs, mean["W"]).bubble
-    return seconds, 1 - busy / (ranks * seconds), model
+    model = simulate(name, ranks, microbatches, mean["F"], inputs, mean["W"], message).bubble
+    return Measured(max(spent for spent, _ in every), 1 - busy / (ranks * seconds), model, message)
 
 
 def main(given: list[str] | None = None) -> int:

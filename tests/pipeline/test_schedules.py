@@ -7,6 +7,7 @@ tensors, under the names of the whole model.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -21,7 +22,10 @@ import axo
 from axo.nn.elsewhere import Elsewhere
 from axo.overlap import record
 from axo.overlap.weight_phase import WeightPhase
-from axo.pipeline.cut import part_of
+from axo.perf import machine
+from axo.perf.layer_time import Run
+from axo.perf.stages import Timing
+from axo.pipeline.cut import part_of, workload_of
 from tests.gpt import LLAMA, NEOX
 from tests.launcher import rank_outcomes, run_ranks
 from tests.nn.support import my_rows, serial_seed
@@ -103,6 +107,35 @@ def compare(comms, model, expected, label):
     assert set().union(*everywhere) == set(expected), f"{label}: some gradients are on no stage"
 
 
+def messages(schedule):
+    """A list that gets the bytes of each message that this rank's stages will send."""
+    sent = []
+
+    def noted(send_ops):
+        def note(microbatch):
+            operations = send_ops(microbatch)
+            sent.extend(one.tensor.nbytes for one in operations)
+            return operations
+
+        return note
+
+    for stage in schedule.axo_stages:
+        stage.get_fwd_send_ops, stage.get_bwd_send_ops = noted(stage.get_fwd_send_ops), noted(stage.get_bwd_send_ops)
+    return sent
+
+
+def check_messages(sent, comms, schedule, model, microbatches):
+    """Each micro-batch goes over each border of stages on two ranks, there and back; bytes as the planner counts."""
+    workload = replace(workload_of(model), seq_length=TOKENS)
+    run = Run(ROWS * TOKENS, micro_batches=microbatches)
+    cost = Timing(workload, comms.grid, machine.load("perlmutter"), run).message()
+    mine = {stage.stage_index for stage in schedule.axo_stages}
+    count = schedule.axo_stages[0].num_stages
+    neighbours = [near for stage in mine for near in (stage - 1, stage + 1) if 0 <= near < count]
+    wanted = STEPS * microbatches * sum(near not in mine for near in neighbours)
+    assert sent == [cost] * wanted, f"{len(sent)} messages of {set(sent)} bytes; planned {wanted} of {cost}"
+
+
 def schedules_on(grid, stages, names, config, options):
     dist.init_process_group("axo")
     comms = axo.connect(grid, pipeline=stages)
@@ -110,7 +143,9 @@ def schedules_on(grid, stages, names, config, options):
     expected, losses = serial_gradients(config, options.get("tie", False))
     for name in names:
         model, schedule = build(comms, name, config, **options)
+        sent = messages(schedule)
         mine = accumulate(comms, schedule)
+        check_messages(sent, comms, schedule, model, options.get("microbatches", 8))
         compare(comms, model, expected, f"{name} on {grid}")
         if mine and comms.grid.z * comms.grid.data == 1:
             assert mine == pytest.approx(losses, abs=1e-5), f"{name}: losses {mine} against {losses}"

@@ -22,7 +22,7 @@ from tests.train.test_train import SMALL, small, text
 __all__ = ["text"]  # a fixture
 
 TIED = {**SMALL, "n_layer": 4}
-FIGURE_6 = {"algorithm": "tesseract", "batch_size": 32, "steps": 10}
+FIGURE_6 = {"algorithm": "tesseract", "model_overrides": SMALL, "steps": 10, "microbatches": 2, "threads": 1}
 
 
 def losses_of(config: TrainConfig) -> list[float]:

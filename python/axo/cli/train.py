@@ -12,18 +12,35 @@ import typer
 from axo.cli.errors import FAILED
 from axo.cli.output import say
 from axo.launch import Rank
-from axo.train.config import OUTPUT, TrainConfig
+from axo.train.config import OUTPUT, RANKS, TrainConfig
 
 if TYPE_CHECKING:
     from axo.train import Outcome
 
 _PATHS = "More text, so that '--data A B C' is A, B and C."
+_RANKS = "With --grid auto and without torchrun: how many ranks to start."
+_MACHINE = "With --grid auto: a machine that axo plan knows, or a file; default: what axo profile wrote here."
 _DROP = "Fail unless the last 10 losses average at least this far under ln(vocabulary)."
 
 
-def train(**given: Any) -> None:
+_OF_STAGES = ("schedule", "cuts", "microbatches")
+
+
+def train(context: typer.Context, **given: Any) -> None:
     """Train a LitGPT model on a grid of ranks: new local ones, or those that torchrun started."""
     paths, expect_drop = given.pop("paths") or [], given.pop("expect_drop")
+    ranks, machine = given.pop("ranks"), given.pop("machine")
+    said = {name for name in ("pipeline", *_OF_STAGES) if _is_said(context, name)}
+    automatic = given["grid"] == "auto"
+    if automatic:
+        given["grid"] = str(TrainConfig().grid)
+    for name, value in (("ranks", ranks), ("machine", machine)):
+        if value and not automatic:
+            raise ValueError(f"{name}={value} is for --grid auto; with a grid of your own leave it out")
+    if given["pipeline"] == 1 and (said & {"pipeline"} or not automatic):
+        for name in _OF_STAGES:
+            if name in said:
+                raise ValueError(f"{name}={given[name]} is of pipeline stages; add --pipeline N, or leave it out")
     given["data"] = [*(given["data"] or []), *paths]
     for field in dataclasses.fields(TrainConfig):
         read = field.metadata["option"].read
@@ -33,6 +50,8 @@ def train(**given: Any) -> None:
         raise ValueError(f"expect-drop={expect_drop} is not a finite number of nats")
     config = TrainConfig(**given)
     rank = Rank.from_environment()
+    if automatic:
+        config = _planned(config, rank, ranks, machine, said)
     if rank is not None:
         rank.check_grid("train", config.grid, config.pipeline)  # before what takes seconds to import
     from axo.train import run
@@ -40,6 +59,25 @@ def train(**given: Any) -> None:
     outcome = run(config)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
+
+
+def _is_said(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name != "DEFAULT"
+
+
+def _planned(config: TrainConfig, rank: Rank | None, ranks: int, machine: str, said: set[str]) -> TrainConfig:
+    """``config`` with what the planner chooses; printed once."""
+    from axo.train.auto import chosen
+
+    if rank is not None and ranks not in (0, rank.world_size):
+        raise ValueError(f"ranks={ranks}, but {rank.world_size} ranks were started; leave it out")
+    if rank is None and ranks < 1:
+        raise ValueError("grid=auto does not know how many ranks to start; add --ranks N, or use torchrun")
+    config, why = chosen(config, ranks if rank is None else rank.world_size, machine, said)
+    if rank is None or rank.rank == 0:
+        say(why)
+    return config
 
 
 def _parameters() -> list[inspect.Parameter]:
@@ -62,8 +100,16 @@ def _parameters() -> list[inspect.Parameter]:
         found[field.name] = (kind, info)
     drop = typer.Option(None, metavar="NATS", help=_DROP, rich_help_panel=OUTPUT)
     found["expect_drop"] = (float | None, drop)
+    found["ranks"] = (int, typer.Option(0, metavar="N", help=_RANKS, rich_help_panel=RANKS, show_default=False))
+    found["machine"] = (
+        str,
+        typer.Option("", metavar="NAME|FILE", help=_MACHINE, rich_help_panel=RANKS, show_default=False),
+    )
     by_name = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, by_name, default=info, annotation=kind) for name, (kind, info) in found.items()]
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    return [context] + [
+        inspect.Parameter(name, by_name, default=info, annotation=kind) for name, (kind, info) in found.items()
+    ]
 
 
 train.__signature__ = inspect.Signature(_parameters())  # type: ignore[attr-defined]

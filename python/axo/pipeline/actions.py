@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import PipelineStage
 
-_METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
 class Ran(NamedTuple):
@@ -35,13 +35,13 @@ def record(stages: Sequence[PipelineStage]) -> Iterator[list[Ran]]:
     """Record what ``stages`` run inside the block, in order."""
     ran: list[Ran] = []
     for stage in stages:
-        for name in _METHODS:
+        for name in METHODS:
             stage.__dict__[name] = _timed(stage, name, getattr(stage, name), ran)
     try:
         yield ran
     finally:
         for stage in stages:
-            for name in _METHODS:
+            for name in METHODS:
                 del stage.__dict__[name]
 
 

@@ -80,7 +80,10 @@ class TrainConfig:
         dict, MODEL, "Set a field of litgpt.Config; repeatable.",
         metavar="FIELD=VALUE", name="model-override", text=list[str], read=_fields,
     )  # fmt: skip
-    grid: Grid = _option(Grid, RANKS, "Ranks on each axis.", metavar="XxYxZxDATA", text=str, read=Grid.parse)
+    grid: Grid = _option(
+        Grid, RANKS, "Ranks on each axis; auto: what the planner finds fastest, stages too.", metavar="XxYxZxDATA",
+        text=str, read=Grid.parse,
+    )  # fmt: skip
     algorithm: str = _option("axonn", RANKS, "axonn; tesseract where x = y (z is its depth); summa: tesseract, z = 1.")
     pipeline: int = _option(1, RANKS, "Stages, each of them a grid.", least=1)
     schedule: str = _option(

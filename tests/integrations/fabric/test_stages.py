@@ -30,27 +30,34 @@ def tensors(state):
 
 
 def test_stages_train_as_one_device_and_load_what_other_stages_saved(tmp_path):
-    """Two steps of two accumulated batches in four stages; two more in two stages of 2x1x1x1, which first save what
-    they have loaded, and on one device. Losses to 1e-5, the model to 1e-5, what is saved again to the bit."""
+    """Two steps of two accumulated batches in four stages; two more in two stages of 2x1x1x1 and on stock Fabric's one
+    device: losses to 1e-5, the model to 1e-5. These and a grid without stages first save what they have loaded, the
+    optimizer's state too: to the bit."""
     losses, sums, weights, _ = train("auto", devices=1, **FOUR)
-    half, again = tmp_path / "half.ckpt", tmp_path / "again.ckpt"
+    half = tmp_path / "half.ckpt"
+    again = {name: tmp_path / f"{name}.ckpt" for name in ("two stages", "no stages", "stock")}
     four = {"grid": "1x1x1x1", "pipeline": 4, "schedule": "1f1b", "microbatches": 4}
     two = {"grid": "2x1x1x1", "pipeline": 2, "schedule": "zero-bubble", "microbatches": 2, "vocab_loss": True}
     runs = [
         (four, FOUR | {"steps": 2, "save_to": half}),
-        (two, FOUR | {"steps": 2, "resume_from": half, "save_to": again}),
+        (two, FOUR | {"steps": 2, "resume_from": half, "save_to": again["two stages"]}),
+        ({"grid": "1x2x2x1"}, FOUR | {"steps": 2, "resume_from": half, "save_to": again["no stages"]}),
         (two, FOUR | {"resume_from": half}),
     ]
     every = run_ranks(trained, 4, runs, env=ELASTIC, timeout=120)
-    for first, _, then in every:
+    for first, *_, then in every:
         assert first[0] + then[0] == pytest.approx(losses, abs=1e-5) and first[1] + then[1] == sums
         assert first[3] == 4
-    assert distance(every[0][2][2], weights) < 1e-5 and losses[-1] < losses[0]
-    saved, loaded = (torch.load(path, weights_only=True) for path in (half, again))
+    assert distance(every[0][-1][2], weights) < 1e-5 and losses[-1] < losses[0]
+    train("auto", devices=1, **FOUR, steps=2, resume_from=half, save_to=again["stock"])
+    saved = torch.load(half, weights_only=True)
     assert saved["optimizer"]["param_groups"][0]["params"] == list(range(len(dict(saved["model"]))))
     assert list(saved["model"]) == list(weights)
-    saved, loaded = tensors(saved), tensors(loaded)
-    assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
+    saved = tensors(saved)
+    for where, path in again.items():
+        loaded = tensors(torch.load(path, weights_only=True))
+        assert saved.keys() == loaded.keys(), where
+        assert all(torch.equal(saved[name], loaded[name]) for name in saved), where
     alone = train("auto", devices=1, **FOUR, resume_from=half)
     assert alone[0] == pytest.approx(losses[2:], abs=1e-5) and distance(alone[2], weights) < 1e-5
 

@@ -13,17 +13,20 @@ BATCH = ["--train.global_batch_size", "8", "--train.micro_batch_size", "4", "--l
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would be launched: (ranks, grid)."""
+    """What would be launched: (ranks, grid, stages, schedule, micro-batches)."""
     found = []
-    monkeypatch.setattr(
-        restarts, "run", lambda function, ranks, start, name, grid, *_, **__: found.append((ranks, str(grid)))
-    )
+
+    def launch(function, ranks, start, name, grid, options, *_, **__):
+        found.append((ranks, str(grid), options.pipeline, options.schedule, options.microbatches))
+
+    monkeypatch.setattr(restarts, "run", launch)
     return found
 
 
 def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
     """Oracle: the planner on each grid by itself. 8 rows, 4 at a time: at most two data ranks."""
-    run(["pretrain", "pythia-410m", *PLAN, "--ranks", "8", *BATCH, "--out_dir", str(tmp_path / "out")])
+    given = ["pretrain", "pythia-410m", *PLAN, "--ranks", "8", *BATCH, "--out_dir", str(tmp_path / "out")]
+    run([*given, "--pipeline", "1"])
     workload = readers.read("pythia-410m", checkpointed=False)
     request = planner.Request(workload, machine.load("perlmutter"), 8, 8 * workload.seq_length, gather="keep")
     times = {}
@@ -31,15 +34,45 @@ def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
         candidate = planner.consider(request, grid)
         if not candidate.reason and grid.z * grid.data <= 2:
             times[str(grid)] = candidate.time.total
-    assert len(times) > 3 and launched == [(8, min(times, key=times.get))]
+    assert len(times) > 3 and launched == [(8, min(times, key=times.get), 1, "", 0)]
     said = capsys.readouterr().out
     assert f"grid {launched[0][1]}, chosen for pythia-410m on 8 ranks of perlmutter ({len(times)} grids fit" in said
     assert "do not suit the batch sizes" in said and f"{launched[0][1]}: products take" in said
 
 
+def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
+    """Oracle: the planner on each grid in each number of stages, as often as litgpt fills them."""
+    workload = readers.read("pythia-410m", checkpointed=False)
+    on, rows = machine.load("perlmutter"), 64
+    for ranks, more in ((8, []), (8, ["--pipeline", "2", "--schedule", "gpipe", "--microbatches", "8"])):
+        batch = ["--train.global_batch_size", f"{rows}", "--train.micro_batch_size", "16", "--logger_name", "csv"]
+        out = ["--out_dir", str(tmp_path / "out")]
+        run(["pretrain", "pythia-410m", *PLAN, "--ranks", f"{ranks}", *batch, *out, *more])
+        times = {}
+        for stages in (2,) if more else (1, 2, 4, 8):
+            for grid in Grid.all(ranks // stages):
+                pieces, rest = divmod(rows, 16 * grid.z * grid.data)
+                if rest:
+                    continue
+                tokens = rows * workload.seq_length // (pieces if stages > 1 else 1)
+                request = planner.Request(
+                    workload, on, ranks, tokens, gather="keep", micro_batches=8 if more else 0,
+                    schedules=("gpipe",) if more else planner.SEARCHED,
+                )  # fmt: skip
+                one = planner.consider(request, grid, stages)
+                if not one.reason:
+                    of_stages = (one.stages.schedule, one.run.micro_batches) if stages > 1 else ("", 0)
+                    seconds = one.seconds * (pieces if stages > 1 else 1)
+                    times[ranks, str(grid), stages, *of_stages] = seconds
+        assert launched.pop() == min(times, key=times.get)
+        kinds = {key[2] > 1 for key in times}
+        said = capsys.readouterr().out
+        assert len(kinds) == (1 if more else 2) and ("would take +" in said) == (not more), said
+
+
 def test_a_grid_of_ones_own_asks_nobody(launched, tmp_path):
     run(["pretrain", "pythia-14m", "--grid", "2x1x1x1", *BATCH, "--out_dir", str(tmp_path / "out")])
-    assert launched == [(2, "2x1x1x1")]
+    assert launched == [(2, "2x1x1x1", 1, "", 0)]
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,6 @@ def test_goldfish_masks_training_and_not_validation():
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
         (["pretrain", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
-        (["pretrain", "--grid", "auto", "--pipeline", "2"], "with --pipeline 2 name it"),
         (["evaluate", "--pipeline", "2"], "evaluate runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
         (
             ["chat", "--pipeline", "2"],

@@ -1,14 +1,15 @@
-"""``axo litgpt --grid auto``: the grid that the planner predicts to be fastest for the model, the batch and the ranks.
+"""``axo litgpt --grid auto``: the grid and the stages that the planner predicts to be fastest.
 
 Asked are the grids over which litgpt's batch sizes divide; memory and time of a step are the planner's (axo.perf), with
-Axo's overlaps on, gathered weights kept, and blocks not recomputed, as a run of litgpt's has it. What is chosen, and
-why, is printed. Where the planner cannot answer there is an error: nothing stands in for its answer.
+Axo's overlaps on, gathered weights kept, and blocks not recomputed, as a run of litgpt's has it. Stages are filled by
+one micro-batch of litgpt's. What is chosen, and why, is printed. Where the planner cannot answer there is an error:
+nothing stands in for its answer.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,17 @@ from axo.launch import Rank
 _LOCAL_MACHINE = "machine.yaml"  # where axo profile writes
 
 
-def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Grid:
+def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Options:
     """Ask the planner, and print its answer (under torchrun on rank 0).
 
     Args:
         command: Of litgpt.
         options: What was made of the command's arguments, by litgpt's parser or without it.
-        asked: Ranks and machine, as far as given.
+        asked: Ranks, machine and stages, as far as given.
         rank: Under torchrun: who this process is.
+
+    Returns:
+        ``asked`` with a grid, stages, their schedule and micro-batches.
 
     Raises:
         ValueError: The command does not train, ranks or machine are not known, or no grid fits.
@@ -38,28 +42,51 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Gri
     machine = _machine(asked.machine)
     from axo.perf import machine as machines
     from axo.perf import planner, readers
+    from axo.perf.choice import choose as fastest
+    from axo.perf.choice import stage_counts
 
     train = options.train
     config = model_fields(options, "--grid auto")
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
+    # What stages cannot do, see checks.check_stages and check_offload.
+    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or "parameters" in asked.offload
     request = planner.Request(
-        workload, machines.load(machine), ranks, train.global_batch_size * workload.seq_length, gather="keep"
+        workload,
+        machines.load(machine),
+        ranks,
+        train.global_batch_size * workload.seq_length,
+        gather="keep",
+        pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
+        schedules=(asked.schedule,) if asked.schedule else planner.SEARCHED,
     )
-    dividing = [g for g in Grid.all(ranks) if train.global_batch_size % (train.micro_batch_size * g.z * g.data) == 0]
-    if not dividing:
+
+    def pieces(grid: Grid) -> int:
+        rows = train.micro_batch_size * grid.z * grid.data
+        return 0 if train.global_batch_size % rows else train.global_batch_size // rows
+
+    grids = [grid for stages in request.pipeline if ranks % stages == 0 for grid in Grid.all(ranks // stages)]
+    if grids and not any(map(pieces, grids)):
         raise ValueError(
             f"litgpt: --grid auto: --train.global_batch_size={train.global_batch_size} and"
             f" micro_batch_size={train.micro_batch_size} suit no grid of {ranks} ranks"
         )
-    made = planner.plan(request, dividing)
+    choice = fastest(request, pieces, asked.microbatches)
+    best, stages = choice.best, choice.best.stages
     if rank is None or rank.rank == 0:
-        others = f"{len(made.ranked)} grids fit, {len(made.left_out)} do not"
-        batch = len(list(Grid.all(ranks))) - len(dividing)
-        others += f", {batch} do not suit the batch sizes" if batch else ""
-        print(f"axo litgpt: grid {made.best.grid}, chosen for {workload.name} on {ranks} ranks of {machine} ({others})")
-        print(f"  {made.why(made.best)}")
-    return made.best.grid
+        print(
+            f"axo litgpt: grid {best.name}, chosen for {workload.name} on {ranks} ranks of {machine} ({choice.tell()})"
+        )
+        print(f"  {choice.plan.why(best)}")
+    if stages is None:
+        return replace(asked, grid=best.grid, pipeline=1, schedule="", microbatches=0)
+    return replace(
+        asked,
+        grid=best.grid,
+        pipeline=stages.ranks,
+        schedule=stages.schedule,
+        microbatches=best.run.micro_batches,
+    )
 
 
 def _ranks(asked: Options, rank: Rank | None) -> int:

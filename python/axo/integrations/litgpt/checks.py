@@ -26,15 +26,12 @@ _LOGGERS = {
 }
 
 
-def check(
-    options: Any, asked: Options, grid: Grid, rank: Rank | None, *, trains: bool, reads_sharded: bool, devices: Any
-) -> None:
+def check(options: Any, asked: Options, rank: Rank | None, *, trains: bool, reads_sharded: bool, devices: Any) -> None:
     """Refuse what cannot run.
 
     Args:
         options: What was made of the arguments, by litgpt's parser or by :func:`axo.integrations.litgpt.early.read`.
-        asked: Options of Axo's.
-        grid: The run's.
+        asked: Options of Axo's, with a grid.
         rank: Under torchrun: who this process is.
         trains, reads_sharded: Of the command.
         devices: The command's own default of ``--devices``.
@@ -47,10 +44,11 @@ def check(
             f"litgpt: --quantize {options.quantize} runs on one device only; leave out --grid and the other options of"
             " Axo's, or run litgpt without axo"
         )
-    ranks, shown = grid.world_size * asked.pipeline, asked.shown if asked.grid is not None else str(grid)
+    grid = asked.grid or Grid()
+    ranks = grid.world_size * asked.pipeline
     if rank is not None and rank.world_size != ranks:
         raise ValueError(
-            f"litgpt: grid {shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
+            f"litgpt: grid {asked.shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
             " grid"
         )
     if trains:
@@ -185,8 +183,9 @@ def check_stages(options: Any, asked: Options, trains: bool) -> None:
     from axo.perf import pipeline_schedule
     from axo.perf.cut import bounds_of
 
-    stages = asked.pipeline * pipeline_schedule.known(asked.schedule).stages_per_rank
-    pipeline_schedule.check(asked.schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
+    schedule = asked.schedule or "1f1b"
+    stages = asked.pipeline * pipeline_schedule.known(schedule).stages_per_rank
+    pipeline_schedule.check(schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
     blocks = model_fields(options, "--pipeline").get("n_layer")
     if blocks is not None:
         bounds_of(blocks, stages, "even")

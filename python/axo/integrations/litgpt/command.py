@@ -96,9 +96,10 @@ def run(arguments: list[str]) -> None:
         return
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
-    grid = _check_early(name, arguments[1:], options, rank)
+    options = _check_early(name, arguments[1:], options, rank)
     # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-    grid, start = _parse(name, arguments[1:], options, grid, rank)
+    options, start = _parse(name, arguments[1:], options, rank)
+    grid = options.grid or Grid()
     if rank is not None:
         _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
         return
@@ -149,11 +150,11 @@ def _check_options(name: str, options: Options) -> None:
             raise ValueError(f"litgpt: {option} is not for {name}: {lacks[option]}; use finetune_full, or leave it out")
 
 
-def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> Grid | None:
+def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> Options:
     """Refuse what can be seen without LitGPT, whose import takes seconds.
 
     Returns:
-        The grid; None: it is to be chosen, and only LitGPT's parser understands the arguments.
+        What was asked, with a grid, unless it is to be chosen and only LitGPT's parser understands the arguments.
 
     Raises:
         ValueError: An argument is the grid's business or not LitGPT's, names what is not there, or does not fit.
@@ -167,18 +168,19 @@ def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | N
     command = PARALLEL[name]
     options = early.read(name, command.module, command.function, arguments)
     if options is None:
-        return asked.grid
-    grid = asked.grid or auto_grid.choose(name, options, asked, rank)
-    _check(name, options, asked, grid, rank)
-    return grid
+        return asked
+    if asked.grid is None:
+        asked = auto_grid.choose(name, options, asked, rank)
+    _check(name, options, asked, rank)
+    return asked
 
 
-def _check(name: str, options: Any, asked: Options, grid: Grid, rank: Rank | None) -> None:
+def _check(name: str, options: Any, asked: Options, rank: Rank | None) -> None:
     from axo.integrations.litgpt import checks, early
 
     command = PARALLEL[name]
     usual = early.defaults(command.module, command.function).get("devices")
-    checks.check(options, asked, grid, rank, trains=command.trains, reads_sharded=command.reads_sharded, devices=usual)
+    checks.check(options, asked, rank, trains=command.trains, reads_sharded=command.reads_sharded, devices=usual)
 
 
 def _tell_architectures(arguments: list[str], options: Options) -> None:
@@ -219,16 +221,11 @@ def _stock(arguments: list[str]) -> None:
     main()
 
 
-def _parse(
-    name: str, arguments: list[str], asked: Options, grid: Grid | None, rank: Rank | None
-) -> tuple[Grid, Callable[[bool], Any]]:
+def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> tuple[Options, Callable[[bool], Any]]:
     """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
 
-    Args:
-        grid: None: the planner is to choose.
-
     Returns:
-        The grid, and the command as a function; true asks it to go on from the newest checkpoint.
+        What was asked, with a grid, and the command as a function; true asks it to go on from the newest checkpoint.
 
     Raises:
         ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
@@ -245,9 +242,10 @@ def _parse(
     parser.prog = f"axo litgpt {name}"
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
     options = parser.parse_args(arguments)
-    if grid is None:
-        grid = auto_grid.choose(name, options, asked, rank)
-    _check(name, options, asked, grid, rank)
+    if asked.grid is None:
+        asked = auto_grid.choose(name, options, asked, rank)
+    _check(name, options, asked, rank)
+    grid = asked.grid or Grid()
     if PARALLEL[name].trains:
         devices = ["--devices", str(asked.data_ranks(grid))]
         sys.argv += devices
@@ -267,7 +265,7 @@ def _parse(
                 given["initial_checkpoint_dir"] = None  # only one of the two may be given
         function(**given)
 
-    return grid, start
+    return asked, start
 
 
 def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options, local: bool, restart: int) -> None:
@@ -298,7 +296,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
             pipeline=options.pipeline,
-            schedule=options.schedule,
+            schedule=options.schedule or "1f1b",
             microbatches=options.microbatches or None,
             offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
             step_agreement=this.agreement if command.trains else None,
@@ -316,8 +314,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
             own = f"{options.data_ranks(grid)} of them with own data"
-            shown = options.shown if options.grid else grid
-            print(f"axo litgpt: grid {shown}: {grid.world_size * options.pipeline} ranks, {own}")
+            print(f"axo litgpt: grid {options.shown}: {grid.world_size * options.pipeline} ranks, {own}")
         stack.enter_context(patched(this))
         if command.trains:
             this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)

@@ -23,8 +23,8 @@ class Options:
         vocab_loss: Leave logits split over x in training.
         max_restarts: How often lost ranks are started again.
         goldfish: (K, H); None: no goldfish loss.
-        pipeline: Stages, each of them a grid.
-        schedule, microbatches: Of the stages; 0: twice the stages.
+        pipeline: Stages, each of them a grid; 0: the planner is to choose.
+        schedule, microbatches: Of the stages; "" and 0: not given (1f1b, and twice the stages).
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
         algorithm: How products are distributed: "axonn", "tesseract" or "summa".
     """
@@ -37,7 +37,7 @@ class Options:
     max_restarts: int = 0
     goldfish: tuple[int, int] | None = None
     pipeline: int = 1
-    schedule: str = "1f1b"
+    schedule: str = ""
     microbatches: int = 0
     offload: str = "none"
     offload_dir: str = ""
@@ -46,7 +46,7 @@ class Options:
     @property
     def shown(self) -> str:
         """The grid, and the stages if there are several."""
-        return str(self.grid or AUTO) if self.pipeline == 1 else f"{self.grid or AUTO} in {self.pipeline} stages"
+        return str(self.grid or AUTO) if self.pipeline < 2 else f"{self.grid or AUTO} in {self.pipeline} stages"
 
     def data_ranks(self, grid: Grid) -> int:
         """Ranks of ``grid`` that have samples of their own."""
@@ -58,7 +58,7 @@ _VALUES = {
     "--grid": (
         "XxYxZxDATA",
         "a grid, such as --grid 2x2x2x1, or --grid auto",
-        "Ranks on each axis; 'auto': what the planner finds best for the model.",
+        "Ranks on each axis; 'auto': what the planner finds best for the model, stages too.",
     ),
     "--ranks": ("N", "a number of ranks", "With --grid auto and without torchrun: how many ranks to start."),
     "--machine": (
@@ -165,8 +165,8 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         vocab_loss=given.vocab_loss,
         max_restarts=_count("--max-restarts", given.max_restarts, 0) if given.max_restarts else 0,
         goldfish=_goldfish(given.goldfish) if given.goldfish else None,
-        pipeline=_count("--pipeline", given.pipeline, 1) if given.pipeline else 1,
-        schedule=given.schedule or "1f1b",
+        pipeline=_count("--pipeline", given.pipeline, 1) if given.pipeline else int(not automatic),
+        schedule=given.schedule,
         microbatches=_count("--microbatches", given.microbatches, 1) if given.microbatches else 0,
         offload=given.offload or "none",
         offload_dir=given.offload_dir,
@@ -179,10 +179,6 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         raise ValueError(
             f"litgpt: --offload-dir {options.offload_dir} without --offload; say what goes there, such as --offload"
             " optimizer"
-        )
-    if automatic and options.pipeline > 1:
-        raise ValueError(
-            f"litgpt: --grid auto chooses the grid of a run without stages; with --pipeline {options.pipeline} name it"
         )
     if options.grid is not None:
         arrangement.check(options.grid)

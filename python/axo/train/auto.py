@@ -1,0 +1,73 @@
+"""``axo train --grid auto``: grid, stages, schedule and micro-batches are what the planner predicts to be fastest.
+
+Not here: the prediction (``axo.perf.choice``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+from axo.grid import Grid
+from axo.perf import machine, planner, readers
+from axo.perf.choice import choose, stage_counts
+from axo.train import models
+from axo.train.config import TrainConfig
+
+_PLANNED = {"bf16-mixed": "bf16-mixed", "16-mixed": "bf16-mixed", "bf16-true": "bf16-true"}
+
+
+def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection[str]) -> tuple[TrainConfig, str]:
+    """Return ``config`` with the fastest grid and stages on ``ranks`` ranks, and what was chosen and why.
+
+    Args:
+        config: Its grid does not count.
+        machine_name: A machine that the planner knows, or a file; "": what ``axo profile`` wrote here.
+        given: Which of pipeline, schedule, cuts and microbatches the user has set: those are kept.
+
+    Raises:
+        ValueError: The machine is not known, or nothing fits.
+    """
+    if config.algorithm != "axonn":
+        raise ValueError(f"train: grid=auto chooses for axonn; with algorithm={config.algorithm} name a grid")
+    if config.precision not in _PLANNED:
+        raise ValueError(
+            f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"
+        )
+    if config.offload != "none":
+        raise ValueError(f"train: grid=auto plans without the lower tier; with offload={config.offload} name a grid")
+    try:
+        on = machine.load(machine_name or machine.measured_here())
+    except ValueError as error:
+        raise ValueError(f"train: grid=auto: {error}") from None
+    model = models.resolve(config.model, config.model_overrides)
+    workload = readers.from_litgpt(vars(model), seq_length=config.seq_len).with_checkpointing(config.recompute)
+    selective = config.recompute_keeps == "products" and workload.checkpointed
+    request = planner.Request(
+        workload,
+        on,
+        ranks,
+        config.batch_size * config.seq_len,
+        overlap=frozenset(config.overlap.split(",")) - {"none", ""},
+        gather={"all": "keep", "none": "drop"}.get(config.gather_cache, "auto"),
+        zero=config.zero,
+        precision=_PLANNED[config.precision],
+        micro_batches=config.accumulate,
+        selective=selective,
+        pipeline=(config.pipeline,) if "pipeline" in given else stage_counts(ranks),
+        schedules=(config.schedule,) if "schedule" in given else planner.SEARCHED,
+    )
+
+    def pieces(grid: Grid) -> int:
+        return 0 if config.batch_size % (grid.z * grid.data * config.accumulate) else config.accumulate
+
+    choice = choose(request, pieces, config.microbatches if "microbatches" in given else 0)
+    best = choice.best
+    found: dict[str, Any] = {"grid": best.grid, "pipeline": 1}
+    if best.stages is not None:
+        found |= {"pipeline": best.stages.ranks, "schedule": best.stages.schedule}
+        found["microbatches"] = best.run.micro_batches
+        found["cuts"] = config.cuts if "cuts" in given else "planner"
+    text = f"grid {best.name}, chosen for {workload.name} on {ranks} ranks of {on.name} ({choice.tell()})"
+    return replace(config, **found), f"{text}\n  {choice.plan.why(best)}"
