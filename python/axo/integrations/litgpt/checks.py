@@ -48,8 +48,8 @@ def check(options: Any, asked: Options, rank: Rank | None, *, trains: bool, read
     ranks = grid.world_size * asked.pipeline
     if rank is not None and rank.world_size != ranks:
         raise ValueError(
-            f"litgpt: grid {asked.shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use another"
-            " grid"
+            f"litgpt: grid {asked.shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use"
+            " another grid"
         )
     if trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
