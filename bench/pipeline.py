@@ -251,7 +251,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--schedules", default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="comma-separated")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--ms", type=float, default=10.0, help="of each of the three passes of a micro-batch on a rank")
+    parser.add_argument("--ms", type=float, default=20.0, help="of each of the three passes of a micro-batch on a rank")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(given)
