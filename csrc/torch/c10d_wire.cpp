@@ -27,13 +27,18 @@ void C10dWire::run(Works* works, int peer, const char* what, const Start& start)
     if (closed_) throw Error(std::string(what) + ": the wire is closed");
     (*works)[peer] = work = start();
   }
-  bool done = false;
+  std::string why = "the wire is closed";
   try {
-    done = work->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kLong));
+    if (work->wait(std::chrono::duration_cast<std::chrono::milliseconds>(kLong))) return;
   } catch (const std::exception& e) {
-    throw Error(std::string(what) + ": " + e.what());
+    why = e.what();
   }
-  if (!done) throw Error(std::string(what) + ": the wire is closed");
+  // Gloo keeps an operation that has failed or was ended, and a peer's bytes would still come to its memory, which the
+  // caller is about to leave. Only the end of Gloo's buffer, and so of the last Work, takes the operation back.
+  std::lock_guard<std::mutex> lock(mutex_);
+  works->erase(peer);
+  work.reset();
+  throw Error(std::string(what) + ": " + why);
 }
 
 void C10dWire::send(int to, int channel, const void* data, std::size_t bytes) {

@@ -8,6 +8,8 @@ import gc
 import json
 import os
 import resource
+import signal
+import sys
 import time
 from typing import Any
 
@@ -149,6 +151,19 @@ def test_peers_hold_what_this_rank_holds() -> None:
 def test_mistakes_end_in_one_line(arguments: str, message: str) -> None:
     found = CliRunner().invoke(cli.app, ["dryrun", *arguments.split()])
     assert found.exit_code == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
+
+
+def handler_of_sigterm(config: TrainConfig, rank: int) -> Any:
+    return signal.getsignal(signal.SIGTERM)
+
+
+def test_sigterm_ends_the_processes_whatever_it_does_in_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    monkeypatch.setattr(sys.modules["axo.dryrun.compare"], "run", handler_of_sigterm)
+    try:
+        assert dryrun.run_all(config("2x1x1x1"), [0, 1], processes=2) == [signal.SIG_DFL] * 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.soak

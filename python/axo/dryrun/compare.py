@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -81,7 +82,9 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
     if count <= 1:
         return [run(config, rank) for rank in wanted]
     torch.set_num_threads(1)  # a process that has computed with several threads cannot be forked
-    with multiprocessing.get_context("fork").Pool(count) as pool:
+    # A handler of this process, such as torchelastic's, raises: in a worker that is a task's result, and ends nothing.
+    default = signal.signal, (signal.SIGTERM, signal.SIG_DFL)
+    with multiprocessing.get_context("fork").Pool(count, *default) as pool:
         return pool.starmap(run, [(config, rank) for rank in wanted], chunksize=1)
 
 
