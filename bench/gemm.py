@@ -22,13 +22,14 @@ from typing import Any
 
 import torch
 
+from axo.grid import Grid
 from axo_kernels import Tuner, matmul
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
-from axo_kernels.tune.model_shapes import layers, parse_grid
+from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
@@ -100,7 +101,8 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
         names = list(MODELS)
     for name in names:
         for grid in options.grid.split(","):
-            for layer in layers(name, parse_grid(grid), options.rows, options.shrink):
+            cut = Grid.parse(grid)
+            for layer in layers(name, (cut.x, cut.y, cut.z), options.rows, options.shrink):
                 found.update(dict.fromkeys(layer.products(dtype).values()))
     return list(found)
 

@@ -31,9 +31,10 @@ from pathlib import Path
 
 import torch
 
+from axo.grid import Grid
 from axo_kernels.gemm.layout import Product
 from axo_kernels.gemm.tiles import HOPPER, TARGETS, Config, default_config, split_short
-from axo_kernels.tune.model_shapes import layers, parse_grid
+from axo_kernels.tune.model_shapes import layers
 
 from .lib.table import Table
 
@@ -146,9 +147,9 @@ def compiled_instructions(path: Path = COMPILED) -> dict[tuple[str, str], float]
 
 def products(grid: str, rows: int) -> Iterator[Product]:
     """The products of the papers' models, each once."""
-    seen = {}
+    seen, cut = {}, Grid.parse(grid)
     for model in MODELS:
-        for layer in layers(model, parse_grid(grid), rows):
+        for layer in layers(model, (cut.x, cut.y, cut.z), rows):
             seen.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
     yield from seen
 

@@ -61,11 +61,9 @@ class ProcessGroupCommunicator(FusedCommunicator):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
-    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         assert self.group is not None
-        carried = data.to(self._decisions)
-        dist.broadcast(carried, dist.get_global_rank(self.group, root), group=self.group)
-        data.copy_(carried)
+        dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
 
 
 class AxoCommunicator(FusedCommunicator):
@@ -89,10 +87,8 @@ class AxoCommunicator(FusedCommunicator):
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         return self.communicator.reduce_scatter(tensor, out, self.op, async_op=True)
 
-    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
-        carried = data.to(self._decisions)
-        self.communicator.broadcast(carried, root)
-        data.copy_(carried)
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        self.communicator.broadcast(tensor, 0)
 
 
 class DeviceAxoCommunicator(AxoCommunicator):

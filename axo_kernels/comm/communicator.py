@@ -119,8 +119,8 @@ class FusedCommunicator:
     def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         raise NotImplementedError
 
-    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
-        raise NotImplementedError
+    def _broadcast(self, tensor: torch.Tensor) -> None:
+        raise NotImplementedError  # from rank 0, on the device of `_decisions`
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
         """Sum in place over the ranks; returns work to wait for."""
@@ -250,17 +250,15 @@ class FusedCommunicator:
         """Where numbers that are decided upon travel."""
         return torch.device("cpu")
 
-    def broadcast_text(self, text: str, root: int = 0) -> str:
-        """Return the root's text on every rank (the tuner's one choice)."""
+    def broadcast_text(self, text: str) -> str:
+        """Return rank 0's text on every rank (the tuner's one choice)."""
         if self.size == 1:
             return text
-        data = text.encode()
-        length = torch.tensor([len(data)], dtype=torch.int64)
-        self._broadcast_bytes(length, root)
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel()], dtype=torch.int64, device=self._decisions)
+        self._broadcast(length)
         if not int(length):
             return ""
-        buffer = torch.zeros(int(length), dtype=torch.uint8)
-        if self.rank == root:
-            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        self._broadcast_bytes(buffer, root)
-        return bytes(buffer.numpy()).decode()
+        carried = (data if self.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)).to(self._decisions)
+        self._broadcast(carried)
+        return bytes(carried.tolist()).decode()

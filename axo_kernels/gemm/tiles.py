@@ -347,13 +347,7 @@ def cut_to_fit(
     return config
 
 
-def candidates(
-    target: Target,
-    product: Product,
-    descriptors: bool,
-    out_dtype: torch.dtype | None = None,
-    wide_epilogue: bool = False,
-) -> list[Config]:
+def candidates(target: Target, product: Product, descriptors: bool) -> list[Config]:
     """Return every configuration that the tuner may choose for this product, best guesses first.
 
     The list is ordered by the estimated share of useful work: waves that are full, tiles that are not padding. Behind
@@ -372,7 +366,7 @@ def candidates(
                         block_m, block_n, block_k, warps=warps, stages=stages, descriptors=kind, parts=2 if kind else 1
                     )
                 )
-    found = [config for config in found if config.fits(target, product.dtype, out_dtype, wide_epilogue)]
+    found = [config for config in found if config.fits(target, product.dtype)]
     found += [short for config in found if (short := split_short(config, product, target)) != config]
     found.sort(key=lambda config: -estimate(config, product, target))
     plain = next((config for config in found if not config.groups), None)

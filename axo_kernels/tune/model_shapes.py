@@ -45,18 +45,6 @@ class Layer:
         }
 
 
-def parse_grid(text: str) -> tuple[int, int, int]:
-    """Read ``GxxGyxGz`` or ``GxxGyxGzxGdata``; the data axis cuts no product.
-
-    Raises:
-        ValueError: It is not three or four whole numbers of at least 1.
-    """
-    parts = text.split("x")
-    if len(parts) not in (3, 4) or not all(part.isdigit() and int(part) >= 1 for part in parts):
-        raise ValueError(f"grid {text!r}: use three or four sizes joined by x, for example 2x2x2x1")
-    return int(parts[0]), int(parts[1]), int(parts[2])
-
-
 def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048, shrink: int = 1) -> list[Layer]:
     """Return the four linear layers of a block.
 

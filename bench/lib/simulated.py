@@ -50,7 +50,7 @@ class SimulatedCommunicator(FusedCommunicator):
         share = (self.size - 1) / self.size
         return self._run(lambda: torch.mul(mine, self.size, out=out), share * tensor.nbytes)
 
-    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         pass
 
     def _run(self, effect: Any, moved: float) -> Any:

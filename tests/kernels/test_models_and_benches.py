@@ -11,7 +11,7 @@ from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_redu
 from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import as_table, tune_model
-from axo_kernels.tune.model_shapes import MODELS, layers, parse_grid
+from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.simulated import SimulatedCommunicator
 from tests.launcher import Command
 
@@ -31,11 +31,7 @@ def test_block_has_twelve_hidden_squared_weights(model):
     assert (proj.n, proj.k) == (hidden // 2, hidden // 4), "transposed: out over y, in over x"
 
 
-def test_models_and_grids_that_do_not_exist():
-    assert parse_grid("4x2x2x8") == (4, 2, 2)
-    for grid in ("4x2", "4x2x0", "axbxc", "1x2x3x4x5"):
-        with pytest.raises(ValueError, match="three or four sizes joined by x"):
-            parse_grid(grid)
+def test_models_that_do_not_exist():
     with pytest.raises(ValueError, match="model 'gpt-7b' is not one of gpt-5b"):
         layers("gpt-7b")
     with pytest.raises(ValueError, match="'qkv': in_features=4096 does not divide over y=3; use a grid with y=2"):

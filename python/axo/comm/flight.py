@@ -205,10 +205,10 @@ def stuck(lines: Iterable[Line]) -> list[Late]:
     return found
 
 
-def latest(lines: Iterable[Line], most: int = 10) -> list[Late]:
-    """The collectives that all ranks came to, and whose first and last rank were farthest apart."""
+def latest(lines: Iterable[Line]) -> list[Late]:
+    """The ten collectives that all ranks came to, and whose first and last rank were farthest apart."""
     complete = [late for line in lines for late in lateness(line) if late.seconds is not None]
-    return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:most]
+    return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:10]
 
 
 def _peer(rank: int | None) -> str:

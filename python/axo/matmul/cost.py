@@ -35,7 +35,6 @@ from axo.arrangement import AXONN, Arrangement
 from axo.grid import Coords, Grid
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
-PHASES = (FORWARD, RECOMPUTE, BACKWARD)
 FIRST = Coords(0, 0, 0, 0)  # the rank with the largest shards
 
 # What a collective is for; the scheduler may hide some of them behind products (OAG, ORS, OAR), not others.
@@ -87,20 +86,14 @@ def part(size: int, parts: int, index: int) -> int:
     return max(0, min(step, size - index * step))
 
 
-def total(calls: Iterable[Call], phase: str | None = None) -> dict[tuple[str, str], Count]:
-    """Sum calls into ``{(op, axis): Count}``, the form of ``axo.count_collectives``.
-
-    Args:
-        calls: What the layers send.
-        phase: Only this phase; None sums all of them.
-    """
+def total(calls: Iterable[Call]) -> dict[tuple[str, str], Count]:
+    """Sum calls into ``{(op, axis): Count}``, the form of ``axo.count_collectives``."""
     sums: dict[tuple[str, str], Count] = {}
     for call in calls:
-        if phase is None or call.phase == phase:
-            old = sums.get((call.op, call.axis), Count(0, 0, 0))
-            sums[call.op, call.axis] = Count(
-                old.calls + call.calls, old.elements + call.elements * call.calls, old.bytes + call.bytes
-            )
+        old = sums.get((call.op, call.axis), Count(0, 0, 0))
+        sums[call.op, call.axis] = Count(
+            old.calls + call.calls, old.elements + call.elements * call.calls, old.bytes + call.bytes
+        )
     return sums
 
 
@@ -321,14 +314,14 @@ def relayout(
     return issued(calls, grid)
 
 
-def gather_sequence(
-    grid: Grid, rows: int, features: int, *, itemsize: int = 4, recompute: bool = False, coords: Coords = FIRST
-) -> list[Call]:
+def gather_sequence(grid: Grid, rows: int, features: int, *, coords: Coords = FIRST) -> list[Call]:
     """Count what gathers tokens that are split over x, features over y; backward adds up their gradient."""
     whole = part(rows, grid.z, coords.z) * part(features, grid.y, coords.y)
-    phases = (FORWARD, RECOMPUTE) if recompute else (FORWARD,)
-    calls = [Call(phase, "all_gather", "x", whole // grid.x, itemsize, REDUCE_INPUT_GRAD) for phase in phases]
-    return issued([*calls, Call(BACKWARD, "reduce_scatter", "x", whole, itemsize, REDUCE_INPUT_GRAD)], grid)
+    calls = [
+        Call(FORWARD, "all_gather", "x", whole // grid.x, 4, REDUCE_INPUT_GRAD),
+        Call(BACKWARD, "reduce_scatter", "x", whole, 4, REDUCE_INPUT_GRAD),
+    ]
+    return issued(calls, grid)
 
 
 def embedding(

@@ -125,8 +125,7 @@ class LayerProducts:
         self.products = products_of(comms)
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
-        self._features = _largest_share(comms, placement)
-        self._even = _even_shares(comms, placement)
+        self._features, self._even = _shares(comms, placement)
         self._runs: dict[Any, Run] = {}
         self._whole: dict[Any, bool] = {}
 
@@ -252,18 +251,13 @@ class LayerProducts:
         return run
 
 
-def _largest_share(comms: Communicators, placement: Placement) -> tuple[int, int]:
-    """The most rows and columns that a rank's block of the weight has: the same on all ranks."""
-    whole, grid = placement.without("z"), comms.grid
-    shapes = [whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)]
-    return max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
-
-
-def _even_shares(comms: Communicators, placement: Placement) -> bool:
-    """Whether all blocks of the weight are of one size, and cut over z into equal shards. The same on all ranks."""
+def _shares(comms: Communicators, placement: Placement) -> tuple[tuple[int, int], bool]:
+    """The most rows and columns that a rank's block of the weight has; whether all blocks are of one size, and cut over
+    z into equal shards. The same on all ranks."""
     whole, grid = placement.without("z"), comms.grid
     shapes = {whole.local_shape(grid, grid.coords(rank)) for rank in range(grid.x * grid.y)}
-    return len(shapes) == 1 and shapes.pop()[0] % grid.z == 0
+    rows, columns = max(shape[0] for shape in shapes), max(math.prod(shape[1:]) for shape in shapes)
+    return (rows, columns), len(shapes) == 1 and rows % grid.z == 0
 
 
 def _keep_short(found: dict[Any, Any]) -> None:
@@ -328,12 +322,13 @@ class _ModelRanks(FusedCommunicator):
             line.all_reduce(found, "max")
         return found.tolist()
 
-    def _broadcast_bytes(self, data: torch.Tensor, root: int) -> None:
-        assert root == 0
-        carried = data.to(self._device)
+    @property
+    def _decisions(self) -> torch.device:
+        return self._device
+
+    def _broadcast(self, tensor: torch.Tensor) -> None:
         for line in self._lines:
-            line.broadcast(carried, 0)
-        data.copy_(carried)
+            line.broadcast(tensor, 0)
 
 
 def _agreed(comms: Communicators) -> tuple[str, dict[str, Any]]:

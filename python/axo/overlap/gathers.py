@@ -122,13 +122,11 @@ class Gathers:
         self._pass, self._asked = None, []
         self._ahead.clear()
 
-    def drop(self, *, kept: bool = True) -> None:
-        """Forget the pass under way and, with ``kept``, every weight kept here."""
+    def drop(self) -> None:
+        """Forget the pass under way and every weight kept here."""
         self._pass, self._asked = None, []
-        self._ahead.clear()
-        if kept:
-            self._held.clear()
-            self._between.clear()
+        for weights in (self._ahead, self._held, self._between):
+            weights.clear()
 
     # --- what layers ask for --------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.flops import seen
 from axo.perf.machine import Machine
-from axo.perf.workload import NORM, Block, Layer, Workload
+from axo.perf.workload import NORM, Layer, Workload
 
 OVERLAPS = ("oar", "ors", "oag")
 PRECISIONS = {  # bytes of Run.itemsize, stream and weights
@@ -60,8 +60,9 @@ class Run:
     zero: int = 0
     selective: bool = False
 
-    def keeps(self, workload: Workload, block: Block) -> bool:
-        """True when every layer of ``block`` gathers its weight once a step."""
+    @property
+    def keeps(self) -> bool:
+        """True when every layer gathers its weight once a step."""
         return self.cached_gathers == 1.0
 
     def run_again(self, layers: Iterable[Layer], forward: Iterable[float]) -> float:
@@ -192,7 +193,7 @@ def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.F
     rows = run.group_rows(grid)
     calls = []
     for block in reversed(workload.blocks):
-        gathers = 1 if run.keeps(workload, block) else 2
+        gathers = 1 if run.keeps else 2
         for _ in range(block.repeat):
             for layer in reversed(block.layers):
                 calls += layer.experts * calls_of(

@@ -184,7 +184,7 @@ class _Pieces:
         self._forward(costs, times)
         if block.checkpointed:
             self._recompute(block, costs, times)
-        elif not self.run.keeps(self.workload, block):
+        elif not self.run.keeps:
             self._regather(costs, times)
         self._backward(costs, times)
 

@@ -100,7 +100,7 @@ class _Builder:
     def _cached(self, number: int, block: Block) -> bool:
         """True when repeat ``number`` keeps its gathered weights: the first ones do, as far as the share goes."""
         repeats = sum(block.repeat for block in self.workload.blocks)
-        return self.run.keeps(self.workload, block) or number < round(self.run.cached_gathers * repeats)
+        return self.run.keeps or number < round(self.run.cached_gathers * repeats)
 
     def _add(
         self, name: str, stream: str, seconds: float, after: tuple[int, ...], takes: float = 0.0, frees: float = 0.0
@@ -132,7 +132,7 @@ class _Builder:
         linears = [place for place, layer in enumerate(block.layers) if layer.kind == "linear"]
         return [(number, place, "backward") for place in reversed(linears) if self._cost(block.layers[place]).gather]
 
-    def _gather(self, number: int, block: Block, place: int, phase: str) -> tuple[int, ...]:
+    def _gather(self, number: int, place: int, phase: str) -> tuple[int, ...]:
         """Wait for the gather of a weight. With OAG it is issued with the block before, whose first gather does it."""
         wanted = (number, place, phase)
         if wanted not in self.ahead:
@@ -167,7 +167,7 @@ class _Builder:
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()
             if cost.gather and not (again and cached):
-                gathered = self._gather(number, block, place, phase)
+                gathered = self._gather(number, place, phase)
             if layer.kind in ("norm", "loss"):
                 self._blocking(name, f"{phase} statistics", cost.output)
             saved = memory.saved(layer, self.grid, self._my_rows(), self.run) if kept else 0.0
@@ -184,7 +184,7 @@ class _Builder:
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()
             if cost.gather and layer.kind == "linear" and not cached:
-                gathered = self._gather(number, block, place, "backward")
+                gathered = self._gather(number, place, "backward")
             frees = memory.saved(
                 layer, self.grid, self._my_rows(), self.run
             )  # taken by the forward, or by the recomputation

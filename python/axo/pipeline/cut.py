@@ -131,7 +131,7 @@ def split(
     if cuts == "planner":
         cuts = planned_cuts(workload_of(model), comms.stages, stages, order)
     bounds = bounds_of(len(blocks), stages, cuts)
-    home = _homes(model, family, bounds)
+    home = _homes(family, bounds)
     mine = stage_indices(stages, comms.stages, comms.stage, order)
     part = replace(_tie(model, family, comms, stages, order, home), stages=stages, index=mine[0])
     for name, stage in home.items():
@@ -163,7 +163,7 @@ def split(
     return found
 
 
-def _homes(model: nn.Module, family: Family, bounds: list[int]) -> dict[str, int]:
+def _homes(family: Family, bounds: list[int]) -> dict[str, int]:
     """The stage of each module that one stage alone holds."""
     last = len(bounds) - 2
     homes = dict.fromkeys(family.before, 0) | dict.fromkeys(family.after, last)
