@@ -28,27 +28,23 @@ from axo.overlap.gradients import SKIP
 from axo.placement import check_divides
 
 
-def gather_sequence(tensor: torch.Tensor, comms: Communicators, axis: str = "x") -> torch.Tensor:
-    """Gather tokens over ``axis``, in the dtype of autocast: (..., s/G, h) -> (..., s, h); backward reduce-scatters."""
-    if comms.grid.size(axis) == 1:
-        return tensor
-    return _Gather.apply(tensor.to(compute_dtype(tensor)), comms, axis)
+def gather_sequence(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    """Gather tokens over x, in the dtype of autocast: (..., s/Gx, h) -> (..., s, h); backward reduce-scatters."""
+    return tensor if comms.grid.x == 1 else _Move.apply(tensor.to(compute_dtype(tensor)), comms, True)
 
 
-def scatter_sequence(
-    tensor: torch.Tensor, comms: Communicators, axis: str = "x", *, owner: str = "Linear"
-) -> torch.Tensor:
-    """Add up partial sums and keep this rank's tokens: (..., s, h) -> (..., s/G, h); backward all-gathers.
+def scatter_sequence(tensor: torch.Tensor, comms: Communicators, *, owner: str = "Linear") -> torch.Tensor:
+    """Add up partial sums and keep this rank's tokens: (..., s, h) -> (..., s/Gx, h); backward all-gathers.
 
     Raises:
-        ValueError: The tokens do not divide over ``axis``.
+        ValueError: The tokens do not divide over x.
     """
-    if comms.grid.size(axis) == 1:
+    if comms.grid.x == 1:
         return tensor
     if tensor.dim() < 2:
         raise ValueError(f"{owner}: sequence parallelism wants (..., tokens, features), got {tuple(tensor.shape)}")
-    check_divides(owner, "sequence length", tensor.shape[-2], axis, comms.grid.size(axis))
-    return _Scatter.apply(tensor, comms, axis)
+    check_divides(owner, "sequence length", tensor.shape[-2], "x", comms.grid.x)
+    return _Move.apply(tensor, comms, False)
 
 
 class GatherTokens:
@@ -66,64 +62,54 @@ class GatherTokens:
         return self
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
-        ctx.comms, ctx.axis = comms, axis
-        return _all_gather(tensor, comms, axis)
+class _Move(torch.autograd.Function):
+    """Tokens over x: gathered, or summed and scattered; backward does the other."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_create_graph("gather_sequence")
-        return _reduce_scatter(grad, ctx.comms, ctx.axis), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
-        ctx.comms, ctx.axis = comms, axis
-        return _reduce_scatter(tensor, comms, axis)
+    def forward(ctx: Any, tensor: torch.Tensor, comms: Communicators, gather: bool) -> torch.Tensor:
+        ctx.comms, ctx.gather = comms, gather
+        return _all_gather(tensor, comms) if gather else _reduce_scatter(tensor, comms)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        refuse_create_graph("scatter_sequence")
-        return _all_gather(grad, ctx.comms, ctx.axis), None, None
+        refuse_create_graph("gather_sequence" if ctx.gather else "scatter_sequence")
+        return (_reduce_scatter if ctx.gather else _all_gather)(grad, ctx.comms), None, None
 
 
-def _all_gather(tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
-    parts, tokens, features = comms.grid.size(axis), tensor.shape[-2], tensor.shape[-1]
+def _all_gather(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    parts, tokens, features = comms.grid.x, tensor.shape[-2], tensor.shape[-1]
     batch = tensor.shape[:-2].numel()
-    gathered = comms.axis(axis).all_gather(tensor.reshape(batch, tokens, features).contiguous())
+    gathered = comms.x.all_gather(tensor.reshape(batch, tokens, features).contiguous())
     whole = gathered.view(parts, batch, tokens, features).transpose(0, 1)
     whole = whole.reshape(batch, parts * tokens, features)
     return torch.ops.aten._unsafe_view(whole, [*tensor.shape[:-2], parts * tokens, features])
 
 
-def _reduce_scatter(tensor: torch.Tensor, comms: Communicators, axis: str) -> torch.Tensor:
-    parts, tokens, features = comms.grid.size(axis), tensor.shape[-2] // comms.grid.size(axis), tensor.shape[-1]
+def _reduce_scatter(tensor: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    parts, tokens, features = comms.grid.x, tensor.shape[-2] // comms.grid.x, tensor.shape[-1]
     batch = tensor.shape[:-2].numel()
     by_rank = tensor.reshape(batch, parts, tokens, features).transpose(0, 1).reshape(parts * batch, tokens, features)
-    mine = comms.axis(axis).reduce_scatter(by_rank.contiguous())
+    mine = comms.x.reduce_scatter(by_rank.contiguous())
     return torch.ops.aten._unsafe_view(mine, [*tensor.shape[:-2], tokens, features])
 
 
-def add_bias(output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str = "x") -> torch.Tensor:
-    """Add a bias to tokens that are split over ``axis``: its gradient is summed over that axis too."""
-    return _AddBias.apply(output, bias, exchange, axis)
+def add_bias(output: torch.Tensor, bias: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+    """Add a bias to tokens that are split over x: its gradient is summed over x too."""
+    return _AddBias.apply(output, bias, exchange)
 
 
 class _AddBias(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, output: torch.Tensor, bias: torch.Tensor, exchange: Exchange, axis: str) -> torch.Tensor:
-        ctx.exchange, ctx.axis, ctx.bias = exchange, axis, bias
+    def forward(ctx: Any, output: torch.Tensor, bias: torch.Tensor, exchange: Exchange) -> torch.Tensor:
+        ctx.exchange, ctx.bias = exchange, bias
         return output + bias.to(output.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Linear")
         grad_bias = None
-        how = ctx.exchange.how(ctx, 1, (ctx.axis,)) if ctx.needs_input_grad[1] else SKIP
+        how = ctx.exchange.how(ctx, 1, ("x",)) if ctx.needs_input_grad[1] else SKIP
         if how != SKIP:
             mine = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias.dtype)
-            grad_bias = ctx.exchange.vector_gradient(how, ctx.bias, mine, (ctx.axis,))
-        return grad, grad_bias, None, None
+            grad_bias = ctx.exchange.vector_gradient(how, ctx.bias, mine, ("x",))
+        return grad, grad_bias, None

@@ -7,11 +7,13 @@ tensor is freed when the serial layer is dropped. What else a plan replaces is i
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.errors import Refused
 from axo.nn import Conv2d, Embedding, Features, GroupNorm, LayerNorm, Linear
 from axo.nn.layer import ParallelLayer
@@ -32,113 +34,48 @@ class Replacer:
         sequence_parallel: Given to every linear layer and embedding; norms of split tokens sum gradients over x.
     """
 
-    def __init__(
-        self,
-        comms: Any,
-        *,
-        grad_reduce: str = "mean",
-        sequence_parallel: bool = False,
-    ) -> None:
+    def __init__(self, comms: Communicators, *, grad_reduce: str = "mean", sequence_parallel: bool = False) -> None:
         self.comms = comms
         self.grad_reduce = grad_reduce
         self.sequence_parallel = sequence_parallel and comms.grid.x > 1
 
     def linear(self, parent: nn.Module, child: str, name: str, *, transposed: bool = False, **options: Any) -> None:
         """Replace ``parent.child``, an ``nn.Linear``; ``options`` are fields of :class:`axo.nn.Features`."""
-        old = _exactly(parent, child, nn.Linear, name)
-        new = Linear(
-            old.in_features,
-            old.out_features,
-            old.bias is not None,
-            "meta",
-            old.weight.dtype,
-            comms=self.comms,
-            transposed=transposed,
-            grad_reduce=self.grad_reduce,
-            features=Features(sequence_parallel=self.sequence_parallel, **options),
-            name=name,
-        )
-        self.put(parent, child, new)
+        features = Features(sequence_parallel=self.sequence_parallel, **options)
+        self._replace(nn.Linear, Linear, parent, child, name, transposed=transposed, features=features)
 
     def embedding(self, parent: nn.Module, child: str, name: str, **options: Any) -> None:
         """Replace ``parent.child``, an ``nn.Embedding``; ``options`` as for :class:`axo.nn.Embedding`."""
-        old = _exactly(parent, child, nn.Embedding, name)
-        new = Embedding(
-            old.num_embeddings,
-            old.embedding_dim,
-            old.padding_idx,
-            old.max_norm,
-            old.norm_type,
-            old.scale_grad_by_freq,
-            old.sparse,
-            "meta",
-            old.weight.dtype,
-            comms=self.comms,
-            grad_reduce=self.grad_reduce,
-            sequence_parallel=self.sequence_parallel,
-            name=name,
-            **options,
-        )
-        self.put(parent, child, new)
+        options = {"sequence_parallel": self.sequence_parallel, **options}
+        self._replace(nn.Embedding, Embedding, parent, child, name, **options)
 
     def conv2d(self, parent: nn.Module, child: str, name: str, **options: Any) -> None:
         """Replace ``parent.child``, an ``nn.Conv2d``; ``options`` as for :class:`axo.nn.Conv2d`."""
-        old = _exactly(parent, child, nn.Conv2d, name)
-        new = Conv2d(
-            old.in_channels,
-            old.out_channels,
-            old.kernel_size,
-            old.stride,
-            old.padding,
-            old.dilation,
-            old.groups,
-            old.bias is not None,
-            old.padding_mode,
-            "meta",
-            old.weight.dtype,
-            comms=self.comms,
-            grad_reduce=self.grad_reduce,
-            name=name,
-            **options,
-        )
-        self.put(parent, child, new)
+        self._replace(nn.Conv2d, Conv2d, parent, child, name, **options)
 
     def group_norm(self, parent: nn.Module, child: str, name: str, *, axis: str) -> None:
         """Replace ``parent.child``, an ``nn.GroupNorm`` whose channels are split over ``axis``."""
-        old = _exactly(parent, child, nn.GroupNorm, name)
-        new = GroupNorm(
-            old.num_groups,
-            old.num_channels,
-            old.eps,
-            old.affine,
-            "meta",
-            old.weight.dtype if old.affine else None,
-            comms=self.comms,
-            axis=axis,
-            grad_reduce=self.grad_reduce,
-            name=name,
-        )
-        self.put(parent, child, new)
+        self._replace(nn.GroupNorm, GroupNorm, parent, child, name, axis=axis)
 
     def layer_norm(
         self, parent: nn.Module, child: str, name: str, *, axis: str | None = "y", sum_grad_over: tuple[str, ...] = ()
     ) -> None:
         """Replace ``parent.child``, an ``nn.LayerNorm``."""
-        old = _exactly(parent, child, nn.LayerNorm, name)
-        new = LayerNorm(
-            old.normalized_shape,
-            old.eps,
-            old.elementwise_affine,
-            old.bias is not None,
-            "meta",
-            old.weight.dtype if old.elementwise_affine else None,
-            comms=self.comms,
-            axis=axis,
-            sum_grad_over=sum_grad_over,
-            grad_reduce=self.grad_reduce,
-            name=name,
+        self._replace(nn.LayerNorm, LayerNorm, parent, child, name, axis=axis, sum_grad_over=sum_grad_over)
+
+    def _replace(self, kind: type, new: Any, parent: nn.Module, child: str, name: str, **options: Any) -> None:
+        """Replace ``parent.child``, of class ``kind``, by a ``new`` with the arguments that it has of torch's."""
+        old: Any = getattr(parent, child)
+        check_exact(old, kind, name)
+        of_torch = [each.name for each in signature(new).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        given = {each: getattr(old, each) for each in of_torch if each not in ("device", "dtype")}
+        if "bias" in given:
+            given["bias"] = old.bias is not None
+        dtype = None if old.weight is None else old.weight.dtype
+        made = new(
+            **given, device="meta", dtype=dtype, comms=self.comms, grad_reduce=self.grad_reduce, name=name, **options
         )
-        self.put(parent, child, new)
+        self.put(parent, child, made)
 
     def put(self, parent: nn.Module, child: str, new: ParallelLayer) -> None:
         """Give ``new`` the values, flags and hooks of ``parent.child`` and put it in its place.
@@ -199,8 +136,3 @@ def check_exact(module: nn.Module, kind: type, name: str) -> None:
             f"parallelize: {name!r} is a {type(module).__module__}.{type(module).__qualname__}, and the plan knows only"
             f" torch.nn.{kind.__name__} there; quantised layers and adapters are not supported"
         )
-
-
-def _exactly(parent: nn.Module, child: str, kind: type, name: str) -> Any:
-    check_exact(getattr(parent, child), kind, name)
-    return getattr(parent, child)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import DistributedMatmul
 from axo.nn.layer import ParallelLayer, default_device
@@ -43,7 +44,7 @@ class Conv1D(ParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
-        comms: Any,
+        comms: Communicators,
         transposed: bool = False,
         grad_reduce: str = "mean",
         gather_cache: str | int = "all",

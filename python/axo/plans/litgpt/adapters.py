@@ -23,7 +23,7 @@ from litgpt.adapter_v2 import AdapterV2Linear
 from litgpt.model import CausalSelfAttention as PlainAttention
 from torch import nn
 
-from axo.matmul import cost, engine_cost
+from axo.matmul import cost
 from axo.nn.layer import ParallelLayer
 from axo.nn.replicated import reduce_gradient
 from axo.overlap.exchange import Exchange
@@ -60,9 +60,7 @@ class _OwnParameters(ParallelLayer):
                     cost.Call(cost.BACKWARD, "all_reduce", "x", b - a, itemsize, cost.REDUCE_WEIGHT_GRAD)
                     for a, b in (copies.rows if copies else ())
                 ]
-        dtype = self.exchanges[0].engine.reduce_dtype
-        calls = calls if dtype is None else engine_cost.reduced_in(calls, dtype.itemsize)
-        return cost.issued(calls, self.comms.grid)
+        return cost.issued(self._reduced(calls), self.comms.grid)
 
 
 class Prompt(_OwnParameters):
@@ -124,8 +122,7 @@ class _Prompted(_OwnParameters):
         layer = getattr(attention.qkv, "linear", attention.qkv)
         rows = attention.qkv(attention.adapter_wte.weight.unsqueeze(0))
         rows = gather_features(rows, self.comms, "x", layer.out_features, layer.out_blocks, layer.out_copies)
-        if self.comms.grid.x > 1:  # each rank's heads use rows of all ranks
-            rows = sum_gradient(rows, self.comms.x, "an adapter's prompt")
+        rows = sum_gradient(rows, self.comms.x, "an adapter's prompt")  # each rank's heads use rows of all ranks
         each = heads // groups
         rows = rows.view(1, -1, groups, each + 2, attention.config.head_size).permute(0, 2, 3, 1, 4)
         found = rows[:, :, each], rows[:, :, each + 1]

@@ -15,10 +15,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from axo.comm.connect import Communicators
-from axo.plans.gradient import sum_gradient
+from axo.plans.gradient import SumGradient
 
 # Layer -> options of the parallel layer that takes its place.
 LINEARS: dict[str, dict[str, Any]] = {
@@ -32,21 +30,5 @@ LINEARS: dict[str, dict[str, Any]] = {
 
 def sum_shared_gradient(attention: Any, comms: Communicators) -> None:
     """Let all ranks along x have the whole gradient of what their heads share."""
-    hook = _SumSharedGradient(comms, attention.config.kv_lora_rank)
+    hook = SumGradient(comms.x, "latent attention", attention.config.kv_lora_rank)
     attention.kv_a_proj_with_mqa.register_forward_hook(hook)
-
-
-class _SumSharedGradient:
-    """A forward hook: the gradient of what comes after the first ``first`` features is summed over x."""
-
-    def __init__(self, comms: Communicators, first: int) -> None:
-        self.comms, self.first = comms, first
-
-    def __call__(self, module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        if self.comms.grid.x == 1:
-            return output
-        shared = sum_gradient(output[..., self.first :], self.comms.x, "latent attention")
-        return torch.cat([output[..., : self.first], shared], -1)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _SumSharedGradient:
-        return self

@@ -25,7 +25,8 @@ import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
 from torch import nn
 
-from axo.matmul import cost, engine_cost
+from axo.comm.connect import Communicators
+from axo.matmul import cost
 from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn import Dropout
@@ -56,7 +57,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         out_blocks: tuple[int, ...] | None = None,
         out_copies: tuple[int, ...] | None = None,
         gather_output: bool = False,
-        comms: Any,
+        comms: Communicators,
         grad_reduce: str,
         name: str,
     ) -> None:
@@ -183,9 +184,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
                 )
                 for a, b in (copies.rows if copies else ())
             ]  # fmt: skip
-        reduced = self.exchanges[0].engine.reduce_dtype
-        calls = calls if reduced is None else engine_cost.reduced_in(calls, reduced.itemsize)
-        return cost.issued(calls, grid)
+        return cost.issued(self._reduced(calls), grid)
 
     def extra_repr(self) -> str:
         return f"r={self.r}, scaling={self.scaling}, enabled={self.enable_lora}, grid={self.comms.grid}"

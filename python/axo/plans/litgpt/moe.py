@@ -21,24 +21,12 @@ import torch
 from litgpt.model import GroupedTopkRouter
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.nn import Features, Linear
-from axo.plans.gradient import sum_gradient
+from axo.plans.gradient import SumGradient, sum_gradient
 from axo.plans.replace import Replacer
 
-
-class SumGradient:
-    """A forward hook: the gradient of the module's output is partial along ``axis``; sum it before it goes on."""
-
-    def __init__(self, comms: Any, axis: str = "y") -> None:
-        self.comms, self.axis = comms, axis
-
-    def __call__(self, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        if self.comms.grid.size(self.axis) == 1:
-            return output
-        return sum_gradient(output, self.comms.axis(self.axis), "the gate of a mixture of experts")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SumGradient:
-        return self
+_GATE = "the gate of a mixture of experts"
 
 
 class GroupedRouter(Linear, GroupedTopkRouter):
@@ -49,7 +37,7 @@ class GroupedRouter(Linear, GroupedTopkRouter):
         comms, grad_reduce, name: As for :class:`axo.nn.Linear`.
     """
 
-    def __init__(self, old: Any, *, comms: Any, grad_reduce: str, name: str) -> None:
+    def __init__(self, old: Any, *, comms: Communicators, grad_reduce: str, name: str) -> None:
         experts, hidden = old.weight.shape
         Linear.__init__(
             self, hidden, experts, False, "meta", old.weight.dtype,
@@ -63,7 +51,7 @@ class GroupedRouter(Linear, GroupedTopkRouter):
             return _SerialRouter(self.config).to(dtype)
 
     def forward(self, x: torch.Tensor) -> Any:
-        scores = SumGradient(self.comms)(self, (), self.matmul(x.float(), self.weight, None)).sigmoid()
+        scores = sum_gradient(self.matmul(x.float(), self.weight, None), self.comms.y, _GATE).sigmoid()
         router: Any = self
         indices = router.get_topk_indices(scores)
         weights = scores.gather(1, indices)
@@ -83,7 +71,7 @@ def replace_mixture(mlp: Any, name: str, replacer: Replacer) -> None:
         router = GroupedRouter(mlp.gate, comms=replacer.comms, grad_reduce=replacer.grad_reduce, name=f"{name}.gate")
         replacer.put(mlp, "gate", router)
     else:
-        mlp.gate.register_forward_hook(SumGradient(replacer.comms))
+        mlp.gate.register_forward_hook(SumGradient(replacer.comms.y, _GATE))
     for layer in mlp.experts.modules():
         if isinstance(layer, Linear):
             layer.matmul.products.rows_agree = False  # ranks along z send an expert other numbers of tokens
