@@ -167,10 +167,9 @@ class Communicator:
             return self._alone(scaled(source, scale), target, result, async_op)
         self._count("all_reduce", source)
         send, receive, copies = core_buffers("all_reduce", source, target)
-        if scale is not None:
-            return self._issue_scaled("all_reduce", send, receive, scale, copies, target, result, async_op)
+        call, send, code = self._reduction("all_reduce", send, code, scale)
         args = (send.data_ptr(), receive.data_ptr(), source.numel(), DTYPES[source.dtype], code)
-        return self._issue(self._core.all_reduce, args, (send, receive), copies, target, result, async_op)
+        return self._issue(call, args, (send, receive), copies, target, result, async_op)
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
@@ -210,10 +209,9 @@ class Communicator:
             return self._alone(scaled(source, scale), target, result, async_op)
         self._count("reduce_scatter", source)
         send, receive, copies = core_buffers("reduce_scatter", source, target, self.rank * target.nbytes)
-        if scale is not None:
-            return self._issue_scaled("reduce_scatter", send, receive, scale, copies, target, result, async_op)
+        call, send, code = self._reduction("reduce_scatter", send, code, scale)
         args = (send.data_ptr(), receive.data_ptr(), target.numel(), DTYPES[source.dtype], code)
-        return self._issue(self._core.reduce_scatter, args, (send, receive), copies, target, result, async_op)
+        return self._issue(call, args, (send, receive), copies, target, result, async_op)
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
@@ -380,21 +378,9 @@ class Communicator:
             core = None
         return type(self)(core, name=name, axis=axis or self.axis, device=self.device, timeout=self._timeout)
 
-    def _issue_scaled(
-        self,
-        what: str,
-        send: torch.Tensor,
-        receive: torch.Tensor,
-        scale: float,
-        copies: tuple,
-        target: torch.Tensor,
-        result: Any,
-        async_op: bool,
-    ) -> Any:
-        """The host multiplies first; a device does it in the operation."""
-        send = scaled(send, scale)
-        args = (send.data_ptr(), receive.data_ptr(), receive.numel(), DTYPES[send.dtype], OPS["sum"])
-        return self._issue(getattr(self._core, what), args, (send, receive), copies, target, result, async_op)
+    def _reduction(self, what: str, send: torch.Tensor, op: int, scale: float | None) -> tuple[Any, torch.Tensor, Any]:
+        """The core's call, its input, and its last argument. The host scales first; a device in the call."""
+        return getattr(self._core, what), scaled(send, scale), op
 
     def _issue(self, call: Any, args: tuple, keep: Any, copies: tuple, target: Any, result: Any, async_op: bool) -> Any:
         """Call the core; give the result, or a Work. ``target`` is the caller's tensor that is written, if any."""

@@ -153,11 +153,14 @@ class Communicators:
         if count == size:
             return self.axis(axis)
         if (axis, count) not in self._neighbours:
-            mine = getattr(self.coords, axis)
-            line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
-            line._siblings = self.communicators
-            self._neighbours[axis, count] = line
+            self._neighbours[axis, count] = self._neighbour_line(axis, count)
         return self._neighbours[axis, count]
+
+    def _neighbour_line(self, axis: str, count: int) -> Communicator:
+        mine = getattr(self.coords, axis)
+        line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
+        line._siblings = self.communicators
+        return line
 
     @property
     def arrangement(self) -> Arrangement:

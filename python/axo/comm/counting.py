@@ -167,15 +167,12 @@ class _Watch:
 watch = _Watch()
 
 
-class count_collectives:
-    """Context manager: counts what is issued inside the block; gives a :class:`CollectiveCounts`."""
-
-    def __init__(self) -> None:
-        self._counts = CollectiveCounts()
-
-    def __enter__(self) -> CollectiveCounts:
-        active.open(self._counts)
-        return self._counts
-
-    def __exit__(self, *error: Any) -> None:
-        active.close(self._counts)
+@contextmanager
+def count_collectives() -> Iterator[CollectiveCounts]:
+    """Count what is issued inside the block; gives a :class:`CollectiveCounts`."""
+    counts = CollectiveCounts()
+    active.open(counts)
+    try:
+        yield counts
+    finally:
+        active.close(counts)

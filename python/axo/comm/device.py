@@ -12,7 +12,6 @@ its owner orders what follows. Calls on a stream that captures a CUDA graph beco
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -24,7 +23,6 @@ import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
-from axo.comm.memory import DTYPES
 from axo.comm.work import Work, milliseconds, open_group
 from axo.errors import Error, Mismatch
 
@@ -104,12 +102,7 @@ class DeviceWork(Work):
         """
         limit = -1 if timeout is None else milliseconds(timeout)
         self._check_issued()
-        if self._core is not None:
-            start = time.perf_counter()
-            try:
-                self._core.synchronize(limit)
-            finally:
-                self._communicator._blocked += time.perf_counter() - start
+        self._block("synchronize", limit)
         if self._copies or self._copied is not None:
             self._finish()
             torch.accelerator.current_stream(self._communicator.device).synchronize()
@@ -237,17 +230,7 @@ class DeviceCommunicator(Communicator):
         super()._alone(source, target, result, False)
         return DeviceWork(self, None, result, ()) if async_op else result
 
-    def _issue_scaled(
-        self,
-        what: str,
-        send: torch.Tensor,
-        receive: torch.Tensor,
-        scale: float,
-        copies: tuple,
-        target: torch.Tensor,
-        result: Any,
-        async_op: bool,
-    ) -> Any:
-        args = (send.data_ptr(), receive.data_ptr(), receive.numel(), DTYPES[send.dtype], float(scale))
-        call = getattr(self._core, f"{what}_scaled")
-        return self._issue(call, args, (send, receive), copies, target, result, async_op)
+    def _reduction(self, what: str, send: torch.Tensor, op: int, scale: float | None) -> tuple[Any, torch.Tensor, Any]:
+        if scale is None:
+            return super()._reduction(what, send, op, None)
+        return getattr(self._core, f"{what}_scaled"), send, float(scale)

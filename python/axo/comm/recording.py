@@ -89,6 +89,16 @@ class _UnderWay:
         callback()
 
 
+def _not_recorded(op: str) -> Any:
+    def refuse(self: Communicator, *args: Any, **options: Any) -> Any:
+        raise NotImplementedError(
+            f"{op}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter,"
+            " broadcast, reduce"
+        )
+
+    return refuse
+
+
 class RecordingCommunicator(Communicator):
     """The collectives of one axis among ranks that are not there."""
 
@@ -148,20 +158,8 @@ class RecordingCommunicator(Communicator):
         result = self._note("reduce", source, target, values, async_op, detail, written=here)
         return result if here or async_op else None
 
-    def gather(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("gather"))
-
-    def scatter(self, tensor: Any, root: int = 0, out: Any = None, async_op: bool = False) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("scatter"))
-
-    def all_to_all(self, tensor: Any, out: Any = None, async_op: bool = False, **counts: Any) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("all_to_all"))
-
-    def send(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("send"))
-
-    def recv(self, *args: Any, **options: Any) -> Any:
-        raise NotImplementedError(_NOT_RECORDED.format("recv"))
+    gather, scatter, all_to_all = _not_recorded("gather"), _not_recorded("scatter"), _not_recorded("all_to_all")
+    send, recv = _not_recorded("send"), _not_recorded("recv")
 
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
         raise NotImplementedError("split: a communicator without peers cannot know their colors")
@@ -222,11 +220,6 @@ class RecordingCommunicator(Communicator):
         return self._pending(work, target, True)
 
 
-_NOT_RECORDED = (
-    "{}: a dry run does not record this operation; it knows all_reduce, all_gather, reduce_scatter, broadcast, reduce"
-)
-
-
 def _where() -> str:
     """The nearest frame that is not Axo's own or torch's."""
     frame: Any = sys._getframe(2)
@@ -253,17 +246,9 @@ class RecordingCommunicators(Communicators):
             return alone(axis, self.device)
         return RecordingCommunicator(getattr(self.coords, axis), size, name=axis, axis=axis, issued=self.issued)
 
-    def neighbours(self, axis: str, count: int) -> Communicator:
-        size = self.grid.size(axis)
-        if count < 1 or size % count:
-            raise ValueError(f"neighbours: {count} ranks do not divide {axis}={size}")
-        if count == size:
-            return self.axis(axis)
-        if (axis, count) not in self._neighbours:
-            mine = getattr(self.coords, axis) % count
-            line = RecordingCommunicator(mine, count, name=f"{axis}/{count}", axis=axis, issued=self.issued)
-            self._neighbours[axis, count] = line
-        return self._neighbours[axis, count]
+    def _neighbour_line(self, axis: str, count: int) -> Communicator:
+        mine = getattr(self.coords, axis) % count
+        return RecordingCommunicator(mine, count, name=f"{axis}/{count}", axis=axis, issued=self.issued)
 
 
 def recording(grid: Grid | str, rank: int = 0) -> RecordingCommunicators:

@@ -63,14 +63,7 @@ class Work:
         """
         self._check_issued()
         if self._core is not None:
-            start = time.perf_counter()
-            try:
-                self._core.wait()
-            except Mismatch as error:
-                self._communicator._spread(error)
-                raise
-            finally:
-                self._communicator._blocked += time.perf_counter() - start
+            start = self._block("wait")
             watch.waited(self._communicator.axis, start, self)
         self._finish()
         return self._result
@@ -86,16 +79,21 @@ class Work:
             return
         limit = milliseconds(timeout)
         self._check_issued()
-        if self._core is not None:
-            start = time.perf_counter()
-            try:
-                self._core.synchronize(limit)
-            except Mismatch as error:
-                self._communicator._spread(error)
-                raise
-            finally:
-                self._communicator._blocked += time.perf_counter() - start
+        self._block("synchronize", limit)
         self._finish()
+
+    def _block(self, how: str, *limit: int) -> float:
+        """Wait as the core's ``how`` does; when that began. The time counts as the communicator's."""
+        start = time.perf_counter()
+        try:
+            if self._core is not None:
+                getattr(self._core, how)(*limit)
+        except Mismatch as error:
+            self._communicator._spread(error)
+            raise
+        finally:
+            self._communicator._blocked += time.perf_counter() - start
+        return start
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, with or without an error. Never blocks."""
