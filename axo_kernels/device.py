@@ -68,11 +68,12 @@ def device_name(device: torch.device) -> str:
     """Name a device for the tuner's cache: model and architecture, or the CPU's model and thread count."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)} {target_of(device).arch}"
-    return f"cpu {_cpu_model()} threads={torch.get_num_threads()}"
+    return f"cpu {cpu_model()} threads={torch.get_num_threads()}"
 
 
 @cache
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """The model of this machine's processor, as Linux calls it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

@@ -177,18 +177,9 @@ def vendor_matmul(
     direct = out is not None and (left.dim() == 2 or right.dim() > 2 or out.is_contiguous())
     if direct and out is not None and bare and not accumulate and dtype == a.dtype:
         return torch.matmul(left, right, out=out)
-    if out is not None and bias is not None and activation is None and not accumulate and left.dim() == 2:
-        if dtype == a.dtype == bias.dtype:
-            return torch.addmm(bias, left, right, out=out)
-    if (
-        out is not None
-        and bias is not None
-        and activation is None
-        and not accumulate
-        and left.dim() == right.dim() == 3
-    ):
-        if dtype == a.dtype == bias.dtype:
-            return torch.baddbmm(bias, left, right, out=out)
+    if out is not None and bias is not None and activation is None and not accumulate:
+        if dtype == a.dtype == bias.dtype and left.dim() == right.dim() <= 3:
+            return (torch.addmm if left.dim() == 2 else torch.baddbmm)(bias, left, right, out=out)
     if out is not None and bare and accumulate and dtype == a.dtype and left.dim() == 2:
         return out.addmm_(left, right)
     if dtype.itemsize > a.dtype.itemsize and not (a.is_cuda and left.dim() == 2):

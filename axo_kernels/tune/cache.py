@@ -39,15 +39,13 @@ class Cache:
 
     def get(self, key: str) -> dict[str, Any] | None:
         """Return the entry, or None."""
-        if self._entries is None:
-            self._entries = self._read()
-        return self._entries.get(key)
+        return self.all().get(key)
 
     def all(self) -> dict[str, dict[str, Any]]:
-        """Every entry."""
+        """Every entry; not to be changed."""
         if self._entries is None:
             self._entries = self._read()
-        return dict(self._entries)
+        return self._entries
 
     def put(self, entries: dict[str, dict[str, Any]]) -> None:
         """Add entries and write the file; a folder that cannot be written is only a cache that forgets."""

@@ -55,6 +55,8 @@ def tune(
 
 def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink: int, quiet: bool) -> dict[str, Any]:
     import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from axo_kernels import Tuner
     from axo_kernels import device as devices
@@ -68,12 +70,20 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
     _check_memory(cut, kind, place)
     cache = Cache(devices.device_name(place), devices.versions())
     started = time.perf_counter()
-    with _Progress(cut, quiet) as progress:
-        tuner = Tuner("first-step", cache=cache, progress=progress.candidate)
+    # On a terminal only; stderr, so that stdout can be piped. Rows: three products and the storage of the weight.
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    hidden = quiet or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task("", total=4 * len(cut))
+
+        def show(done: int, total: int, name: str) -> None:
+            bar.update(task, description=f"{name} ({done} of {total})")
+
+        tuner = Tuner("first-step", cache=cache, progress=show)
         found: list[Row] = []
         for row in tune_model(cut, tuner, dtype=kind, device=place):
             found.append(row)
-            progress.row()
+            bar.advance(task)
     seconds = time.perf_counter() - started
     result = {
         "model": model, "grid": str(grid), "rows": rows, "dtype": dtype, "shrink": shrink,
@@ -130,36 +140,3 @@ def _check_memory(cut: list[Any], dtype: torch.dtype, place: torch.device) -> No
                 f"layer '{layer.name}' needs {needed / 1e9:.1f} GB and {there / 1e9:.1f} GB are free on {place}; use a"
                 f" larger --grid, fewer --rows, or --shrink"
             )
-
-
-class _Progress:
-    """One bar over the rows of the table, on a terminal only; stderr, so that stdout can be piped."""
-
-    def __init__(self, cut: list[Any], quiet: bool) -> None:
-        self._rows = 4 * len(cut)  # three products and the storage of the weight
-        self._bar: Any = None
-        self._task: Any = None
-        self._shown = sys.stderr.isatty() and not quiet
-
-    def __enter__(self) -> _Progress:
-        if self._shown:
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("", total=self._rows)
-        return self
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def candidate(self, done: int, total: int, name: str) -> None:
-        if self._bar is not None:
-            self._bar.update(self._task, description=f"{name} ({done} of {total})")
-
-    def row(self) -> None:
-        if self._bar is not None:
-            self._bar.advance(self._task)

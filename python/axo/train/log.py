@@ -23,6 +23,7 @@ from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import TrainConfig
 from axo.train.loop import Step
+from axo_kernels.device import cpu_model
 
 LOG_NAME = "log.jsonl"
 # Dense bf16 peak in TFLOP/s by a part of the device's name; a more telling part stands before a shorter one.
@@ -58,7 +59,9 @@ class TrainLog:
         self._file = open(self.path, "w", encoding="utf-8")
         self._file.writelines(kept)
         self._ranks = config.ranks
-        self._flops = _Flops.of(config, shape)
+        sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
+        self._model_flops = narayanan(*sizes, recompute=False)
+        self._hardware_flops = narayanan(*sizes, recompute=config.recompute)
         device = device_name(config.device)
         self._peak = config.peak_tflops or peak_tflops(device, config.precision)
         self.write(
@@ -91,10 +94,10 @@ class TrainLog:
             "seconds": step.seconds,
             "tokens_per_s": step.tokens / step.seconds,
             "comm_share": share | {"all": sum(share.values())},
-            "model_flops": self._flops.model,
-            "hardware_flops": self._flops.hardware,
-            "mfu": None if peak is None else self._flops.model / peak,
-            "hfu": None if peak is None else self._flops.hardware / peak,
+            "model_flops": self._model_flops,
+            "hardware_flops": self._hardware_flops,
+            "mfu": None if peak is None else self._model_flops / peak,
+            "hfu": None if peak is None else self._hardware_flops / peak,
         }
         self.write(line)
         return line
@@ -124,19 +127,6 @@ def _lines_before(path: Path, start: int) -> list[str]:
     return kept
 
 
-class _Flops:
-    def __init__(self, model: float, hardware: float) -> None:
-        self.model, self.hardware = model, hardware
-
-    @classmethod
-    def of(cls, config: TrainConfig, shape: models.Shape) -> _Flops:
-        def count(recompute: bool) -> float:
-            sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
-            return narayanan(*sizes, recompute=recompute)
-
-        return cls(count(False), count(config.recompute))
-
-
 def versions() -> dict[str, str]:
     """Versions of what a run depends on."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
@@ -152,13 +142,7 @@ def device_name(device: str) -> str:
     """The name of a GPU, or of this machine's processor."""
     if device.startswith("cuda"):
         return torch.cuda.get_device_name(device)
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return cpu_model()
 
 
 def peak_tflops(device_name: str, precision: str) -> float | None:

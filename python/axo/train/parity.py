@@ -29,13 +29,9 @@ class Parity:
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "FAILED"
-        if self.relative:
-            return (
-                f"parity ({self.precision}, relative): max |loss - serial| / serial = {self.difference:.1e} "
-                f"over {self.steps} steps (limit {_number(self.limit)}): {verdict}"
-            )
+        kind, by = (f" ({self.precision}, relative)", " / serial") if self.relative else ("", "")
         return (
-            f"parity: max |loss - serial| = {self.difference:.1e} "
+            f"parity{kind}: max |loss - serial|{by} = {self.difference:.1e} "
             f"over {self.steps} steps (limit {_number(self.limit)}): {verdict}"
         )
 

@@ -18,6 +18,7 @@ from rich.console import Console
 
 import axo
 from axo.checkpoint import Run
+from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.comm.memory import physical_memory
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
@@ -29,7 +30,6 @@ from axo.train.progress import Display
 from axo.train.resume import CHECKPOINTS, Checkpoints, saves
 from axo.train.serial import train_serial
 
-_MESSAGE_BYTES = 2048
 TAIL = 10  # steps whose mean loss is a run's result
 
 
@@ -128,7 +128,7 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     with ExitStack() as held:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         with axo.connect(config.grid, device=config.device, pipeline=config.pipeline) as comms:
-            agree(comms, problem)
+            agree(checkpoint_group(comms), problem)
             assert batches is not None
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
             run = Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
@@ -143,23 +143,6 @@ def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
         return open_batches(config, open_corpus(config)), ""
     except (ValueError, OSError) as error:
         return None, str(error)
-
-
-def agree(comms: axo.Communicators, problem: str) -> None:
-    """Meet all ranks; go on only if none has a problem ("" = none).
-
-    Raises:
-        ValueError: Some rank has one: the same message on every rank.
-    """
-    mine = torch.zeros(1, _MESSAGE_BYTES, dtype=torch.uint8)
-    text = problem.encode()[:_MESSAGE_BYTES]
-    mine[0, : len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-    theirs = comms.everyone.all_gather(mine.to(comms.device)).cpu()
-    messages = [bytes(row.tolist()).rstrip(b"\0").decode(errors="replace") for row in theirs]
-    wrong = {rank: message for rank, message in enumerate(messages) if message}
-    if wrong:
-        first, message = next(iter(wrong.items()))
-        raise ValueError(message if len(wrong) == len(messages) else f"rank {first}: {message}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ all stages stands in the thread "world". The picture is then of the actions: a l
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -22,9 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.comm.counting import Awaited, Observed, watch
 from axo.overlap import Events, record
 from axo.perf import chrome_trace
@@ -146,21 +146,14 @@ def _layers(issued: list[Observed], events: Events) -> dict[int, str]:
     return found
 
 
-def gather(mine: list[Span], comms: Any) -> list[list[Span]] | None:
+def gather(mine: list[Span], comms: Communicators) -> list[list[Span]] | None:
     """All ranks' spans on rank 0, None elsewhere. Every rank must call it."""
     everyone = comms.everyone
     if everyone.size == 1:
         return [mine]
-    text = torch.tensor(list(json.dumps([vars(span) for span in mine]).encode()), dtype=torch.uint8)
-    length = torch.tensor([text.numel()], dtype=torch.int64)
-    lengths = everyone.all_gather(length.to(comms.device)).tolist()
-    padded = torch.zeros(1, max(lengths), dtype=torch.uint8)
-    padded[0, : text.numel()] = text
-    theirs = everyone.all_gather(padded.to(comms.device)).cpu()
-    if everyone.rank != 0:
-        return None
-    rows = (bytes(row[:length].tolist()) for row, length in zip(theirs, lengths, strict=True))
-    return [[Span(**span) for span in json.loads(row)] for row in rows]
+    theirs: list[Any] = [None] * everyone.size
+    dist.all_gather_object(theirs, mine)
+    return theirs if everyone.rank == 0 else None
 
 
 def write(spans: list[list[Span]], path: Path, title: str, stages: int = 1) -> None:
