@@ -110,7 +110,7 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
 def measure(
     products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
 ) -> None:
-    """Measure each product into the table; says what it skips for want of memory or of time."""
+    """Measure each product into the table; says what it skips for lack of memory or time."""
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
     started = time.perf_counter()

@@ -204,7 +204,7 @@ def step(model: torch.nn.Module, x: torch.Tensor) -> None:
 
 
 def plain(comms: Any, options: argparse.Namespace) -> tuple[torch.nn.Module, torch.Tensor]:
-    """The products of ``stack`` on this rank, in plain torch, with nobody to talk to."""
+    """The products of ``stack`` on this rank, in plain torch, without communication."""
     half = options.width // comms.grid.x
     sizes = [(options.width, half) if i % 2 == 0 else (half, options.width) for i in range(options.layers)]
     model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))

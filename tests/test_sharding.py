@@ -83,7 +83,7 @@ def activations(grid):
     assert torch.equal(axo.unshard_output(wte, wte(axo.shard_input(wte, ids))), wte.full_weight()[ids])
     uneven = torch.full((1 + comms.coords.z, 12 // comms.grid.x), float(comms.coords.z))  # any number of rows a rank
     assert axo.unshard_output(normal, uneven)[:, 0].tolist() == [0.0, 1.0, 1.0]
-    with pytest.raises(ValueError, match=r"Linear: shard_input wants a last dim of 8, got \(8, 7\)"):
+    with pytest.raises(ValueError, match=r"Linear: shard_input needs a last dim of 8, got \(8, 7\)"):
         axo.shard_input(normal, torch.zeros(8, 7))
     with pytest.raises(ValueError, match=r"the tensor has shape \(3, 3\), its placement says \(12, 8\)"):
         axo.shard(torch.zeros(3, 3), normal)

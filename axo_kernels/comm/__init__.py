@@ -1,1 +1,1 @@
-"""What fused operations want of a communicator, and what adapts one to it."""
+"""What fused operations need from a communicator, and the adapters that provide it."""

@@ -1,4 +1,4 @@
-"""What fused operations want of a communicator: the protocol, and the base of the adapters that fulfil it.
+"""What fused operations need from a communicator: the protocol, and the base of its adapters.
 
 Rank, size, three collectives that return pending work, two flag operations of a *communication stream*, and what is
 kept from call to call. ``fork()`` lets that stream run on its own, after what the compute stream has been given so far;

@@ -3,7 +3,7 @@
     C[m, n] = sa[m] sb[n] sum_k A8[m, k] B8[k, n]         A ~ sa A8,  B ~ sb B8
 
 ``scaling="tensor"`` has one scale for an operand, ``"row"`` one for each row of A and column of B, which the sum over k
-leaves alone: each of a layer's three products sums over another dim, so each operand is rounded anew for each product.
+leaves alone: each of a layer's three products sums over another dim, so each operand is rounded again for each product.
 Scales are the largest magnitude over the largest number of the format, so nothing overflows; what is not finite gives
 NaN. Micikevicius et al., "FP8 formats for deep learning", 2022.
 
@@ -68,8 +68,8 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
     for size, name in ((a.data.shape[1], "K"), (b.data.shape[1], "N")):
         if size % _MULTIPLE:
             up = -(-size // _MULTIPLE) * _MULTIPLE
-            raise ValueError(f"fp8: {name}={size} is no multiple of {_MULTIPLE}, which the GPU wants; pad to {up}")
-    columns = b.data if b.data.stride(0) == 1 else b.data.T.contiguous().T  # it wants B stored by columns
+            raise ValueError(f"fp8: {name}={size} is no multiple of {_MULTIPLE}, which the GPU needs; pad to {up}")
+    columns = b.data if b.data.stride(0) == 1 else b.data.T.contiguous().T  # it needs B stored by columns
     return torch._scaled_mm(a.data.contiguous(), columns, a.scale, b.scale, out_dtype=out_dtype)
 
 

@@ -126,7 +126,7 @@ def programs_left(comm: CommunicatorProtocol, device: torch.device) -> int:
     """Programs of a kernel that waits or signals: all resident at once, beside the communication's thread blocks.
 
     One a multiprocessor, whatever the tile: more would also be put on those that are left to the communication, whose
-    thread blocks want most of one.
+    thread blocks need most of one.
 
     Raises:
         ValueError: Nothing is left. A kernel on all of the device would wait for a collective that cannot start.

@@ -60,7 +60,7 @@ class Way:
             raise ValueError(f"{operation}: chunks={self.chunks!r}; use a whole number of at least 1")
         if self.strategy == "signal" and device.type != "cpu" and not devices.runs_triton(device):
             raise ValueError(
-                f"{operation}: strategy='signal' wants triton and a GPU that it serves (sm_80 or later, or AMD's), "
+                f"{operation}: strategy='signal' needs triton and a GPU that it serves (sm_80 or later, or AMD's), "
                 f"which {device} is not here; use 'split'"
             )
 

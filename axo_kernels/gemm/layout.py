@@ -6,7 +6,7 @@ With row-major names, ``C[M, N]`` is
 
 so that with a weight stored ``[out, in]`` the forward product is NT, the input gradient NN and the weight gradient TN
 ("Democratizing AI", section on BLAS kernel tuning). A product in one layout can be computed in another one by laying an
-operand out anew; :func:`relayout` says which operand. Leading dims are batch dims. Nothing here touches a kernel.
+operand out again; :func:`relayout` says which operand. Leading dims are batch dims. Nothing here touches a kernel.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def product_of(a: torch.Tensor, b: torch.Tensor, layout: str) -> Product:
     n, k_of_b = (b.shape[-2], b.shape[-1]) if layout == "NT" else (b.shape[-1], b.shape[-2])
     if k != k_of_b:
         raise ValueError(
-            f"matmul {layout}: a {tuple(a.shape)} has K={k} and b {tuple(b.shape)} has K={k_of_b}; {layout} wants "
+            f"matmul {layout}: a {tuple(a.shape)} has K={k} and b {tuple(b.shape)} has K={k_of_b}; {layout} needs "
             f"{_WANTED[layout]}"
         )
     batch = _batch(a, b, layout)
@@ -139,7 +139,7 @@ def check_offsets(tensor: torch.Tensor, name: str) -> None:
 
 @cache
 def relayout(have: str, want: str) -> tuple[bool, bool]:
-    """Say which operands must be laid out anew, ``(copy a, copy b)``, to compute a ``have`` product as ``want``.
+    """Say which operands must be transposed, ``(copy a, copy b)``, to compute a ``have`` product as ``want``.
 
     ``A[M, K]`` becomes ``A[K, M]`` and the other way round, the same for b. These are the papers' "all three modes".
     """

@@ -254,7 +254,7 @@ def _launch(
         config = split_short(cut_to_fit(config, target, left.dtype, out.dtype, wide), product, target)
     if config.descriptors and not descriptors:
         raise ValueError(
-            f"matmul {product.name}: configuration '{config.name}' wants 2-D operands with 16-byte bases and strides; "
+            f"matmul {product.name}: configuration '{config.name}' needs 2-D operands with 16-byte bases and strides; "
             f"use one without descriptors"
         )
     if not config.fits(target, left.dtype, out.dtype, wide):

@@ -37,7 +37,7 @@ class Choice:
 
     Attributes:
         backend: ``"vendor"`` or ``"triton"``.
-        layout: The layout in which it is computed; operands are laid out anew where it is not the stored one.
+        layout: The layout in which it is computed; operands are copied where it is not the stored one.
         config: Tile configuration, for ``"triton"``.
         strategy, chunks: Of a fused operation.
         seconds: Measured median, the largest over the ranks; 0 when nothing was measured.
@@ -116,7 +116,7 @@ def usable(choice: Choice, product: Product, device: torch.device) -> bool:
 def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
     """The vendor library in all three modes, its own layout first.
 
-    A mode is left out when laying operands out anew would alone take more than ``copy_share`` of the product's time,
+    A mode is left out when copying operands into it would alone take more than ``copy_share`` of the product's time,
     both estimated by ``bytes per flop`` of the product: ``copy_share`` is how many flops the machine does while it
     moves a byte.
     """
@@ -166,7 +166,7 @@ def fused_choices(
     found = [Choice("vendor", product.layout)]
     if plain != found[0]:
         found.append(plain)
-    if plain.layout != product.layout:  # would lay the whole operand out anew for each chunk
+    if plain.layout != product.layout:  # would copy the whole operand for each chunk
         plain = found[0]
     counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]

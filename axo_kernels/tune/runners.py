@@ -1,4 +1,4 @@
-"""How each choice of the tuner is run: torch's own product, one laid out anew, a Triton kernel, a fused operation."""
+"""How each choice of the tuner is run: torch's product, one of copied operands, a Triton kernel, a fused operation."""
 
 from __future__ import annotations
 

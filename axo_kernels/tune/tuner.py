@@ -1,7 +1,7 @@
 """The tuner: measures once which way of computing a product is fastest here, and remembers it.
 
 Candidates for a product are the vendor library in **all three modes** NN, NT and TN ("Democratizing AI", BLAS tuning:
-the copy that lays an operand out anew counts) and the Triton configurations that a cost estimate puts first; for a
+the copy of an operand into it counts) and the Triton configurations that a cost estimate puts first; for a
 fused operation, the strategies and chunk counts as well. Each candidate's result is checked before it is timed, and a
 kernel that no interpreter runs once more in every process that would use it (trust.py); times
 are paired medians; with a communicator the largest over the ranks decides and one choice is broadcast, since ranks with

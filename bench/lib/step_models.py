@@ -209,7 +209,7 @@ def rivals(axis: str, sizes: Sizes, groups: dict[str, Any], device: torch.device
 
 
 def alone(axis: str, ranks: int, sizes: Sizes, device: torch.device) -> Contestant:
-    """The same work of one rank with nobody to talk to, in plain torch.
+    """The same work of one rank without communication, in plain torch.
 
     For x the model has a part of the heads and of the inner width; for z the optimizer has a part of the weights.
     """

@@ -336,7 +336,7 @@ def _resources(kernel: Any, target: Target) -> tuple[int, int]:
 
 
 def _fresh_cache() -> None:
-    """Compile anew in each run, not out of Triton's cache."""
+    """Compile again in each run, without Triton's cache."""
     os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="axo-compile-")
     os.environ.pop("TRITON_INTERPRET", None)
     torch.set_num_threads(1)
@@ -401,7 +401,7 @@ def page(matrix: list[Case], found: dict[str, dict[str, Any]]) -> str:
 
 _PAGE = """# What the compiler made of the kernels
 
-For who tunes tiles: every default configuration, compiled for five GPUs without one. Registers are a thread's, spilled
+For readers who tune tiles: all defaults, compiled for five GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
 at once. fp16 is as bf16. Written by
 `make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.

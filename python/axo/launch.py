@@ -143,8 +143,8 @@ def set_threads(threads: int, local_ranks: int) -> None:
 class Termination:
     """A context of a rank in which the first SIGTERM is only noted; a later one ends the process.
 
-    One that comes within ``SAME_SIGNAL`` seconds is the first again: whoever signals a process group (``timeout``,
-    batch systems) reaches the rank, and its launcher, which passes it on.
+    A second one within ``SAME_SIGNAL`` seconds counts as the first: ``timeout`` and batch systems signal the whole
+    process group, so the rank gets the signal directly and once more from its launcher, which passes it on.
 
     Attributes:
         asked: Whether it has come.

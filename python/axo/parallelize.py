@@ -108,7 +108,7 @@ def parallelize(
     if plan == "litgpt":
         if not _is_litgpt(model):
             raise ValueError(
-                f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\""
+                f"parallelize: plan 'litgpt' needs a litgpt.GPT, got a {type(model).__qualname__}; use plan=\"auto\""
                 " for any other module"
             )
         from axo.plans.litgpt import plan as litgpt

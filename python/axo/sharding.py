@@ -130,7 +130,7 @@ def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     if has_features and (tensor.dim() < -dim or tensor.shape[dim] != layer.in_features_whole):
         where = "a last dim" if dim == -1 else f"a dim {dim}"
         raise ValueError(
-            f"{layer.label()}: shard_input wants {where} of {layer.in_features_whole}, got {tuple(tensor.shape)}"
+            f"{layer.label()}: shard_input needs {where} of {layer.in_features_whole}, got {tuple(tensor.shape)}"
         )
     splits: list[tuple[str, ...]] = [()] * tensor.dim()
     if has_features and layer.in_axis is not None:

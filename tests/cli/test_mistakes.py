@@ -86,7 +86,7 @@ def override(field: str) -> list[str]:
         (["--model", "fifo"], "model 'fifo' is neither a LitGPT configuration nor a .yaml or .json file"),
         (["--model", "list.yaml"], "model: list.yaml is neither YAML nor JSON"),
         (["--resume", ""], "resume is empty; use auto, or name a checkpoint"),
-        (["--resume", "auto", "--overwrite"], "overwrite starts anew, and resume goes on; use one of the two"),
+        (["--resume", "auto", "--overwrite"], "overwrite starts again, and resume continues; use one of the two"),
         (["--device", "tpu"], "device='tpu' is not one that torch knows; use cpu, or cuda"),
         (["--steps", "many"], "Invalid value for '--steps'"),
         (["--nope"], "No such option: --nope"),
@@ -116,7 +116,7 @@ def test_train(here: Path, arguments: list[str], message: str) -> None:
         ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace folder", "'folder' is a folder; name a file"),
         ("profile --out folder", "'folder' is a folder; name a file in it"),
         ("tune --model gpt-5b --json folder", "'folder' is a folder; name a file in it"),
-        ("info --flight", "axo info: error: --flight wants files"),
+        ("info --flight", "axo info: error: --flight needs files"),
         ("consolidate folder", "axo consolidate: error: Missing argument 'OUT'"),
     ],
 )

@@ -405,5 +405,5 @@ def test_without_a_gpu():
         axo.connect("1x1x1x1", device="cuda")
     with pytest.raises(ValueError, match="device_options are for GPUs"):
         axo.connect("1x1x1x1", device_options=axo.DeviceOptions())
-    with pytest.raises(ValueError, match="wants comms"):
+    with pytest.raises(ValueError, match="needs comms"):
         axo.empty_shared((3,), device="cuda")

@@ -344,7 +344,7 @@ def refusals():
 def test_what_the_plan_cannot_do_is_one_error_that_names_it():
     expected = [message for _, message in REFUSED] + [
         "block 0 holds a tests.plans.test_litgpt_plan.Attention, which plan 'litgpt' does not know",
-        "wants a litgpt.GPT, got a Linear",
+        "needs a litgpt.GPT, got a Linear",
         "'lm_head' is parallel already",
         "plan='megatron' is not known",
         "the models of ranks [6, 7] differ from rank 0's",

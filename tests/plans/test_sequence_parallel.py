@@ -162,7 +162,7 @@ def layers_and_dropout(grid):
     assert_close(layer.bias.grad, torch.full_like(layer.bias, 3 * 4 * comms.grid.x), 0, "gradient of the bias")
     whole = axo.nn.sequence.scatter_sequence(axo.nn.sequence.gather_sequence(x, comms) / comms.grid.x, comms)
     assert_close(whole, x, 1e-6, "gather, then scatter")
-    with pytest.raises(ValueError, match="sequence parallelism wants"):
+    with pytest.raises(ValueError, match="sequence parallelism needs"):
         layer(torch.zeros(8 // comms.grid.x))
 
 

@@ -37,7 +37,7 @@ class Run:
         comms: What ``axo.connect`` returned; None: one process.
         checkpoints: Where its checkpoints lie; None: in ``folder``.
         resume: Go on with the run whose folder it is (or start one, where there is none).
-        overwrite: Start anew, and remove the checkpoints that earlier runs left.
+        overwrite: Start again, and remove the checkpoints that earlier runs left.
 
     Raises:
         ValueError: Another process holds the folder (names it), or, for a new run, it holds another's checkpoints; on

@@ -233,7 +233,7 @@ def _read(
     planner: LoadPlanner,
     items: list[ReadItem],
 ) -> None:
-    """Read one stored entry, for all that want something of it."""
+    """Read one stored entry, for all that need a part of it."""
     position, size, checksum = getattr(info, "checked", None) or (info.offset, info.length, None)
     if position == info.offset:
         data = np.empty(size, np.uint8)

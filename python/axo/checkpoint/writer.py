@@ -3,7 +3,7 @@
 On the calling thread: wait for the save before this one, collect the entries, compare the arguments of all ranks, and
 (``async_``) copy the entries to host memory. Then, on the same thread or another: DCP's plan, write and metadata over a
 process group of its own, so that training may communicate meanwhile; rank 0 looks that every rank's file is there,
-renames and prunes; all ranks hear how it ended. What a failed save has written is removed.
+renames and prunes; all ranks learn how it ended. What a failed save has written is removed.
 """
 
 from __future__ import annotations
@@ -300,7 +300,7 @@ def write(target: Target, entries: dict[str, Any]) -> None:
                 part.commit(target.step, seal(target.path))
                 if target.keep is not None:
                     folders.prune(target.final, target.keep, part.run)
-        except Error:  # a peer is lost, and would not hear of a problem
+        except Error:  # a peer is lost, and could not be told of a problem
             raise
         except CheckpointException as error:  # DCP's: the same on all ranks
             problem = _first_failure(error)

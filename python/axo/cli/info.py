@@ -32,7 +32,7 @@ def info(
         from axo.comm.flight import render
 
         if not files:
-            raise ValueError("--flight wants files, such as FOLDER/axo-flight-*.jsonl")
+            raise ValueError("--flight needs files, such as FOLDER/axo-flight-*.jsonl")
         render(files, Console())
         return
     if files:

@@ -504,7 +504,7 @@ def _close_all() -> None:
         try:
             communicator._core.shutdown()
         except Error:
-            pass  # a peer has gone already, and whoever waited for an operation has been told
+            pass  # a peer has gone already, and those who waited for an operation have its error
     _C.leave_devices()  # groups of torch.distributed that nobody has destroyed
 
 

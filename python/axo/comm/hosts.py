@@ -42,11 +42,11 @@ def check_settings() -> None:
 def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) -> None:
     """Let this rank play one of several hosts, in what it connects from here on. Support for tests and benches.
 
-    Every rank calls it, with the same arguments, before it connects. Hosts that are one machine in truth meet over
+    Every rank calls it, with the same arguments, before it connects. Simulated hosts of one machine meet over
     the loopback interface, and what leaves one for another takes ``latency + bytes / rate`` a step.
 
     Args:
-        ranks_per_host: Rank r is on "host" r // ranks_per_host; 0: where it is in truth.
+        ranks_per_host: Rank r is on "host" r // ranks_per_host; 0: its real host.
         rate: Bytes a second that leave a host, over all its ranks and what they split from one communicator; 0: no
             limit.
         latency: Seconds that each step between hosts takes beside its bytes.
@@ -125,7 +125,7 @@ def _between_hosts(
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
-    """A Gloo group of these ranks. Hosts that are one machine in truth use loopback."""
+    """A Gloo group of these ranks. Simulated hosts of one machine use loopback."""
     group: Any = dist.ProcessGroupGloo
     machines = {identity.partition(" ")[2] for identity in identities}
     device = group.create_device(hostname="127.0.0.1") if len(machines) == 1 else group.create_default_device()

@@ -214,7 +214,7 @@ def _empty_on_device(
 ) -> torch.Tensor:
     if comms is None or comms.device.type != device.type or device.index not in (None, comms.device.index):
         raise ValueError(
-            f"empty_shared: device={str(device)!r} wants comms, the communicators of that device that will use it"
+            f"empty_shared: device={str(device)!r} needs comms, the communicators of that device that will use it"
         )
     lines = [line for line in comms.communicators if line.size > 1]
     count = math.prod(shape)
@@ -225,7 +225,7 @@ def _empty_on_device(
 
 
 def physical_memory(device: torch.device) -> int | None:
-    """Bytes of memory that a device has, whoever uses them; None where that is not known (meta, for example)."""
+    """Bytes of memory that a device has, used by any process; None where that is not known (meta, for example)."""
     if device.type == "cpu":
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if device.type == "cuda" and torch.cuda.is_available():

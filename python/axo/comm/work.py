@@ -147,7 +147,7 @@ class Work:
         future.set_result(result)
 
     def _complete_result(self) -> Any:
-        """The result of an operation that has ended, complete for whoever reads it."""
+        """The result of an operation that has ended, complete for every reader."""
         return self.wait()
 
     def _check_issued(self) -> None:

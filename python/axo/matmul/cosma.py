@@ -5,9 +5,9 @@
     each rank multiplies one cuboid of the m k n scalar products: [m/z, k/y] by [k/y, n/x]
     gather what the cuboid's two faces of A and B lack, multiply, scatter the sums of its face of C
 
-Where memory is no limit, the least volume is that of the cuboids nearest to cubes: a wide weight wants x, a long sum y,
-many rows z. The recursion of CARMA (Demmel et al., 2013), which halves the longest side each time, ends there for ranks
-that are powers of two. A grid with x = y = z is Agarwal's; an axis of one rank sends nothing.
+Where memory is no limit, the least volume is that of the cuboids nearest to cubes: split a wide weight over x, a long
+sum over y, many rows over z. The recursion of CARMA (Demmel et al., 2013), which halves the longest side each time,
+ends there for ranks that are powers of two. A grid with x = y = z is Agarwal's; an axis of one rank sends nothing.
 
 Not here: rounds with smaller buffers where memory is short; which grid is best is the caller's search over ``cost()``.
 """

@@ -194,7 +194,7 @@ class LayerProducts:
         if axis is None or not fused.possible or fused.on(axis).size == 1 or torch.compiler.is_compiling():
             return None
         if torch._C._len_torch_dispatch_stack():
-            return None  # a mode, such as selective checkpointing, wants to see the product by itself
+            return None  # a mode, such as selective checkpointing, must see the product by itself
         (n, k), m = self._features, a.shape[0]
         sizes = {
             "forward": (m, n, k),

@@ -8,7 +8,7 @@
 
 Without that last sum the copies of B drift apart: each layer has seen its own rows only. A product moves
 m k (q - 1) + k n d (q - 1) elements forward, and a rank holds m k / p + k n d / p + m n / p (equation 8). The paper
-wants d <= q; a larger depth works and gains nothing over more data ranks.
+asks for d <= q; a larger depth works, but gains nothing over more data ranks.
 """
 
 from __future__ import annotations

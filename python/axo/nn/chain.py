@@ -1,6 +1,6 @@
 """Do layers fit each other? Found out in the first pass, from what autograd has recorded; nothing afterwards.
 
-Where Gx == Gy the output of a normal layer has the shape that another normal layer wants, but its features are split
+Where Gx == Gy the output of a normal layer has the shape that another normal layer takes, but its features are split
 over x and the layer takes them split over y: the result would be nonsense. So the first time that a layer's input has a
 history, that history is walked back, through operations that leave features where they are (sums, products,
 activations, dropout), to the layers that it comes from: these must leave features split as this layer takes them.

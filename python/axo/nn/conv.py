@@ -174,7 +174,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             batch: Samples of one data-parallel group (all ranks along z together).
             height, width: Of the input.
             itemsize: Bytes an element of the dtype that it computes in; the bias is reduced in its own, 4 bytes.
-            input_grad: Whether the input wants a gradient.
+            input_grad: Whether the input needs a gradient.
         """
         left, right, top, bottom = self._reversed_padding_repeated_twice
         wide, high = width + left + right, height + top + bottom

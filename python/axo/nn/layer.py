@@ -172,7 +172,7 @@ class ParallelLayer(nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        memo[id(self.comms)] = self.comms  # a copy of a layer talks over the same communicators
+        memo[id(self.comms)] = self.comms  # a copy of a layer uses the same communicators
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         new.__dict__.update(copy.deepcopy(self.__dict__, memo))

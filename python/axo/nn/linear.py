@@ -205,7 +205,7 @@ class Linear(ParallelLayer, nn.Linear):
             itemsize: Bytes an element of the dtype that it computes in; the bias is reduced in its own.
             input_itemsize: Bytes an element of the input, as which the gradient of one that is cut here is gathered;
                 None: as ``itemsize``.
-            input_grad: Whether the input wants a gradient.
+            input_grad: Whether the input needs a gradient.
             recompute: The forward runs again before backward (activation checkpointing).
         """
         if self.as_table:

@@ -4,7 +4,7 @@ Ranks that work on the same rows compute the same with them; gradients are reduc
 those of parallel layers are, before they are added to ``.grad``. Values are rank 0's.
 
 A module keeps its class's code: it becomes an instance of a subclass made for it, which re-attaches the reduction to
-parameters that torch makes anew (``to_empty``, ``deepcopy``).
+parameters that torch makes again (``to_empty``, ``deepcopy``).
 
 Not here: overlap; each parameter is reduced by itself, when autograd has its gradient. Every rank must use the
 same parameters in each backward.

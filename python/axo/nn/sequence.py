@@ -42,7 +42,7 @@ def scatter_sequence(tensor: torch.Tensor, comms: Communicators, *, owner: str =
     if comms.grid.x == 1:
         return tensor
     if tensor.dim() < 2:
-        raise ValueError(f"{owner}: sequence parallelism wants (..., tokens, features), got {tuple(tensor.shape)}")
+        raise ValueError(f"{owner}: sequence parallelism needs (..., tokens, features), got {tuple(tensor.shape)}")
     check_divides(owner, "sequence length", tensor.shape[-2], "x", comms.grid.x)
     return _Move.apply(tensor, comms, False)
 

@@ -146,7 +146,7 @@ def _check_files(config: TrainConfig) -> None:
         if not config.resume.strip():
             raise ValueError("train: resume is empty; use auto, or name a checkpoint")
         if config.overwrite:
-            raise ValueError("train: overwrite starts anew, and resume goes on; use one of the two")
+            raise ValueError("train: overwrite starts again, and resume continues; use one of the two")
     else:
         older = checkpoint.latest(out / CHECKPOINTS)
         if older is not None and not config.overwrite:

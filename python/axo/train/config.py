@@ -138,7 +138,7 @@ class TrainConfig:
         None, OUTPUT, "Go on from the newest checkpoint of --out, or DIR.", metavar="[auto|DIR]"
     )
     allow_new_data: bool = _option(False, OUTPUT, "Resume although seed, batch or text are others now.")
-    overwrite: bool = _option(False, OUTPUT, "Start anew in --out; remove an earlier run's checkpoints in it.")
+    overwrite: bool = _option(False, OUTPUT, "Start again in --out; remove an earlier run's checkpoints in it.")
     trace: str | None = _option(None, OUTPUT, "Write a chrome trace of a step, and a PNG.", metavar="FILE")
     peak_tflops: float | None = _option(
         None, OUTPUT, "Dense peak of a rank's device, for MFU.", least=0, open_below=True

@@ -122,7 +122,7 @@ def communication(issued: list[Observed], waits: list[Awaited], events: Events) 
         axis = one.axis if one.axis in STREAMS else "world"
         spans.append(Span(axis, one.op, one.start, end, bytes=one.bytes, blocked=one.work is None, layer=layer))
         for wait in mine:
-            # The engine also lets go of what it finds complete, which is no wait.
+            # The engine also drops what it finds complete, which is no wait.
             if layer and not any(event.start <= wait.start and wait.end <= event.end for event in blocked):
                 continue
             spans.append(Span(axis, f"wait {one.op}", wait.start, wait.end, blocked=True, layer=layer))

@@ -88,7 +88,7 @@ def misused():
     fabric.launch()
     with fabric.init_module(empty_init=True):
         short, model = GPT(Config(**{**LLAMA, "n_layer": 1})), GPT(Config(**LLAMA))
-    with pytest.raises(ValueError, match=r"plan 'litgpt' wants a litgpt\.GPT, got a Sequential"):
+    with pytest.raises(ValueError, match=r"plan 'litgpt' needs a litgpt\.GPT, got a Sequential"):
         fabric.setup(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="1 blocks over 2 stages leave a stage without layers"):
         fabric.setup(short)

@@ -155,7 +155,7 @@ def test_a_device_that_the_kernels_do_not_serve(monkeypatch, arch, served):
         Way("signal", 2).check("matmul_all_reduce", cuda)
         return
     with pytest.raises(
-        ValueError, match=r"signal' wants triton and a GPU that it serves \(sm_80 or later.*use 'split'"
+        ValueError, match=r"signal' needs triton and a GPU that it serves \(sm_80 or later.*use 'split'"
     ):
         Way("signal", 2).check("matmul_all_reduce", cuda)
     product = Product("NT", 4096, 4096, 4096, torch.float16)

@@ -396,8 +396,8 @@ BAD = {
     "layout='TT' is not a layout; use one of NN, NT, TN": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2), "TT"),
     "a is torch.float32 and b is torch.float16; cast": lambda: matmul(torch.ones(2, 2), torch.ones(2, 2).half()),
     "torch.int32 is not supported; use torch.bfloat16": lambda: matmul(*[torch.ones(2, 2).int()] * 2),
-    "has K=3 and b (4, 5) has K=4; NN wants A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5)),
-    "has K=3 and b (4, 5) has K=5; NT wants A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5), "NT"),
+    "has K=3 and b (4, 5) has K=4; NN needs A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5)),
+    "has K=3 and b (4, 5) has K=5; NT needs A": lambda: matmul(torch.ones(2, 3), torch.ones(4, 5), "NT"),
     "leading dims (2,) of a and (3,) of b differ": lambda: matmul(torch.ones(2, 2, 2), torch.ones(3, 2, 2), "TN"),
     "b has 1; both need at least 2": lambda: matmul(torch.ones(2, 2), torch.ones(2)),
     "leading dims (1,) of a and (3,) of b differ": lambda: matmul(torch.ones(1, 2, 2), torch.ones(3, 2, 2)),
@@ -444,7 +444,7 @@ def check_offsets_that_overflow():
     row = torch.empty((1, 2**31), device="meta")
     with pytest.raises(ValueError, match="each must be at most 2147483647; cut it"):
         matmul(row, torch.empty((2**31, 1), device="meta"), backend="vendor")
-    with pytest.raises(ValueError, match=r"does not fit cpu|wants 2-D operands with 16-byte"):
+    with pytest.raises(ValueError, match=r"does not fit cpu|needs 2-D operands with 16-byte"):
         matmul(torch.ones(3, 5), torch.ones(5, 3), config=DESCRIPTORS)
 
 

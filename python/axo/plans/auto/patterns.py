@@ -27,7 +27,7 @@ _VALUE = re.compile(r"(normal|transposed):(whole|split)->(whole|split)")
 
 @dataclass(frozen=True)
 class Wish:
-    """What the user wants of one layer.
+    """What the user asks for one layer.
 
     Attributes:
         kind: "normal", "transposed" or "replicate".
@@ -59,7 +59,7 @@ def read(value: str, pattern: str) -> Wish:
 
 
 def wishes(plan: dict[str, str], layers: Iterable[str], others: Iterable[str]) -> dict[str, Wish]:
-    """Name of a layer -> what the user wants of it.
+    """Name of a layer -> what the user asks for it.
 
     Args:
         plan: Patterns and values.

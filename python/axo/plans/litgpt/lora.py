@@ -160,7 +160,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         Args:
             rows: m, rows of one data-parallel group (all ranks along z together).
             itemsize: Bytes an element of the dtype that it computes in.
-            input_grad: Whether the input wants a gradient, which changes nothing: A does in any case.
+            input_grad: Whether the input needs a gradient, which changes nothing: A does in any case.
             recompute: The forward runs again before backward.
         """
         if not self.placements or self.merged:

@@ -182,7 +182,7 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         Refused: Names the feature or the size.
     """
     if not isinstance(model, GPT):
-        raise Refused(f"parallelize: plan 'litgpt' wants a litgpt.GPT, got a {type(model).__qualname__}")
+        raise Refused(f"parallelize: plan 'litgpt' needs a litgpt.GPT, got a {type(model).__qualname__}")
     config, inner = model.config, arrangement.inner
     ranks = grid.size(inner)
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
