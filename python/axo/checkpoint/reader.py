@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.optim import Optimizer
@@ -109,7 +110,9 @@ class _Elsewhere:
     optimized: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, model: nn.Module, optimizer: Optimizer | None, comms: Communicators | None, group: Any) -> _Elsewhere:
+    def of(
+        cls, model: nn.Module, optimizer: Optimizer | None, comms: Communicators | None, group: dist.ProcessGroup | None
+    ) -> _Elsewhere:
         """Collective where there are several stages."""
         if comms is None or comms.stages == 1:
             return cls()

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.optim import Optimizer
 
 from axo.checkpoint.parts import Parts
+from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
 from axo.nn.elsewhere import renamed
 from axo.overlap import optimizer_state
@@ -106,7 +107,7 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
     raise ValueError(f"checkpoint: {name!r} {what} and cannot be saved; {hint} first")
 
 
-def communicators(model: nn.Module) -> Any:
+def communicators(model: nn.Module) -> Communicators | None:
     """What the model's parallel layers communicate over; None for a model without any.
 
     Raises:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from axo_kernels.tune.model import Row
+    from axo_kernels.tune.model_shapes import Layer
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -119,7 +120,7 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def _check_memory(cut: list[Any], dtype: torch.dtype, place: torch.device) -> None:
+def _check_memory(cut: list[Layer], dtype: torch.dtype, place: torch.device) -> None:
     """Refuse a product whose operands, results and fp32 draws do not fit beside each other.
 
     Raises:

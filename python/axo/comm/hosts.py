@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from axo.comm.extension import _C
 from axo.comm.flight import arm
@@ -63,7 +64,7 @@ def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) ->
 
 
 def create_core(
-    store: Any,
+    store: Store,
     key: str,
     rank: int,
     size: int,
@@ -88,7 +89,7 @@ def create_core(
     return core
 
 
-def _met(store: Any, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]) -> Any:
+def _met(store: Store, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]) -> Any:
     if size == 1:
         return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
     # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.
@@ -111,7 +112,7 @@ def _met(store: Any, key: str, rank: int, size: int, name: str, left: TimeLeft, 
 
 
 def _between_hosts(
-    store: Any, round_: str, rank: int, size: int, name: str, left: TimeLeft, names: list[str], identities: list[str]
+    store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, names: list[str], identities: list[str]
 ) -> Any:
     meeting = timedelta(seconds=min(left(), _GLOO_MEETS_S))
     try:
@@ -124,7 +125,7 @@ def _between_hosts(
     return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, int(left() * 1000))
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
     """A Gloo group of these ranks. Simulated hosts of one machine use loopback."""
     group: Any = dist.ProcessGroupGloo
     machines = {identity.partition(" ")[2] for identity in identities}

@@ -8,9 +8,9 @@ cuda    NCCL or RCCL, over any hosts    axo.comm.device.DeviceCommunicator
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.device import DeviceCommunicator, DeviceOptions, ask_for_launch_order
@@ -68,7 +68,7 @@ def alone(name: str, device: torch.device) -> Communicator:
 
 
 def meet(
-    store: Any,
+    store: dist.Store,
     key: str,
     rank: int,
     size: int,

@@ -14,7 +14,8 @@ they are what is being computed. A product sends 2 q^3 - 2 q blocks forward, wit
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from axo.grid import Grid
 from axo.matmul.algorithm import (
@@ -93,7 +94,9 @@ def gradients(
     return home_a(), home_b()
 
 
-def _travel(comms: Communicators, a: Tensor, b: Tensor, shape: Shape, first: int, last: int) -> Any:
+def _travel(
+    comms: Communicators, a: Tensor, b: Tensor, shape: Shape, first: int, last: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield A[i, s] and B[s, j] with s = i + j + step for each step; the next ones travel meanwhile."""
     if first >= last:
         return
@@ -115,7 +118,7 @@ def _travel(comms: Communicators, a: Tensor, b: Tensor, shape: Shape, first: int
         yield a, b
 
 
-def _start_shift(comm: Communicator, block: Tensor, back: int, size: tuple[int, int]) -> Any:
+def _start_shift(comm: Communicator, block: Tensor, back: int, size: tuple[int, int]) -> Callable[[], Tensor]:
     """Start to send ``block`` ``back`` places back along the ring; calling the result gives the block that comes."""
     q, back = comm.size, back % comm.size
     if back == 0:

@@ -135,7 +135,7 @@ def cross_entropy(
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _check(weight: Any, reduction: str, label_smoothing: float) -> None:
+def _check(weight: torch.Tensor | None, reduction: str, label_smoothing: float) -> None:
     if weight is not None:
         raise ValueError("cross_entropy: class weights are not supported; use weight=None")
     if reduction not in REDUCTIONS:

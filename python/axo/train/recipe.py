@@ -103,7 +103,7 @@ def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
             )
 
 
-def _keeping(what: str) -> Any:
+def _keeping(what: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """The contexts of a block's forward and of its recomputation."""
     return noop_context_fn() if what == "nothing" else create_selective_checkpoint_contexts(_policy)
 

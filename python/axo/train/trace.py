@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from axo.comm.connect import Communicators
 from axo.comm.counting import Awaited, Observed, watch
@@ -48,7 +49,7 @@ class StepTrace:
         self._ran: list[actions.Ran] = []
         self.spans: list[Span] = []
         self._open: dict[tuple[str, str], float] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._stack = ExitStack()
         self._events: Events = []
 
