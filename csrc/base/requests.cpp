@@ -1,6 +1,8 @@
 // Arguments of the collectives, checked before anything is sent; see base/requests.h.
 #include "base/requests.h"
 
+#include <algorithm>
+#include <cstring>
 #include <limits>
 
 #include "base/group.h"
@@ -178,6 +180,25 @@ std::string RequestCommunicator::gather_bytes(const std::string& mine) {
   options.blocking = true;
   all_gather(mine.data(), all.data(), mine.size(), DType::uint8, options);
   return all;
+}
+
+std::vector<int> RequestCommunicator::split_members(int color, int key) {
+  if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
+  struct Choice {
+    std::int32_t color, key;
+  };
+  const Choice mine{color, key};
+  const std::string choices = gather_bytes(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
+  std::vector<std::pair<int, int>> members;  // (key, rank)
+  for (int p = 0; p < size(); ++p) {
+    Choice c;
+    std::memcpy(&c, choices.data() + static_cast<std::size_t>(p) * sizeof(c), sizeof(c));
+    if (c.color == color) members.emplace_back(c.key, p);
+  }
+  std::sort(members.begin(), members.end());
+  std::vector<int> ranks;
+  for (const auto& member : members) ranks.push_back(member.second);
+  return ranks;
 }
 
 }  // namespace axo

@@ -43,6 +43,9 @@ class RequestCommunicator : public Communicator {
   static void check_group(const Request& request, const CallOptions& options);
   // All-gathers `mine`, of equal length everywhere, over this communicator.
   std::string gather_bytes(const std::string& mine);
+  // Of a split: the ranks that pass this rank's `color`, ordered by (key, rank). Every rank must call it, none in a
+  // group.
+  std::vector<int> split_members(int color, int key);
 
  private:
   Request request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const;

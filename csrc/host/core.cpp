@@ -8,16 +8,6 @@
 
 namespace axo::host {
 
-HostWork::HostWork(std::shared_ptr<HostCore> core, Request r, const CallOptions& options)
-    : WorkState(std::move(r), options, core->timeout()), core_(std::move(core)) {}
-
-void HostWork::wait_until(Clock::time_point deadline) {
-  core_->check_not_forked("wait");
-  core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
-}
-
-const Member& HostWork::member() const { return core_->member(); }
-
 // A receive from any rank names the one whose message it has taken.
 Operation HostWork::operation() const {
   Operation operation = request;
@@ -26,19 +16,22 @@ Operation HostWork::operation() const {
 }
 
 HostCore::HostCore(Membership membership)
-    : engine_(ProgressEngine::get()),
+    : CpuCore(membership.member, membership.timeout,
+              Layout(membership.member.size).header(membership.segment->base())->id),
       m_(std::move(membership)),
-      timeout_(m_.timeout),
       layout_(size()),
       base_(m_.segment->base()),
-      flight_(std::make_shared<FlightRecorder>(m_.member, layout_.header(base_)->id)),
       rounds_(*this),
       messages_(*this) {
   engine_.meet(m_.processes);
-  FlightLog::get().add(flight_);
 }
 
-void HostCore::submit(const std::vector<HostWorkPtr>& works) {
+void HostCore::submit(const WorkStatePtr& work, bool blocking) {
+  take({work});
+  if (!blocking) engine_.watch();
+}
+
+void HostCore::take(const std::vector<WorkStatePtr>& works) {
   engine_.record_core();
   {
     std::unique_lock<std::mutex> lock(incoming_mutex_);
@@ -50,7 +43,7 @@ void HostCore::submit(const std::vector<HostWorkPtr>& works) {
     }
     for (const auto& work : works) {
       work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++, flight_.get());
-      incoming_.push_back(work);
+      incoming_.push_back(std::static_pointer_cast<HostWork>(work));
       pending.fetch_add(1);
       engine_.started();
     }
@@ -66,9 +59,7 @@ void HostCore::launch(const std::vector<WorkStatePtr>& works) {
     for (const auto& work : works) work->refuse(std::current_exception());
     return;
   }
-  std::vector<HostWorkPtr> own;
-  for (const auto& work : works) own.push_back(std::static_pointer_cast<HostWork>(work));
-  submit(own);
+  take(works);
   engine_.watch();
 }
 
@@ -445,22 +436,8 @@ std::string HostCore::timeout_text(const HostWork& work) const {
     }
     return text + "; rank " + std::to_string(peer) + " did not answer (" + peer_position(peer) + ")";
   }
-  std::string arrived, missing;
-  for (int p = 0; p < size(); ++p) {
-    if (state(p).issued.load(std::memory_order_acquire) > work.sequence()) {
-      arrived += (arrived.empty() ? "" : ", ") + std::to_string(p);
-    } else {
-      missing += (missing.empty() ? "" : ", ") + std::to_string(p) + " (" + peer_position(p) + ")";
-    }
-  }
-  return text + "; arrived: " + (arrived.empty() ? "none" : arrived) +
-         "; not arrived: " + (missing.empty() ? "none" : missing);
-}
-
-void HostCore::check_not_forked(const char* what) const {
-  if (!engine_.forked()) return;
-  throw Error(std::string(what) + " on '" + member().name +
-              "': the communicator belongs to the parent process; connect again after fork");
+  const auto has_come = [&](int p) { return state(p).issued.load(std::memory_order_acquire) > work.sequence(); };
+  return text + arrivals(has_come, [&](int p) { return std::to_string(p) + " (" + peer_position(p) + ")"; });
 }
 
 void HostCore::check_usable(const char* what) const {

@@ -11,10 +11,7 @@
 #include <string>
 #include <vector>
 
-#include "base/flight_recorder.h"
-#include "base/group.h"
 #include "host/rounds.h"
-#include "progress/engine.h"
 
 namespace axo::host {
 
@@ -26,34 +23,21 @@ struct Membership {
   std::vector<std::shared_ptr<Process>> processes;  // by rank
 };
 
-class HostCore final : public ProgressClient, public GroupLauncher, public std::enable_shared_from_this<HostCore> {
+class HostCore final : public CpuCore {
  public:
   explicit HostCore(Membership membership);
 
-  int rank() const { return m_.member.rank; }
-  int size() const { return m_.member.size; }
-  const Member& member() const { return m_.member; }
-  Milliseconds timeout() const { return timeout_.load(); }
-  Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
-  ProgressEngine& engine() const { return engine_; }
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
 
-  // Throws when the communicator cannot take operations (aborted, closed, forked child).
-  void check_usable(const char* what) const;
-  void check_not_forked(const char* what) const;
-  // Queues operations in this order and moves what can be moved.
-  // A communicator that is being closed ends them with an error.
-  void submit(const std::vector<HostWorkPtr>& works);
+  void check_usable(const char* what) const override;
+  void submit(const WorkStatePtr& work, bool blocking) override;
   void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
-  // Of this rank's own accord, from any thread.
-  void abort(const Failure& failure);
-  std::exception_ptr failure();
-  // Waits for pending operations, then tells the peers.
-  void shutdown();
-  // The communicator object is gone: leave as soon as nothing is pending.
-  void release();
+  void abort(const Failure& failure) override;
+  std::exception_ptr failure() override;
+  void shutdown() override;
+  void release() override;
 
   // For Rounds and Messages, behind the gate.
   char* base() const { return base_; }
@@ -66,6 +50,9 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
 
  private:
   friend class Messages;
+  // Queues operations in this order and moves what can be moved. A communicator that is being closed ends them with an
+  // error.
+  void take(const std::vector<WorkStatePtr>& works);
   void fail(const Failure& failure, const Failure& here);  // what is said to the peers, and on this rank
   bool enter();
   void leave();
@@ -83,13 +70,9 @@ class HostCore final : public ProgressClient, public GroupLauncher, public std::
   std::string timeout_text(const HostWork& work) const;
   std::string peer_position(int peer) const;
 
-  ProgressEngine& engine_;
   Membership m_;
-  std::atomic<Milliseconds> timeout_;
   Layout layout_;
   char* base_;
-
-  std::shared_ptr<FlightRecorder> flight_;
 
   std::mutex incoming_mutex_;
   std::vector<HostWorkPtr> incoming_;

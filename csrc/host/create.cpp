@@ -24,7 +24,7 @@ std::shared_ptr<HostCore> start(Membership membership, const Watch& watch) {
   request.kind = Kind::barrier;
   auto work = std::make_shared<HostWork>(core, request, CallOptions{});
   try {
-    core->submit({work});
+    core->submit(work, true);
     while (!work->is_completed()) {
       try {
         work->synchronize(Milliseconds(100));
@@ -294,23 +294,10 @@ std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int 
   return Rendezvous(store, key, rank, size, options).meet();
 }
 
-std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, int color, int key,
-                                     const std::string& name) {
-  struct Choice {
-    std::int32_t color, key;
-  };
-  const Choice mine{color, key};
-  const std::string choices = gather(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
-  std::vector<std::pair<int, int>> members;  // (key, rank in the parent)
-  for (int p = 0; p < parent.size(); ++p) {
-    Choice c;
-    std::memcpy(&c, choices.data() + static_cast<std::size_t>(p) * sizeof(c), sizeof(c));
-    if (c.color == color) members.emplace_back(c.key, p);
-  }
-  std::sort(members.begin(), members.end());
-  const auto at = std::find(members.begin(), members.end(), std::make_pair(key, parent.rank()));
+std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, const std::vector<int>& members,
+                                     bool takes_part, const std::string& name) {
+  const auto at = std::find(members.begin(), members.end(), parent.rank());
   const int rank = static_cast<int>(at - members.begin()), size = static_cast<int>(members.size());
-  const bool takes_part = color >= 0;
 
   std::unique_ptr<Leader> leader;
   if (takes_part && rank == 0 && size > 1) leader = std::make_unique<Leader>();
@@ -319,7 +306,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
   if (!takes_part) return nullptr;
 
   Membership m = membership_of(rank, size, name, parent.timeout());
-  for (const auto& [k, p] : members) m.processes.push_back(parent.processes()[static_cast<std::size_t>(p)]);
+  for (int p : members) m.processes.push_back(parent.processes()[static_cast<std::size_t>(p)]);
   const Meeting meeting{"split of '" + parent.member().name + "' into '" + name + "'", rank, size,
                         deadline_after(parent.timeout())};
   auto asked = Clock::now();
@@ -328,19 +315,19 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
       asked = Clock::now();
       check_interrupt();
     }
-    // First who died without taking leave of the parent: others may have ended because of that one.
+    // First a rank that died before it left the parent: others may have ended because of that one.
     int lost = -1;
     for (int p = 0; p < size; ++p) {
       if (!m.processes[static_cast<std::size_t>(p)]->dead()) continue;
-      const bool took_leave = parent.state(members[static_cast<std::size_t>(p)].second).left.load() != 0;
-      if (lost < 0 || !took_leave) lost = p;
-      if (!took_leave) break;
+      const bool left = parent.state(members[static_cast<std::size_t>(p)]).left.load() != 0;
+      if (lost < 0 || !left) lost = p;
+      if (!left) break;
     }
     if (lost < 0) return;
     const auto i = static_cast<std::size_t>(lost);
     throw Failure{FailureKind::peer_lost, lost,
                   "rank " + std::to_string(lost) + " (process " + std::to_string(m.processes[i]->pid()) + ", rank " +
-                      std::to_string(members[i].second) + " of '" + parent.member().name + "') died"};
+                      std::to_string(members[i]) + " of '" + parent.member().name + "') died"};
   };
   Fd fd;
   if (size == 1) {
@@ -353,8 +340,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     lead(*leader, meeting, body, nullptr);
   } else {
     Address address;
-    std::memcpy(&address, addresses.data() + static_cast<std::size_t>(members[0].second) * sizeof(address),
-                sizeof(address));
+    std::memcpy(&address, addresses.data() + static_cast<std::size_t>(members[0]) * sizeof(address), sizeof(address));
     try {
       try {
         m.segment = check_segment(join(address, meeting, false, watch).segment, size);

@@ -14,13 +14,13 @@ std::shared_ptr<HostCore> create_core(Store& store, const std::string& key, int 
                                       const HostOptions& options);
 
 // The communicator over a core (host/communicator.cpp).
-std::shared_ptr<Communicator> wrap_core(std::shared_ptr<HostCore> core);
+std::shared_ptr<Communicator> wrap_core(const std::shared_ptr<HostCore>& core);
 
 // All-gathers equally long strings over the parent.
 using GatherBytes = std::function<std::string(const std::string&)>;
 
-// Null when color < 0.
-std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, int color, int key,
-                                     const std::string& name);
+// Of `members`, ranks of the parent in their new order. Every rank of the parent calls it; null where !takes_part.
+std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather, const std::vector<int>& members,
+                                     bool takes_part, const std::string& name);
 
 }  // namespace axo::host

@@ -23,6 +23,8 @@
 
 namespace axo::host {
 
+class HostCore;
+
 // Where `count` elements are cut into at most n parts, the elements of one: whole cache lines, so that no two ranks
 // write to one line.
 std::size_t part_of(std::size_t count, std::size_t n, std::size_t item);

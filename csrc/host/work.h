@@ -1,16 +1,14 @@
 // One operation of a host communicator.
 #pragma once
 
-#include "base/work_state.h"
 #include "host/layout.h"
+#include "progress/cpu_communicator.h"
 
 namespace axo::host {
 
-class HostCore;
-
-class HostWork final : public WorkState {
+class HostWork final : public CpuWork {
  public:
-  HostWork(std::shared_ptr<HostCore> core, Request request, const CallOptions& options);
+  using CpuWork::CpuWork;
   int source() const override { return taken_from.load(std::memory_order_acquire); }
 
   // The progress of a point-to-point transfer.
@@ -21,11 +19,7 @@ class HostWork final : public WorkState {
   int peer() const { return request.root != kAnyPeer ? request.root : source(); }
 
  private:
-  const Member& member() const override;
   Operation operation() const override;
-  void wait_until(Clock::time_point deadline) override;
-
-  const std::shared_ptr<HostCore> core_;
 };
 
 using HostWorkPtr = std::shared_ptr<HostWork>;

@@ -2,10 +2,7 @@
 #include "hosts/communicator.h"
 
 #include <algorithm>
-#include <cstring>
-#include <thread>
 
-#include "base/requests.h"
 #include "host/create.h"
 #include "hosts/core.h"
 
@@ -44,29 +41,19 @@ std::string transport_of(const HostMap& map) {
   return map.hosts.size() == map.wire.size() ? hosts : "shared memory x " + hosts;
 }
 
-class HostsCommunicator final : public RequestCommunicator {
+class HostsCommunicator final : public CpuCommunicator {
  public:
-  explicit HostsCommunicator(Membership membership)
-      : transport_(transport_of(membership.map)), core_(HostsCore::create(std::move(membership))) {}
-  ~HostsCommunicator() override { core_->release(); }
+  explicit HostsCommunicator(Membership membership) : HostsCommunicator(HostsCore::create(std::move(membership))) {}
 
-  int rank() const override { return core_->rank(); }
-  int size() const override { return core_->size(); }
-  const std::string& name() const override { return core_->membership().member.name; }
   const char* transport() const override { return transport_.c_str(); }
 
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
 
-  void abort(const std::string& reason) override { core_->abort({FailureKind::aborted, -1, reason}); }
-  void give_up(const std::string& error) override { core_->abort({FailureKind::peer_lost, rank(), error}); }
-  Milliseconds set_timeout(Milliseconds timeout) override { return core_->set_timeout(timeout); }
-  std::exception_ptr failure() override { return core_->failure(); }
-  void shutdown() override { core_->shutdown(); }
-
  private:
-  WorkPtr issue(Request r, const CallOptions& options) override {
-    core_->check_usable(name_of(r.kind));
-    check_group(r, options);
+  explicit HostsCommunicator(const std::shared_ptr<HostsCore>& core)
+      : CpuCommunicator(core), transport_(transport_of(core->membership().map)), core_(core) {}
+
+  std::shared_ptr<CpuWork> make_work(Request r, const CallOptions& options) override {
     if (r.kind == Kind::recv && r.root == kAnyPeer) {
       throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
                   std::to_string(core_->membership().map.hosts.size()) + "; name the peer");
@@ -74,47 +61,22 @@ class HostsCommunicator final : public RequestCommunicator {
     if (r.point_to_point() && r.root == rank() && !core_->membership().inner) {
       throw Error(std::string(name_of(r.kind)) + " on '" + name() + "': got this rank itself, expected another");
     }
-    release_now();
-    auto work = std::make_shared<HostsWork>(core_, std::move(r), options);
-    if (record_in_group(core_, work)) return work;
-    core_->launch({work});
-    if (!options.blocking) return work;
-    try {
-      work->wait();
-    } catch (...) {
-      // Interrupted (set_interrupt_check): the caller's buffers are its own again, so the operation must end.
-      if (!work->is_completed()) abort(work->describe() + " was interrupted");
-      while (!work->is_completed()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      throw;
-    }
-    return work;
+    return std::make_shared<HostsWork>(core_, std::move(r), options);
   }
 
   const std::string transport_;
-  std::shared_ptr<HostsCore> core_;
+  const std::shared_ptr<HostsCore> core_;
   std::uint64_t splits_ = 0;
 };
 
 std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const std::string& name) {
-  if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
-  struct Choice {
-    std::int32_t color, key;
-  };
-  const Choice mine{color, key};
-  const std::string choices = gather_bytes(std::string(reinterpret_cast<const char*>(&mine), sizeof(mine)));
-  std::vector<std::pair<int, int>> members;  // (key, rank)
-  for (int p = 0; p < size(); ++p) {
-    Choice c;
-    std::memcpy(&c, choices.data() + static_cast<std::size_t>(p) * sizeof(c), sizeof(c));
-    if (c.color == color) members.emplace_back(c.key, p);
-  }
-  std::sort(members.begin(), members.end());
+  const std::vector<int> members = split_members(color, key);
   const Membership& parent = core_->membership();
   const std::uint64_t number = number_of(parent.number, ++splits_, color);
   std::vector<int> wire;
   std::vector<std::string> hosts;
   int rank = 0;
-  for (const auto& [k, p] : members) {
+  for (int p : members) {
     const auto i = static_cast<std::size_t>(p);
     if (p == core_->rank()) rank = static_cast<int>(wire.size());
     wire.push_back(parent.map.wire[i]);

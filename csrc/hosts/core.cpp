@@ -5,36 +5,22 @@
 #include <cstring>
 #include <thread>
 
-#include "base/deadline.h"
-
 namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
-constexpr std::chrono::seconds kReason{2};  // for the reason of an end whose consequence was noticed first
+constexpr std::chrono::seconds kFlush{5};  // for peers to read why a communicator ends
+constexpr std::chrono::seconds kReason{
+    2};  // for a message with the reason, where only its consequence was noticed so far
 
 }  // namespace
 
-HostsWork::HostsWork(std::shared_ptr<HostsCore> core, Request r, const CallOptions& options)
-    : WorkState(std::move(r), options, core->timeout()), core_(std::move(core)) {}
-
-const Member& HostsWork::member() const { return core_->membership().member; }
-
-void HostsWork::wait_until(Clock::time_point deadline) {
-  core_->check_not_forked("wait");
-  core_->engine().wait(*core_, [this] { return is_completed(); }, deadline);
-}
-
 HostsCore::HostsCore(Membership membership)
-    : engine_(ProgressEngine::get()),
+    : CpuCore(membership.member, membership.timeout, membership.number),
       m_(std::move(membership)),
-      timeout_(m_.timeout),
-      flight_(std::make_shared<FlightRecorder>(m_.member, m_.number)),
       peers_(m_.map.wire.size()) {}
 
 std::shared_ptr<HostsCore> HostsCore::create(Membership membership) {
   std::shared_ptr<HostsCore> core(new HostsCore(std::move(membership)));
-  FlightLog::get().add(core->flight_);
   core->engine_.add(core);
   core->m_.mesh->add(core->m_.number, core);
   std::thread([core] { core->run(); }).detach();
@@ -43,7 +29,7 @@ std::shared_ptr<HostsCore> HostsCore::create(Membership membership) {
 
 int HostsCore::rank_of(int wire_rank) const {
   const auto at = std::find(m_.map.wire.begin(), m_.map.wire.end(), wire_rank);
-  if (at == m_.map.wire.end()) throw Error("a frame for '" + m_.member.name + "', which the sender is not in");
+  if (at == m_.map.wire.end()) throw Error("a frame for '" + member().name + "', which the sender is not in");
   return static_cast<int>(at - m_.map.wire.begin());
 }
 
@@ -57,7 +43,7 @@ Head HostsCore::head(FrameKind frame, Stream stream) const {
 
 void HostsCore::tell_all(const Head& h) {
   for (int r = 0; r < size(); ++r) {
-    if (r != m_.member.rank) m_.mesh->post(wire_of(r), h);
+    if (r != rank()) m_.mesh->post(wire_of(r), h);
   }
 }
 
@@ -105,7 +91,7 @@ void HostsCore::run() {
   }
 }
 
-// Runs the front of the queue. What is complete here has ended well, whatever comes after it.
+// Runs the front of the queue. A collective that is complete here stays complete, whatever fails later.
 void HostsCore::execute(Lock& lock) {
   running_ = queue_.front();
   flight_->started(running_->flight());
@@ -115,12 +101,12 @@ void HostsCore::execute(Lock& lock) {
     run_collective(*this, running_->request);
     lock.lock();
     for (int r = 0; r < size(); ++r) {
-      if (r != m_.member.rank) await(lock, r, [&] { return agrees(r); });
+      if (r != rank()) await(lock, r, [&] { return agrees(r); });
     }
   } catch (const std::exception& e) {
     if (!lock) lock.lock();
     // The reason of a Failed stands in failure_; others are such as std::bad_alloc.
-    return fail(lock, {FailureKind::aborted, -1, "rank " + std::to_string(m_.member.rank) + ": " + e.what()});
+    return fail(lock, {FailureKind::aborted, -1, "rank " + std::to_string(rank()) + ": " + e.what()});
   }
   for (Peer& p : peers_) {
     if (!p.operations.empty()) p.operations.pop_front();
@@ -173,7 +159,8 @@ void HostsCore::end_all(Lock& lock) {
   lock.lock();
 }
 
-// Waits for `done`, which depends on rank `on`; of a piece that is leaving the mesh tells what becomes of it.
+// Waits for `done`, which depends on rank `on`. While `piece` is being sent, `on` may be lost: the mesh then calls
+// back.
 void HostsCore::await(Lock& lock, int on, const std::function<bool()>& done, const Piece* piece) {
   while (!done()) {
     if (failed()) throw Failed{};
@@ -200,7 +187,7 @@ void HostsCore::compare(Lock& lock, int rank) {
   if (!running_ || peer(rank).operations.empty() || agrees(rank)) return;
   const Operation &mine = running_->request, &theirs = peer(rank).operations.front();
   fail(lock, {FailureKind::mismatch, rank,
-              "#" + std::to_string(running_->sequence()) + " differs: rank " + std::to_string(m_.member.rank) +
+              "#" + std::to_string(running_->sequence()) + " differs: rank " + std::to_string(member().rank) +
                   " issued " + words(mine) + ", rank " + std::to_string(rank) + " issued " + words(theirs)});
 }
 
@@ -270,7 +257,7 @@ void HostsCore::match(Lock& lock, const Key& key) {
                              rank_text(key.first) + " receives " + std::to_string(bytes)});
     }
   }
-  const auto sent = [self = shared_from_this(), key](bool ok) {
+  const auto sent = [self = self(), key](bool ok) {
     Lock relock(self->mutex_);
     if (!ok) {  // the peer's last words may be under way
       self->changed_.wait_for(relock, kReason, [&] { return self->failed() || self->peer(key.first).gone; });
@@ -307,7 +294,7 @@ char* HostsCore::place(int from, const Head& h) {
   if (h.total == in.bytes && h.bytes <= in.bytes - in.moved) return in.data + in.moved;
   fail(lock, {FailureKind::mismatch, rank,
               "rank " + std::to_string(rank) + " sends " + std::to_string(h.total) + " bytes, rank " +
-                  std::to_string(m_.member.rank) + " receives " + std::to_string(in.bytes)});
+                  std::to_string(member().rank) + " receives " + std::to_string(in.bytes)});
   return nullptr;
 }
 
@@ -374,7 +361,7 @@ bool HostsCore::progress(bool check) {
 void HostsCore::submit_message(const HostsWorkPtr& work) {
   const Request& r = work->request;
   flight_->started(work->flight());
-  if (m_.map.host_of(r.root) == m_.map.host_of(m_.member.rank)) return submit_inside(work);
+  if (m_.map.host_of(r.root) == m_.map.host_of(rank())) return submit_inside(work);
   const Key key{r.root, r.tag};
   const bool sends = r.kind == Kind::send;
   char* data = static_cast<char*>(sends ? const_cast<void*>(r.in) : r.out);
@@ -396,7 +383,7 @@ void HostsCore::submit_inside(const HostsWorkPtr& work) {
   try {
     const WorkPtr inner = r.kind == Kind::send ? m_.inner->send(r.in, r.count, r.dtype, peer, r.tag, options)
                                                : m_.inner->recv(r.out, r.count, r.dtype, peer, r.tag, options);
-    inner->on_completion([self = shared_from_this(), work, inner = inner.get()] {
+    inner->on_completion([self = self(), work, inner = inner.get()] {
       if (const auto error = inner->exception()) {
         // On a thread of its own: what follows calls into `inner`, which a completion must not.
         std::thread([self, work, error] { self->fail_by(work.get(), error); }).detach();
@@ -414,7 +401,7 @@ void HostsCore::submit_inside(const HostsWorkPtr& work) {
 void HostsCore::fail(Lock& lock, const Failure& failure, bool tell) {
   if (failed()) return;
   failure_ = failure;
-  if (tell && failure.kind == FailureKind::peer_lost && failure.peer == m_.member.rank) {
+  if (tell && failure.kind == FailureKind::peer_lost && failure.peer == rank()) {
     failure_ = {FailureKind::aborted, -1, failure.text};  // this rank has given up; here nobody is lost
   }
   receives_.clear();
@@ -436,9 +423,9 @@ void HostsCore::fail(Lock& lock, const Failure& failure, bool tell) {
 // What an operation inside the host ended with, for the ranks of all hosts. `work`: the operation that used it; null: a
 // split.
 void HostsCore::fail_by(const HostsWork* work, const std::exception_ptr& error) {
-  const auto& neighbours = m_.map.ranks_on(m_.map.host_of(m_.member.rank));
+  const auto& neighbours = m_.map.ranks_on(m_.map.host_of(rank()));
   Lock lock(mutex_);
-  // What a rank that has given up, or come to another operation, tells of it says more, and is under way.
+  // A rank that gave up, or issued another operation, has sent a message that says more: wait for it a little.
   const auto fail_late = [&](const Failure& failure) {
     changed_.wait_for(lock, kReason, [this] { return failed(); });
     fail(lock, failure);
@@ -465,13 +452,13 @@ void HostsCore::fail_split(const std::exception_ptr& error) {
   } catch (const Error&) {
     Lock lock(mutex_);
     raised_ = true;
-    std::rethrow_exception(error_at("split on " + m_.member.words()));
+    std::rethrow_exception(error_at("split on " + member().words()));
   }  // another exception, such as an interrupt, is the caller's
 }
 
 Milliseconds HostsCore::set_timeout(Milliseconds timeout) {
   if (m_.inner) m_.inner->set_timeout(timeout);  // of a split inside the host
-  return timeout_.exchange(timeout);
+  return CpuCore::set_timeout(timeout);
 }
 
 void HostsCore::abort(const Failure& failure) {
@@ -513,23 +500,17 @@ std::string HostsCore::rank_text(int rank) const {
 
 // Under mutex_.
 std::string HostsCore::timeout_text(const HostsWork& work) const {
-  const std::string text = "rank " + std::to_string(m_.member.rank) + " timed out after " +
-                           seconds_since(work.issue_time()) + " in " + work.describe();
+  const std::string text = "rank " + std::to_string(rank()) + " timed out after " + seconds_since(work.issue_time()) +
+                           " in " + work.describe();
   if (work.request.point_to_point()) return text + "; " + rank_text(work.request.root) + " did not answer";
-  std::string arrived, missing;
-  for (int r = 0; r < size(); ++r) {
-    if (r == m_.member.rank || peer(r).begun > work.sequence()) {
-      arrived += (arrived.empty() ? "" : ", ") + std::to_string(r);
-    } else {
-      missing += (missing.empty() ? "" : ", ") + rank_text(r) + (peer(r).lost() ? ", " + loss_of(r).text : "");
-    }
-  }
-  return text + "; arrived: " + arrived + "; not arrived: " + (missing.empty() ? "none" : missing);
+  const auto has_come = [&](int r) { return r == rank() || peer(r).begun > work.sequence(); };
+  return text +
+         arrivals(has_come, [&](int r) { return rank_text(r) + (peer(r).lost() ? ", " + loss_of(r).text : ""); });
 }
 
-std::exception_ptr HostsCore::failure() const {
+std::exception_ptr HostsCore::failure() {
   Lock lock(mutex_);
-  return failed() ? error_at(m_.member.words()) : nullptr;
+  return failed() ? error_at(member().words()) : nullptr;
 }
 
 // What failure_, once set, is for the caller.
@@ -538,15 +519,9 @@ std::exception_ptr HostsCore::error_at(const std::string& where, const std::stri
   return error_of(failure_, where + ": ", who, waited);
 }
 
-void HostsCore::check_not_forked(const char* what) const {
-  if (!engine_.forked()) return;
-  throw Error(std::string(what) + " on '" + m_.member.name +
-              "': the communicator belongs to the parent process; connect again after fork");
-}
-
 void HostsCore::check_usable(const char* what) const {
   check_not_forked(what);
-  const std::string at = std::string(what) + " on " + m_.member.words();
+  const std::string at = std::string(what) + " on " + member().words();
   Lock lock(mutex_);
   // A rank that comes after the failure learns of it as those who waited did; what it calls then is Aborted.
   if (failed() && !std::exchange(raised_, true)) std::rethrow_exception(error_at(at));

@@ -19,11 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "base/communicator.h"
-#include "base/flight_recorder.h"
-#include "base/group.h"
 #include "hosts/mesh.h"
-#include "progress/engine.h"
+#include "progress/cpu_communicator.h"
 
 namespace axo::hosts {
 
@@ -42,18 +39,10 @@ struct HostMap {
   const std::vector<int>& ranks_on(int h) const { return hosts[static_cast<std::size_t>(h)]; }
 };
 
-class HostsCore;
-
-class HostsWork final : public WorkState {
+class HostsWork final : public CpuWork {
  public:
-  HostsWork(std::shared_ptr<HostsCore> core, Request r, const CallOptions& options);
+  using CpuWork::CpuWork;
   int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
-
- private:
-  const Member& member() const override;
-  void wait_until(Clock::time_point deadline) override;
-
-  const std::shared_ptr<HostsCore> core_;
 };
 
 using HostsWorkPtr = std::shared_ptr<HostsWork>;
@@ -82,33 +71,23 @@ struct Membership {
   Milliseconds timeout{600000};
 };
 
-class HostsCore final : public Sink,
-                        public ProgressClient,
-                        public GroupLauncher,
-                        public std::enable_shared_from_this<HostsCore> {
+class HostsCore final : public Sink, public CpuCore {
  public:
   static std::shared_ptr<HostsCore> create(Membership membership);
 
-  int rank() const { return m_.member.rank; }
-  int size() const { return m_.member.size; }
   const Membership& membership() const { return m_; }
-  ProgressEngine& engine() const { return engine_; }
 
-  // Throws when the communicator cannot take operations (aborted, closed, forked child).
-  void check_usable(const char* what) const;
-  // A forked child has none of the threads that drive this core, and must not wait for them.
-  void check_not_forked(const char* what) const;
+  void check_usable(const char* what) const override;
   // Takes the operations of a call, or of a group; one that cannot be taken any more ends with its error.
   void launch(const std::vector<WorkStatePtr>& works) override;
-  Milliseconds timeout() const { return timeout_.load(); }
-  Milliseconds set_timeout(Milliseconds timeout);
-  // Of this rank's own accord, from any thread.
-  void abort(const Failure& failure);
-  std::exception_ptr failure() const;
+  void submit(const WorkStatePtr& work, bool) override { launch({work}); }
+  Milliseconds set_timeout(Milliseconds timeout) override;
+  void abort(const Failure& failure) override;
+  std::exception_ptr failure() override;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
-  void shutdown();
-  void release();
+  void shutdown() override;
+  void release() override;
 
   // For the collective that runs, on the communicator's thread. They throw Failed.
   // Memory that stays until the collective has ended and nobody touches it.
@@ -142,6 +121,7 @@ class HostsCore final : public Sink,
   using Lock = std::unique_lock<std::mutex>;
 
   explicit HostsCore(Membership membership);
+  std::shared_ptr<HostsCore> self() { return std::static_pointer_cast<HostsCore>(shared_from_this()); }
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
   int wire_of(int rank) const { return m_.map.wire[static_cast<std::size_t>(rank)]; }
@@ -170,10 +150,7 @@ class HostsCore final : public Sink,
   std::string timeout_text(const HostsWork& work) const;
   std::exception_ptr error_at(const std::string& where, const std::string& waited = "") const;
 
-  ProgressEngine& engine_;  // of the process that made this
   const Membership m_;
-  std::atomic<Milliseconds> timeout_;
-  const std::shared_ptr<FlightRecorder> flight_;
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // whatever a thread of this core waits for

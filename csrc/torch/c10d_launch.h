@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -26,42 +27,26 @@ struct Elements {
 };
 
 inline std::optional<DType> dtype_of(at::ScalarType type) {
-  switch (type) {
-    case at::kDouble:
-      return DType::float64;
-    case at::kFloat:
-      return DType::float32;
-    case at::kBFloat16:
-      return DType::bfloat16;
-    case at::kHalf:
-      return DType::float16;
-    case at::kLong:
-      return DType::int64;
-    case at::kInt:
-      return DType::int32;
-    case at::kShort:
-      return DType::int16;
-    case at::kChar:
-      return DType::int8;
-    case at::kByte:
-      return DType::uint8;
-    case at::kBool:
-      return DType::boolean;
-    case at::kFloat8_e4m3fn:
-      return DType::float8_e4m3fn;
-    case at::kFloat8_e5m2:
-      return DType::float8_e5m2;
-    case at::kFloat8_e4m3fnuz:
-      return DType::float8_e4m3fnuz;
-    case at::kFloat8_e5m2fnuz:
-      return DType::float8_e5m2fnuz;
-    case at::kComplexFloat:
-      return DType::complex64;
-    case at::kComplexDouble:
-      return DType::complex128;
-    default:
-      return std::nullopt;
-  }
+  static constexpr std::array kTypes{// by code
+                                     at::kDouble,
+                                     at::kFloat,
+                                     at::kBFloat16,
+                                     at::kHalf,
+                                     at::kLong,
+                                     at::kInt,
+                                     at::kShort,
+                                     at::kChar,
+                                     at::kByte,
+                                     at::kBool,
+                                     at::kFloat8_e4m3fn,
+                                     at::kFloat8_e5m2,
+                                     at::kFloat8_e4m3fnuz,
+                                     at::kFloat8_e5m2fnuz,
+                                     at::kComplexFloat,
+                                     at::kComplexDouble};
+  static_assert(kTypes.size() == kDTypeCount);
+  const auto found = std::find(kTypes.begin(), kTypes.end(), type);
+  return found == kTypes.end() ? std::nullopt : std::optional(static_cast<DType>(found - kTypes.begin()));
 }
 
 inline Elements moved(const at::Tensor& t) {

@@ -209,7 +209,7 @@ TEST(fuzz_shared_segment) {
       } catch (const Error&) {
         break;
       }
-      core->submit({work});
+      core->submit(work, true);
       // What a correct peer would write, more or less.
       CollectiveHeader& h = other.headers[work->sequence() % kHeaders];
       h = layout.state(segment->base(), 0)->headers[work->sequence() % kHeaders];

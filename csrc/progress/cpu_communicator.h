@@ -1,0 +1,89 @@
+// What the communicators of CPU ranks share, on one host and on several: a core that the progress engine drives, a work
+// that waits by that engine, and the communicator that issues operations.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "base/failure.h"
+#include "base/flight_recorder.h"
+#include "base/group.h"
+#include "base/requests.h"
+#include "progress/engine.h"
+
+namespace axo {
+
+// The state of one rank of one communicator.
+class CpuCore : public ProgressClient, public GroupLauncher, public std::enable_shared_from_this<CpuCore> {
+ public:
+  // `id` tells communicators of one name apart in flight files.
+  CpuCore(Member member, Milliseconds timeout, std::uint64_t id);
+
+  int rank() const { return member_.rank; }
+  int size() const { return member_.size; }
+  const Member& member() const { return member_; }
+  ProgressEngine& engine() const { return engine_; }
+  Milliseconds timeout() const { return timeout_.load(); }
+  virtual Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
+
+  // Throws when the communicator cannot take operations (aborted, closed, forked child).
+  virtual void check_usable(const char* what) const = 0;
+  // A forked child has none of the threads that drive this core, and must not wait for them.
+  void check_not_forked(const char* what) const;
+  // Takes one operation, which the caller waits for at once where it is `blocking`.
+  virtual void submit(const WorkStatePtr& work, bool blocking) = 0;
+  // Of this rank's own accord, from any thread.
+  virtual void abort(const Failure& failure) = 0;
+  virtual std::exception_ptr failure() = 0;
+  // Waits for pending operations, then tells the peers.
+  virtual void shutdown() = 0;
+  // The communicator object is gone: leave as soon as nothing is pending.
+  virtual void release() = 0;
+
+ protected:
+  // Who has come to a collective, for the error of one that is late. `missing`: what is said of a rank that has not.
+  std::string arrivals(const std::function<bool(int)>& has_come, const std::function<std::string(int)>& missing) const;
+
+  ProgressEngine& engine_;  // of the process that made this
+  const std::shared_ptr<FlightRecorder> flight_;
+
+ private:
+  const Member member_;
+  std::atomic<Milliseconds> timeout_;
+};
+
+class CpuWork : public WorkState {
+ public:
+  CpuWork(std::shared_ptr<CpuCore> core, Request request, const CallOptions& options);
+
+ private:
+  const Member& member() const final { return core_->member(); }
+  void wait_until(Clock::time_point deadline) final;
+
+  const std::shared_ptr<CpuCore> core_;
+};
+
+class CpuCommunicator : public RequestCommunicator {
+ public:
+  explicit CpuCommunicator(std::shared_ptr<CpuCore> core) : core_(std::move(core)) {}
+  ~CpuCommunicator() override { core_->release(); }
+
+  int rank() const override { return core_->rank(); }
+  int size() const override { return core_->size(); }
+  const std::string& name() const override { return core_->member().name; }
+  void abort(const std::string& reason) override { core_->abort({FailureKind::aborted, -1, reason}); }
+  void give_up(const std::string& error) override { core_->abort({FailureKind::peer_lost, rank(), error}); }
+  Milliseconds set_timeout(Milliseconds timeout) override { return core_->set_timeout(timeout); }
+  std::exception_ptr failure() override { return core_->failure(); }
+  void shutdown() override { core_->shutdown(); }
+
+ private:
+  // The work of a request; throws Error for one that this transport cannot serve.
+  virtual std::shared_ptr<CpuWork> make_work(Request request, const CallOptions& options) = 0;
+  WorkPtr issue(Request request, const CallOptions& options) final;
+
+  const std::shared_ptr<CpuCore> core_;
+};
+
+}  // namespace axo
