@@ -37,6 +37,7 @@ def test_known_machines() -> None:
     for name in machine.known():
         found = machine.load(name)
         assert found.name == name and found.gemm_tflops < found.peak_tflops and found.assumed == ()
+        assert found.calibrated_on or found.gemm_fraction == machine.ASSUMED["gemm_fraction"]
         assert found.memory_gbs < 8200 and found.watts < 2000 and found.inter_gbs <= 50 * found.gpus_per_node
 
 

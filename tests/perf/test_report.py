@@ -20,7 +20,7 @@ from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import machine, output, planner, plots, profile, readers, simulator
 from axo.perf.command import command_line, gather_cache
-from axo.perf.reproduce import Group, Line
+from axo.perf.lines import Group, Line
 from axo.perf.workload import gpt
 from axo.train.config import TrainConfig
 from tests.launcher import run_ranks
@@ -92,17 +92,20 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.Plan, monkey
         assert (config.model, config.grid, config.batch_size, config.seq_len) == ("pythia-14m", one.grid, 16, 128)
         assert (config.recompute, config.zero) == (one.recompute, one.run.zero)
         assert config.accumulate == one.run.micro_batches
-        assert config.gather_cache == gather_cache(workload, one.run.cached_gathers)
+        assert config.gather_cache == gather_cache(workload, one.run.cached_gathers) and config.offload == "none"
+    words = command_line(searched, replace(one, run=replace(one.run, offload=True))).split()
+    assert CliRunner().invoke(cli.app, words[7:]).exit_code == 0 and configs.pop().offload == "optimizer"
 
 
 def test_plans_are_compared_side_by_side(made: planner.Plan, tmp_path: Path) -> None:
     slower = replace(made, ranked=made.ranked[::-1])
     for name, plan in (("a.json", slower), ("b.json", made)):
-        (tmp_path / name).write_text(json.dumps(output.plan_json(plan)))
+        (tmp_path / name).write_text(json.dumps(output.plan_json(plan, gpu_hour=2.5) | {"watts": 500.0}))
     header, rows = output.compare_table([(n, json.loads((tmp_path / n).read_text())) for n in ("a.json", "b.json")])
     assert [row[0] for row in rows] == ["b.json", "a.json"] and len(rows[0]) == len(header)
     hours = 32 / (2**18 / made.best.seconds) * 1e9 / 3600
-    assert float(rows[0][-1]) == pytest.approx(hours, abs=0.06)
+    assert float(rows[0][-3]) == pytest.approx(hours, abs=0.06)
+    assert rows[0][-2:] == [f"{2.5 * hours:,.0f}", f"{hours * 500 / 1e6:.2f}"]
     (tmp_path / "c.json").write_text("{}")
     found = CliRunner().invoke(cli.app, ["plan", "--compare", str(tmp_path / "c.json")])
     assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr

@@ -88,7 +88,7 @@ def test_time_and_memory_of_stages_by_hand() -> None:
     assert held.kept == pytest.approx(4 * (8 * message + 8 * 4 * 2048)), "4 micro-batches: inputs of 8 blocks, ids"
     assert held.messages == 8 * message and held.under_way == pytest.approx(2 * first)
     assert not held.accumulates
-    middle = timing._memory(stages, 1)
+    middle = timing._memory(stages, timing._cut(stages).full[1])
     assert middle.messages == 2 * 8 * message and middle.kept == pytest.approx(3 * 8 * message)
 
 
@@ -114,6 +114,42 @@ def test_plans_with_stages() -> None:
     assert reasons["1x1x8x1 x 32 stages, 1f1b"] == (
         "a rank has 16 sequences for 32 stages, which want 32 micro-batches"
     )
+
+
+@pytest.mark.parametrize("changes", [{"gather": "keep"}, {"memory_gib": 30.0}])
+def test_the_search_leaves_out_only_what_cannot_win(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: every way to run every grid by itself, nothing shared, all memories counted in full."""
+    on = replace(machine.load("h100"), memory_gib=changes.get("memory_gib", 80.0))
+    asked = request(machine=on, gpus=16, search=True, pipeline=(1, 2, 4), gather=changes.get("gather", "auto"),
+                    schedules=("1f1b", "zero-bubble", "gpipe"))  # fmt: skip
+    made = planner.plan(asked)
+    staged = [one for one in made.ranked if one.stages is not None]
+    assert len(staged) > 5
+    for one in staged:
+        other = planner.consider(replace(asked, offload=True), one.grid, one.stages.ranks)
+        assert other.reason or (one.seconds <= other.seconds and (other.seconds > one.seconds or one.run.offload))
+    bounds: list[tuple[float, float]] = []
+    least = Timing.least
+
+    def full(timing: Timing, stages: Stages) -> float:
+        for share in (0.0, 0.3, 1.0):
+            one = Timing(timing.workload, timing.grid, timing.machine, replace(timing.run, cached_gathers=share))
+            bounds.append((least(timing, stages), one.memory(stages).total))
+        return 0.0
+
+    monkeypatch.setattr(Timing, "least", full)
+    each = [planner.consider(asked, one.grid, one.stages.ranks if one.stages else 1)
+            for one in (*made.ranked, *made.left_out)]  # fmt: skip
+    assert [one == other for one, other in zip((*made.ranked, *made.left_out), each, strict=True)] == [True] * len(each)
+    assert len(bounds) > 100 and all(bound <= held for bound, held in bounds)
+
+
+def test_memory_that_gathered_weights_do_not_change() -> None:
+    """The fullest moment may be the end of backward, when no gathered weight is left: all of them can be kept."""
+    asked = request()
+    held = memory.Memory(1e9, 5e9, 1e9, 5e9, 0.0, 0.0, 0.0, 0.0, 0.0)
+    tight = replace(asked.machine, memory_gib=held.total / memory.GIB / 0.95)
+    assert planner._share_that_fits(replace(asked, machine=tight), replace(held, gathered=1e9), held) == 1.0
 
 
 def test_selective_recomputation_stands_between_none_and_full() -> None:
@@ -164,6 +200,7 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 3", "pipeline=(3,) stages do not divide 8 GPUs"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 2 --schedule 2f2b", "schedule='2f2b' is not known"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --recompute-keeps all", "recompute-keeps='all' is not one of"),
+        ("plan --model gpt-5b --gpus 8 --machine h100 --offload all", "offload='all' is not planned; use none, or"),
         ("plan --model unet-1b --gpus 8 --machine h100 --pipeline 2", "is not an embedding, blocks and a head"),
         ("simulate --model gpt-5b --grid 1x1x4x1 --machine h100 --pipeline 2 --straggle 0.1", "are of one grid"),
         ("train --model tiny --grid 1x1x1x1 --pipeline 2 --cuts middle", "cuts='middle' is not even, planner, or"),

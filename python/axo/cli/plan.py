@@ -34,6 +34,7 @@ Pieces = Annotated[int, typer.Option("--micro-batches", help="Pieces of a rank's
 Keeps = Annotated[str, typer.Option(help="What recomputation keeps: nothing, or products (and attention).")]
 Schedule = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
 Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
+OffloadTo = Annotated[str, typer.Option("--offload", help="In the host's memory: none, or optimizer (AdamW's state).")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -58,9 +59,10 @@ def plan(
     network: Gigabits = 0.0,
     precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
     search: Annotated[
-        bool, typer.Option("--search", help="Search recomputation, ZeRO and micro-batches beside the grid.")
+        bool, typer.Option("--search", help="Search recomputation, ZeRO, micro-batches and offload beside the grid.")
     ] = False,
     recompute_keeps: Keeps = "nothing",
+    offload: OffloadTo = "none",
     pipeline: Annotated[
         str, typer.Option(help="Stages to try: 1, 4, or 1,2,4; auto: 1 and every power of two that divides.")
     ] = "1",
@@ -95,7 +97,7 @@ def plan(
     _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(
         model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
-        network, micro_batches, recompute_keeps, pipeline, schedule,
+        network, micro_batches, recompute_keeps, pipeline, schedule, offload,
     )  # fmt: skip
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
@@ -114,7 +116,9 @@ def plan(
         drawn = plots.plan_plots(made, step)
         return drawn, lambda: output.plan_page(made, step, drawn)
 
-    _write_outputs(json_out, output.plan_json(made), csv_out, lambda: output.plan_csv(made), plot, html, draw)
+    _write_outputs(
+        json_out, output.plan_json(made, gpu_hour=gpu_hour), csv_out, lambda: output.plan_csv(made), plot, html, draw
+    )
 
 
 def simulate(
@@ -130,6 +134,7 @@ def simulate(
     micro_batches: Pieces = 0,
     network: Gigabits = 0.0,
     recompute_keeps: Keeps = "nothing",
+    offload: OffloadTo = "none",
     pipeline: Annotated[int, typer.Option(help="Stages, each of them such a grid.")] = 1,
     schedule: Schedule = "1f1b",
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
@@ -147,7 +152,7 @@ def simulate(
     request = _request(
         model, parsed.world_size * max(1, pipeline), machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint,
         zero, network=network, micro_batches=micro_batches, recompute_keeps=recompute_keeps, pipeline=str(pipeline),
-        schedule=schedule,
+        schedule=schedule, offload=offload,
     )  # fmt: skip
     if pipeline > 1 and (trace is not None or straggle):
         raise ValueError("--trace and --straggle are of one grid; leave them out with --pipeline")
@@ -248,7 +253,7 @@ def reproduce(
     html: HtmlOut = None,
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
-    from axo.perf import output, plots
+    from axo.perf import lines, output, plots
     from axo.perf import reproduce as papers
 
     if what != "papers":
@@ -261,7 +266,8 @@ def reproduce(
             show_table(group.title, output.group_table(group))
             if group.note:
                 say(f"  {group.note}\n")
-        show_table("All groups", output.summary_table(papers.summaries(groups)))
+        show_table("All rows", output.rows_table(groups))
+        show_table("All groups", output.summary_table(lines.summaries(groups)))
         for title, texts in (
             ("How it was calibrated", notes),
             ("What cannot be predicted", papers.CANNOT),
@@ -272,7 +278,7 @@ def reproduce(
                 say(f"  - {text}")
     values = {
         "groups": [output.group_json(group) for group in groups],
-        "summary": [asdict(one) for one in papers.summaries(groups)],
+        "summary": [asdict(one) for one in lines.summaries(groups)],
         "calibration": list(notes),
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
@@ -360,6 +366,7 @@ def _request(
     recompute_keeps: str = "nothing",
     pipeline: str = "1",
     schedule: str = "",
+    offload: str = "none",
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
     from axo.perf.layer_time import OVERLAPS
@@ -375,11 +382,14 @@ def _request(
     budget = float(tokens_of(tokens, batch=False))
     if recompute_keeps not in ("nothing", "products"):
         raise ValueError(f"recompute-keeps={recompute_keeps!r} is not one of nothing, products")
+    if offload not in ("none", "optimizer"):
+        raise ValueError(f"offload={offload!r} is not planned; use none, or optimizer")
     asked = (workload, on, gpus, batch, budget, wanted, gather, zero, precision, search, micro_batches)
     default = planner.SEARCHED if search else ("1f1b",)
     return planner.Request(
         *asked,
         selective=recompute_keeps == "products",
+        offload=offload == "optimizer",
         pipeline=_counts(pipeline, gpus),
         schedules=tuple(part.strip() for part in schedule.split(",")) if schedule else default,
     )
@@ -436,6 +446,10 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
     )
     if asked.tokens:
         say(_cost(made, gpu_hour))
+    if any(one.run.offload for one in made.ranked[:top]):
+        on = asked.machine
+        say(f"offload: {on.host_link_gbs:g} GB/s between a GPU and its host, {on.host_memory_gbs:g} GB/s of the host's"
+            " memory a GPU")  # fmt: skip
     if made.forced():
         say(made.forced())
     say("what runs each row:")
@@ -460,7 +474,7 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
 def _cost(made: planner.Plan, gpu_hour: float) -> str:
     hours, energy = made.gpu_hours(made.best), made.megawatt_hours(made.best)
     text = (
-        f"{made.request.tokens:g} tokens on {made.best.grid}: {made.days(made.best):.1f} days, {hours:,.0f} GPU hours"
+        f"{made.request.tokens:g} tokens on {made.best.name}: {made.days(made.best):.1f} days, {hours:,.0f} GPU hours"
     )
     text += f", {gpu_hour * hours:,.0f} at {gpu_hour:g} a GPU hour" if gpu_hour else ""
     return text + (f", {energy:,.0f} MWh at {made.request.machine.watts:g} W a GPU" if energy else "")

@@ -28,6 +28,7 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         parts += ["--gather", asked.gather, "--zero", str(run.zero)]
         parts += [] if workload.checkpointed else ["--no-checkpoint"]
         parts += ["--recompute-keeps", "products"] if run.selective else []
+        parts += ["--offload", "optimizer"] if run.offload else []
         parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
         parts += _stages(candidate)
         return shlex.join(parts + _overlap(run.overlap))
@@ -47,6 +48,8 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         parts.append("--recompute")
     if run.selective:
         parts += ["--recompute-keeps", "products"]
+    if run.offload:
+        parts += ["--offload", "optimizer"]
     if run.zero:
         parts += ["--zero", str(run.zero)]
     if asked.precision != "bf16-mixed":

@@ -28,6 +28,9 @@ PRECISIONS = {  # bytes of Run.itemsize, stream and weights
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
 
 
+HOST_BYTES = 28.0  # of an update in the host's memory: weight, gradient and two moments read, all but one written
+
+
 @dataclass(frozen=True)
 class Run:
     """How a step is run.
@@ -44,6 +47,7 @@ class Run:
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
         bucket_bytes: Gradients are reduced over data in buckets of this size.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
+        offload: The optimizer's state lies in the host's memory, and its step runs there (``axo.Offload``).
         selective: A checkpointed block keeps the results of its products and of attention; only what lies between
             them is run again, and all its collectives.
     """
@@ -59,6 +63,7 @@ class Run:
     bucket_bytes: int = 25 << 20
     zero: int = 0
     selective: bool = False
+    offload: bool = False
 
     @property
     def keeps(self) -> bool:
@@ -91,9 +96,10 @@ class Network:
                 self.axes[axis] = (ranks, 1.0 / machine.bandwidth(grid, axis), ring, tree)
         self.shared = {axis: machine.crosses_nodes(grid, axis) for axis in AXES}
 
-    def seconds(self, op: str, axis: str, size: float) -> float:
-        """Return the time of one collective into which each rank puts ``size`` bytes."""
+    def seconds(self, op: str, axis: str, size: float, calls: float = 1.0) -> float:
+        """Return the time of ``calls`` collectives, one after another, into which each rank puts ``size`` bytes."""
         ranks, per_byte, ring, tree = self.axes[axis]
+        ring, tree = calls * ring, calls * tree
         if op == "all_gather":
             return (ranks - 1) * size * per_byte + ring
         if op == "reduce_scatter":
@@ -117,14 +123,25 @@ class LayerCost(NamedTuple):
     data: float  # all-reduce over data
 
 
-def data_seconds(network: Network, reduced: float, shard: float, run: Run) -> float:
-    """Return the seconds over data in a step: all gradients' all-reduces, ``reduced`` for one micro-batch, and ZeRO's.
+def optimizer_seconds(machine: Machine, grid: Grid, run: Run, shard: float) -> float:
+    """Return the seconds of the optimizer's step for a rank's ``shard`` of the parameters.
 
-    Each micro-batch reduces its gradients (``axo train`` does not add them up unreduced). ZeRO-2 reduce-scatters them,
-    which is half of an all-reduce (the engine starts that behind backward; here it counts at the end). After the step
+    Offloaded, gradients come down, the host updates and parameters go up, all three at the same time in pieces.
+    """
+    mine = run.optimizer_share(grid) * shard
+    if not run.offload:
+        return OPTIMIZER_BYTES * mine / (1e9 * machine.memory_gbs)
+    return max(run.weights * mine / machine.host_link_gbs, HOST_BYTES * mine / machine.host_memory_gbs) / 1e9
+
+
+def data_seconds(network: Network, reduced: float, shard: float, run: Run, times: int = 0) -> float:
+    """Return the seconds over data in a step: gradients' all-reduces, ``reduced`` for each of ``times``, and ZeRO's.
+
+    Each micro-batch reduces its gradients, so ``times`` is their number (0); with stages it is 1. ZeRO-2
+    reduce-scatters them, which is half of an all-reduce (it starts behind backward; here it counts at the end). Then
     both stages gather the updated fp32 parameters, ``shard`` values a rank.
     """
-    reduced *= run.micro_batches
+    reduced *= times or run.micro_batches
     if not run.zero or "data" not in network.axes:
         return reduced
     ranks = network.axes["data"][0]

@@ -54,6 +54,8 @@ class Machine:
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
         contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
         watts: Power of one GPU with its share of the node; 0: not known.
+        host_link_gbs: Between a GPU and its host, one direction.
+        host_memory_gbs: A GPU's share of the bandwidth of the host's memory.
         gemms: Measured products, where there are any.
         calibrated_on: The measurements that gave the two fractions; empty: nobody calibrated them.
         assumed: Fields that the file does not give, which have the values of ``ASSUMED``.
@@ -76,6 +78,8 @@ class Machine:
     network_fraction: float = 1.0
     contention: float = 0.0
     watts: float = 0.0
+    host_link_gbs: float = 25.0
+    host_memory_gbs: float = 25.0
     gemms: tuple[Gemm, ...] = ()
     calibrated_on: tuple[str, ...] = ()
     assumed: tuple[str, ...] = ()
@@ -261,6 +265,8 @@ _NUMBERS = {  # field: must be given
     "network_fraction": False,
     "contention": False,
     "watts": False,
+    "host_link_gbs": False,
+    "host_memory_gbs": False,
 }
 _OTHERS = (
     "name",

@@ -4,7 +4,8 @@ With P parameters, g = Gx Gy Gz, S = P / g, r = tokens of one rank and micro-bat
 element w of weights, c of products, s of the residual stream (4, 2, 4 under bf16 autocast: only products are bf16):
 
     weights    w S             gradients  w S             optimizer  2 w S (AdamW's moments)
-               with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data
+               with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data; offloaded, the
+               optimizer's are in the host's memory
     buckets    c S             gradients as they are reduced; at the end of backward .grad is made of them
     under way  the first bucket that goes over data, and a layer's gradient between its product and z
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
@@ -81,6 +82,11 @@ class Memory:
         """Bytes at the fullest moment, with the allocator's waste and the reserve of the libraries."""
         return max(self.moments.values()) * (1 + SLACK) + RESERVED
 
+    @property
+    def state(self) -> float:
+        """The same at the end of backward, when no activation is left: micro-batches change nothing of it."""
+        return self.moments["backward ends"] * (1 + SLACK) + RESERVED
+
     def fits(self, machine: Machine) -> bool:
         """True when it fits into one GPU."""
         return self.total <= machine.memory_gib * GIB
@@ -118,7 +124,7 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     return Memory(
         weights=run.weights * shard,
         gradients=run.weights * shard * reduced,
-        optimizer=2.0 * run.weights * shard * run.optimizer_share(grid),
+        optimizer=0.0 if run.offload else 2.0 * run.weights * shard * run.optimizer_share(grid),
         buckets=run.itemsize * shard * reduced if copied else 0.0,
         gathered=read,
         kept=kept,

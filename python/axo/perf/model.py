@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
+from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, layer_cost, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -130,8 +130,17 @@ def communication_seconds(workload: Workload, grid: Grid, machine: Machine, run:
 # ---------------------------------------------------------------------------------------------------- a whole step
 
 
-def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepTime:
+def predict(
+    workload: Workload,
+    grid: Grid,
+    machine: Machine,
+    run: Run,
+    known: dict[tuple[int, Layer], LayerCost] | None = None,
+) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
+
+    Args:
+        known: Costs by rows of a group and layer that other runs on this grid have found; more are put in.
 
     Returns:
         Products, exposed and total communication by axis, optimizer: seconds.
@@ -140,13 +149,13 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     rows = run.group_rows(grid)
     step = StepTime()
     pieces = _Pieces(step, run, network, workload)
-    known: dict[Layer, LayerCost] = {}
+    known = {} if known is None else known
     for block in workload.blocks:
         costs = []
         for layer in block.layers:
-            if layer not in known:
-                known[layer] = layer_cost(layer, grid, rows, run, machine, network, workload.seq_length)
-            costs.append(known[layer])
+            if (rows, layer) not in known:
+                known[rows, layer] = layer_cost(layer, grid, rows, run, machine, network, workload.seq_length)
+            costs.append(known[rows, layer])
         pieces.block(block, costs)
     pieces.finish()
     for axis in AXES:
@@ -159,7 +168,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     step.communication["data"] += data
     hidden = sum(step.communication.values()) - step.exposed_total
     step.contention = machine.contention * max(0.0, min(hidden, step.compute))
-    step.optimizer = OPTIMIZER_BYTES * run.optimizer_share(grid) * shard / (1e9 * machine.memory_gbs)
+    step.optimizer = optimizer_seconds(machine, grid, run, shard)
     return step
 
 

@@ -17,9 +17,10 @@ from typing import Any
 
 from axo.grid import AXES
 from axo.perf.command import command_line
+from axo.perf.lines import Group, Summary, summaries
 from axo.perf.memory import GIB
 from axo.perf.planner import Candidate, Plan
-from axo.perf.reproduce import CANNOT, CONTRADICTIONS, Group, Summary, summaries
+from axo.perf.reproduce import CANNOT, CONTRADICTIONS
 from axo.perf.simulator import Simulation
 from axo.perf.stages import Stages
 
@@ -44,7 +45,12 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
 
 def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
-    found: dict[str, Any] = {"grid": str(candidate.grid), "algorithm": candidate.algorithm, "reason": candidate.reason}
+    found: dict[str, Any] = {
+        "name": candidate.name,
+        "grid": str(candidate.grid),
+        "algorithm": candidate.algorithm,
+        "reason": candidate.reason,
+    }
     if candidate.stages is not None:
         found |= {"pipeline": candidate.stages.ranks, "schedule": candidate.stages.schedule}
         found["cuts"] = list(candidate.stages.bounds[1:-1])
@@ -67,6 +73,7 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
             "recomputes": candidate.recomputes,
             "bubble_s": time.bubble,
             "zero": candidate.run.zero,
+            "offload": "optimizer" if candidate.run.offload else "none",
             "why": made.why(candidate),
             "command": command_line(made, candidate),
         }
@@ -77,8 +84,8 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     return found
 
 
-def plan_json(made: Plan, top: int | None = None) -> dict[str, Any]:
-    """Return the whole plan as plain data; ``top`` limits the ranked grids."""
+def plan_json(made: Plan, top: int | None = None, *, gpu_hour: float = 0.0) -> dict[str, Any]:
+    """Return the whole plan as plain data; ``top`` limits the ranked grids, ``gpu_hour`` is the price of one."""
     asked = made.request
     return {
         "model": asked.workload.name,
@@ -89,6 +96,8 @@ def plan_json(made: Plan, top: int | None = None) -> dict[str, Any]:
         "batch_tokens": asked.batch_tokens,
         "sequence_length": asked.workload.seq_length,
         "tokens": asked.tokens,
+        "watts": asked.machine.watts,
+        "gpu_hour": gpu_hour,
         "hardware_flops_a_step": made.step_flops(),
         "ranked": [record(made, candidate) for candidate in made.ranked[:top]],
         "left_out": [record(made, candidate) for candidate in made.left_out],
@@ -115,7 +124,17 @@ def plan_csv(made: Plan) -> str:
         "contention_s",
         *(f"exposed_{axis}_s" for axis in AXES),
     ]
-    columns += ["hfu_percent", "mfu_percent", "days", "gpu_hours", "recompute", "recomputes", "zero", "micro_batches"]
+    columns += [
+        "hfu_percent",
+        "mfu_percent",
+        "days",
+        "gpu_hours",
+        "recompute",
+        "recomputes",
+        "zero",
+        "offload",
+        "micro_batches",
+    ]
     columns += ["pipeline", "schedule", "cuts", "bubble_s"]
     columns += ["cached_gathers", "memory_bytes", "command", "reason"]
     return as_csv(rows, columns)
@@ -134,6 +153,8 @@ def plan_table(made: Plan, top: int) -> Table:
         header.append("days")
     if made.request.search:
         header += ["recompute", "zero"]
+    offloads = any(candidate.run.offload for candidate in made.ranked[:top])
+    header += ["offload"] * offloads
     staged = made.request.pipeline != (1,)
     if staged:
         header += ["bubble s", "stages", "schedule", "blocks of stages"]
@@ -151,6 +172,7 @@ def plan_table(made: Plan, top: int) -> Table:
             row.append(f"{made.days(candidate):.1f}")
         if made.request.search:
             row += [candidate.recomputes, str(candidate.run.zero)]
+        row += ["optimizer" if candidate.run.offload else ""] * offloads
         if staged:
             one = candidate.stages
             row += [f"{time.bubble:.2f}", str(one.ranks if one else 1), one.schedule if one else "", cuts_text(one)]
@@ -170,6 +192,8 @@ def cuts_text(stages: Stages | None) -> str:
 def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     """Return the best row of each plan side by side, the fewest GPU hours a token first.
 
+    Hours, price (where ``--gpu-hour`` gave one) and energy (where the power is known) are of a billion tokens.
+
     Args:
         plans: (file, what ``plan_json`` gave).
 
@@ -177,16 +201,25 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
         ValueError: A file holds no plan.
     """
     header = ["file", "model", "machine", "GPUs", "tokens a batch", "grid", "step s", "tokens/s", "% HFU", "GiB"]
-    header += ["GPU hours a billion tokens"]
+    header += ["GPU hours a billion tokens", "price", "MWh"]
     rows = []
     for name, made in plans:
         try:
             best = made["ranked"][0]
             rate = made["batch_tokens"] / best["step_s"]
             hours = made["gpus"] / rate * 1e9 / 3600
-            row = [name, made["model"], made["machine"], str(made["gpus"]), f"{made['batch_tokens']:,}", best["grid"]]
+            row = [
+                name,
+                made["model"],
+                made["machine"],
+                str(made["gpus"]),
+                f"{made['batch_tokens']:,}",
+                best.get("name", best["grid"]),
+            ]
             row += [f"{best['step_s']:.2f}", f"{rate:,.0f}", f"{best['hfu_percent']:.1f}"]
             row += [f"{best['memory_bytes']['total'] / GIB:.1f}", f"{hours:.1f}"]
+            price, energy = hours * made.get("gpu_hour", 0.0), hours * made.get("watts", 0.0) / 1e6
+            row += [f"{price:,.0f}" if price else "", f"{energy:.2f}" if energy else ""]
         except (KeyError, IndexError, TypeError, ZeroDivisionError):
             raise ValueError(f"{name} holds no plan; `axo plan ... --json FILE` writes one") from None
         rows.append((hours, row))

@@ -5,8 +5,9 @@ of the model, when the batch has fewer sequences than z * data, or when a rank w
 else take the fewest micro-batches that fit, predict (``axo.perf.model``), sort. Nothing is left out in silence: every
 grid keeps its reason.
 
-With ``search`` each grid is tried without recomputation, with selective and with full, with each ZeRO stage and with
-more micro-batches (which leave room to keep gathered weights), and the fastest that fits counts.
+With ``search`` each grid is tried without recomputation, with selective and with full, with each ZeRO stage, with more
+micro-batches (which leave room to keep gathered weights) and with the optimizer in the host's memory, and the fastest
+that fits counts.
 
 With ``pipeline`` each number of stages is tried with all grids of its share of the GPUs, cut by flops, with each of
 ``schedules`` and the smallest micro-batches.
@@ -19,20 +20,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model, tesseract
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import OVERLAPS, PRECISIONS, LayerCost, Run
-from axo.perf.machine import Machine
-from axo.perf.stages import Stages, Timing, planned
+from axo.perf.layer_time import PRECISIONS, LayerCost, Run
+from axo.perf.request import ALGORITHMS as ALGORITHMS
+from axo.perf.request import Request as Request
+from axo.perf.stages import Known, Stages, Timing
 from axo.perf.workload import Layer, Workload
 
-GATHERS = ("auto", "keep", "drop")
-ALGORITHMS = ("axonn", "tesseract")
-PLANNED = ("bf16-mixed", "bf16-true")
 DAY = 86400.0
-MOST_GPUS = 2**20
 _TRAFFIC = {
     "x": "input gradients and outputs of transposed layers",
     "y": "outputs, norms and input gradients of transposed layers",
@@ -48,83 +47,6 @@ _TESSERACT_TRAFFIC = {
 SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a search tries
 SIZES_TRIED = 2  # of micro-batches of stages, the smallest first
 CACHE_LIMIT = 0.9  # of a GPU's memory may be filled with weights kept for their second use
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be planned.
-
-    Args:
-        workload: The model.
-        machine: Where it runs.
-        gpus: Ranks.
-        batch_tokens: Tokens of one step, all ranks together.
-        tokens: Tokens of the whole training; 0: not asked.
-        overlap: Which of oar, ors, oag are on.
-        gather: "keep" gathered weights until backward, "drop" them, or "auto": keep as many as fit.
-        zero: 1 cuts the optimizer's state over data, 2 the gradients too.
-        precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
-        micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
-        search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
-            else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
-        selective: Recomputation keeps the results of products and of attention.
-        pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
-        schedules: Of stages.
-        algorithms: How products may be distributed: "axonn", "tesseract" (SUMMA is its grids of z = 1), which is not
-            searched.
-    """
-
-    workload: Workload
-    machine: Machine
-    gpus: int
-    batch_tokens: int
-    tokens: float = 0.0
-    overlap: frozenset[str] = frozenset(OVERLAPS)
-    gather: str = "auto"
-    zero: int = 0
-    precision: str = "bf16-mixed"
-    search: bool = False
-    micro_batches: int = 0
-    algorithms: tuple[str, ...] = ("axonn",)
-    selective: bool = False
-    pipeline: tuple[int, ...] = (1,)
-    schedules: tuple[str, ...] = ("1f1b",)
-
-    def __post_init__(self) -> None:
-        if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
-            raise ValueError(f"plan: gpus={self.gpus!r} is not a count; use a whole number of at least 1")
-        if self.gpus > MOST_GPUS:
-            raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
-        if isinstance(self.micro_batches, bool) or not isinstance(self.micro_batches, int) or self.micro_batches < 0:
-            raise ValueError(f"plan: micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit")
-        if not isinstance(self.search, bool):
-            raise ValueError(f"plan: search={self.search!r} is not a switch; use True or False")
-        if self.batch_tokens < self.workload.seq_length:
-            raise ValueError(
-                f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"
-            )
-        if self.gather not in GATHERS:
-            raise ValueError(f"plan: gather={self.gather!r} is not known; use one of {', '.join(GATHERS)}")
-        if self.precision not in PLANNED:
-            raise ValueError(f"plan: precision={self.precision!r} is not planned; use one of {', '.join(PLANNED)}")
-        if self.zero not in (0, 1, 2):
-            raise ValueError(f"plan: zero={self.zero!r} is not a stage; use 0, 1 or 2 (stage 3 is the axis z)")
-        if not self.algorithms or set(self.algorithms) - set(ALGORITHMS):
-            raise ValueError(f"plan: algorithms={self.algorithms!r} is not known; use some of {', '.join(ALGORITHMS)}")
-        if not self.pipeline or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.pipeline):
-            raise ValueError(f"plan: pipeline={self.pipeline!r} are not counts of stages; use some of at least 1")
-        for name in self.schedules:
-            schedules.known(name)
-        if self.selective and not self.workload.checkpointed:
-            raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
-        unknown = self.overlap - set(OVERLAPS)
-        if unknown:
-            raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of one batch."""
-        return max(1, round(self.batch_tokens / self.workload.seq_length))
 
 
 @dataclass(frozen=True)
@@ -265,12 +187,13 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
     """
     ranked: list[Candidate] = []
     left_out: list[Candidate] = []
+    known = Known()
     if "axonn" in request.algorithms:
         for stages in request.pipeline:
             if request.gpus % stages:
                 continue
             for grid in Grid.all(request.gpus // stages) if grids is None else grids:
-                candidate = consider(request, grid, stages)
+                candidate = consider(request, grid, stages, known)
                 (left_out if candidate.reason else ranked).append(candidate)
     if "tesseract" in request.algorithms:
         for grid in tesseract.grids(request.gpus) if grids is None else grids:
@@ -292,53 +215,94 @@ def _variant(workload: Workload, recompute: bool) -> Workload:
     return workload if workload.checkpointed == recompute else workload.otherwise
 
 
-def consider(request: Request, grid: Grid, stages: int = 1) -> Candidate:
+def consider(request: Request, grid: Grid, stages: int = 1, known: Known | None = None) -> Candidate:
     """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it.
 
     Args:
         stages: So many of these grids, one behind the other.
+        known: What other grids of this request share with it; more is put in.
     """
+    known = known or Known()
     if stages > 1:
-        return _consider_stages(request, grid, stages)
+        return _consider_stages(request, grid, stages, known)
     if not request.search:
-        return _consider(request, grid)
+        return _consider(request, grid, known)
+    costs: dict[tuple[int, Layer], LayerCost] = {}
+    found = _ways(request, grid, known, costs)
+    fitting = [one for one in found if not one.reason]
+    best = min(fitting, key=lambda one: one.seconds, default=None)
+    if best is None and found[0].memory is None:  # neither memory nor speed: the grid itself is impossible
+        return found[0]
+    if not request.offload and _offload_may_win(request, grid, best, costs):
+        found += _ways(replace(request, offload=True), grid, known, costs)
+        best = min((one for one in found if not one.reason), key=lambda one: one.seconds, default=None)
+    return best or min(found, key=lambda one: one.memory.total if one.memory else 0.0)
+
+
+def _ways(request: Request, grid: Grid, known: Known, costs: dict[tuple[int, Layer], LayerCost]) -> list[Candidate]:
+    """Every way of recomputation and ZeRO to run one grid, each with its best micro-batches."""
     found: list[Candidate] = []
     for recompute, selective in ((False, False), (True, True), (True, False)):
-        for zero in (0, 2) if grid.data > 1 else (0,):  # 2 takes no longer than 1, and less memory
+        for zero in _stages_of_zero(request, grid):
             workload = _variant(request.workload, recompute)
             asked = replace(request, workload=workload, zero=zero, search=False, selective=selective)
-            one = _consider(asked, grid, further=2)
-            if one.reason and one.memory is None:  # neither memory nor speed: the grid itself is impossible
-                return one
-            found.append(one)
-    fitting = [one for one in found if not one.reason]
-    if fitting:
-        return min(fitting, key=lambda one: one.seconds)
-    return min(found, key=lambda one: one.memory.total if one.memory else 0.0)
+            found.append(_consider(asked, grid, known, further=2, costs=costs))
+            if found[-1].reason and found[-1].memory is None:
+                return found
+    return found
 
 
-def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
+def _offload_may_win(
+    request: Request, grid: Grid, best: Candidate | None, costs: dict[tuple[int, Layer], LayerCost]
+) -> bool:
+    """Whether a step with the optimizer in the host's memory may be faster than ``best``, which has it on the GPU.
+
+    All else alike it is slower, so it has to save recomputation, gathers or micro-batches: it takes no less than a step
+    of one micro-batch without recomputation that keeps every gathered weight.
+    """
+    if best is None:
+        return True
+    workload = _variant(request.workload, False)
+    zero = 2 if grid.data > 1 else 0
+    run = next(_runs(replace(request, offload=True, zero=zero, gather="keep", micro_batches=1), grid))
+    return model.predict(workload, grid, request.machine, run, costs).total < best.seconds
+
+
+def _stages_of_zero(request: Request, grid: Grid) -> tuple[int, ...]:
+    """Those that a search tries: 2 takes no longer than 1, and less memory; what the host updates is always cut."""
+    if grid.data == 1:
+        return (0,)
+    return (2,) if request.offload else (0, 2)
+
+
+def _consider(
+    request: Request,
+    grid: Grid,
+    known: Known,
+    further: int = 0,
+    costs: dict[tuple[int, Layer], LayerCost] | None = None,
+) -> Candidate:
     """Predict one grid with the fewest micro-batches that fit, or the best of up to ``further`` more doublings."""
     recompute = request.workload.checkpointed
-    run = Run(
-        request.batch_tokens,
-        overlap=request.overlap,
-        zero=request.zero,
-        selective=request.selective,
-        **PRECISIONS[request.precision],
-    )
+    run = _run(request)
     reason = _impossible(request, grid)
     if reason:
         return Candidate(grid, run, recompute, reason=reason)
     held = best = None
-    for run in _runs(request, grid):
-        held = memory.estimate(request.workload, grid, run)
+    runs = list(_runs(request, grid))
+    for run in runs:
+        held = known.memory(request.workload, grid, run)
         if not held.fits(request.machine):
+            if held.state > request.machine.memory_gib * memory.GIB:  # nor will any other
+                run = runs[-1]
+                held = known.memory(request.workload, grid, run)
+                break
             continue
-        if request.gather == "auto":
-            run = _cache_what_fits(request, grid, run, held)
-            held = memory.estimate(request.workload, grid, run)
-        time = model.predict(request.workload, grid, request.machine, run)
+        if request.gather == "auto" and grid.z > 1:
+            full = known.memory(request.workload, grid, replace(run, cached_gathers=1.0))
+            run = replace(run, cached_gathers=_share_that_fits(request, full, held))
+            held = known.memory(request.workload, grid, run)
+        time = model.predict(request.workload, grid, request.machine, run, costs)
         if best is None or time.total < best.seconds:
             best = Candidate(grid, run, recompute, time, held)
         if further == 0 or run.cached_gathers == 1.0 or grid.z == 1:
@@ -351,15 +315,9 @@ def _consider(request: Request, grid: Grid, further: int = 0) -> Candidate:
     return Candidate(grid, run, recompute, memory=held, reason=need)
 
 
-def _consider_stages(request: Request, grid: Grid, ranks: int) -> Candidate:
+def _consider_stages(request: Request, grid: Grid, ranks: int, known: Known) -> Candidate:
     """Predict one grid with ``ranks`` stages of it: the fastest of its schedules and micro-batches that fits."""
-    run = Run(
-        request.batch_tokens,
-        overlap=request.overlap,
-        zero=request.zero,
-        selective=request.selective,
-        **PRECISIONS[request.precision],
-    )
+    run = _run(request)
     none = Candidate(grid, run, request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0)))
     reason, sizes = _impossible(request, grid), list[int]()
     if not reason:
@@ -370,52 +328,118 @@ def _consider_stages(request: Request, grid: Grid, ranks: int) -> Candidate:
     if not least.fits(request.machine):
         need = f"needs more than {least.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
         return replace(none, memory=least, reason=need)
-    tried: list[Candidate] = []
+    tried: list[Way] = []
     ways = ((False, False), (True, True), (True, False)) if request.search else None
-    timings: dict[tuple[bool, Run], Timing] = {}
-    costs: dict[int, dict[Layer, LayerCost]] = {}  # by rows, which alone they depend on here
     for recompute, selective in ways or ((request.workload.checkpointed, request.selective),):
         workload = _variant(request.workload, recompute)
         for pieces in sizes:
             share = 0.0 if request.gather == "drop" or grid.z == 1 else 1.0
             rows = request.sequences // pieces // grid.data * workload.seq_length
             run = replace(run, selective=selective, micro_batches=pieces, rows=rows, cached_gathers=share)
-            timing = Timing(workload, grid, request.machine, run, costs.setdefault(rows, {}))
-            for zero in ((0, 2) if grid.data > 1 else (0,)) if request.search else (request.zero,):
-                timing = timing.with_zero(zero)
-                timings[recompute, timing.run] = timing
+            timing = Timing(workload, grid, request.machine, run, known)
+            for zero in _stages_of_zero(request, grid) if request.search else (request.zero,):
+                timing = timing.with_state(zero, offload=request.offload)
                 for schedule in request.schedules:
-                    kind = schedules.known(schedule)
-                    if recompute and kind.splits:
+                    if recompute and schedules.known(schedule).splits:
                         continue
                     try:
                         schedules.check(schedule, pieces, ranks)
-                        stages = planned(workload, ranks, schedule)
+                        tried.append(Way(timing, known.planned(workload, ranks, schedule)))
                     except ValueError as error:
                         reason = str(error)
-                        continue
-                    tried.append(Candidate(grid, timing.run, recompute, timing.predict(stages), stages=stages))
-    nearest = None
-    for one in sorted(tried, key=lambda candidate: candidate.seconds):
-        assert one.stages is not None
-        held = timings[one.recompute, one.run].memory(one.stages)
-        if not held.fits(request.machine) and request.gather == "auto" and one.run.cached_gathers:
-            one, held = _cache_for_stages(request, one)
-        if held.fits(request.machine):
-            return replace(one, memory=held)
-        if nearest is None or nearest.memory is None or held.total < nearest.memory.total:
-            nearest = replace(one, memory=held, time=None)
-    if nearest is None or nearest.memory is None:
+    if not tried:
         return replace(none, reason=reason or "recomputation where backward is split is not planned")
-    need = f"needs {nearest.memory.total / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
-    return replace(nearest, reason=need)
+    seconds: dict[int, float] = {}
+    fastest = _fastest_that_fits(request, tried, known, seconds)
+    if request.search and not request.offload:
+        zero, every = (2 if grid.data > 1 else 0), list[Way]()
+        for number, way in enumerate(tried):  # all else alike a step is slower when the host updates
+            slower = fastest is not None and seconds.get(number, 0.0) >= fastest.seconds
+            if way.timing.run.zero == zero and not slower:
+                every.append(Way(way.timing.with_state(zero, offload=True), way.stages))
+        other = _fastest_that_fits(request, every, known, {})
+        fastest = min((one for one in (fastest, other) if one), key=lambda one: one.seconds, default=None)
+        tried += every
+    return fastest or _lacks_least(request, tried, known)
+
+
+class Way(NamedTuple):
+    """One way to run a grid with stages."""
+
+    timing: Timing
+    stages: Stages
+
+    def candidate(self) -> Candidate:
+        """Predict it."""
+        timing = self.timing
+        time = timing.predict(self.stages)
+        return Candidate(timing.grid, timing.run, timing.workload.checkpointed, time, stages=self.stages)
+
+    def fitted(self, request: Request, one: Candidate, known: Known) -> Candidate:
+        """``one``, its candidate, with its memory; where that is too much, with as many gathered weights as fit."""
+        held = self.timing.memory(self.stages)
+        if held.fits(request.machine) or request.gather != "auto" or not one.run.cached_gathers:
+            return replace(one, memory=held)
+
+        def keeping(share: float) -> tuple[Timing, memory.Memory]:
+            run = replace(one.run, cached_gathers=share)
+            timing = Timing(self.timing.workload, one.grid, request.machine, run, known)
+            return timing, timing.memory(self.stages)
+
+        timing, none = keeping(0.0)
+        share = _share_that_fits(request, held, none)
+        timing, held = keeping(share) if share else (timing, none)
+        return replace(one, run=timing.run, time=timing.predict(self.stages), memory=held)
+
+
+def _fastest_that_fits(request: Request, tried: list[Way], known: Known, seconds: dict[int, float]) -> Candidate | None:
+    """The fastest that fits, with as many gathered weights kept as fit. None: none does.
+
+    What cannot fit by ``Timing.least`` is not looked at closely; of the others, by their place in ``tried``, the
+    predicted times are put into ``seconds``.
+    """
+    room = request.machine.memory_gib * memory.GIB
+    may = {i: way.candidate() for i, way in enumerate(tried) if way.timing.least(way.stages) <= room}
+    seconds.update((number, one.seconds) for number, one in may.items())
+    for number, one in sorted(may.items(), key=lambda each: each[1].seconds):
+        way = tried[number]
+        found = way.fitted(request, one, known)
+        assert found.memory is not None
+        if found.memory.fits(request.machine):
+            return found
+    return None
+
+
+def _lacks_least(request: Request, tried: list[Way], known: Known) -> Candidate:
+    """Of ways that do not fit the one that needs least, and of those that need the same the fastest."""
+    every = [(way.timing.least(way.stages), way, way.candidate()) for way in tried]
+    every.sort(key=lambda each: each[2].seconds)
+    nearest: tuple[float, int, Candidate] | None = None
+    for number, (size, way, one) in sorted(enumerate(every), key=lambda each: each[1][0]):
+        if nearest is not None and size > nearest[0]:
+            break
+        found = way.fitted(request, one, known)
+        assert found.memory is not None
+        if nearest is None or (found.memory.total, number) < nearest[:2]:
+            nearest = found.memory.total, number, found
+    assert nearest is not None
+    need = f"needs {nearest[0] / memory.GIB:.1f} of {request.machine.memory_gib:g} GiB a GPU"
+    return replace(nearest[2], time=None, reason=need)
+
+
+def _run(request: Request) -> Run:
+    """The options of a request that hold for every grid."""
+    sizes, overlap = PRECISIONS[request.precision], request.overlap
+    run = Run(request.batch_tokens, sizes["itemsize"], sizes["stream"], sizes["weights"], overlap, zero=request.zero)
+    return replace(run, selective=request.selective, offload=request.offload)
 
 
 def _state(request: Request, grid: Grid, ranks: int) -> memory.Memory:
     """The least that a rank holds whatever the micro-batches: its share of weights and of the optimizer's state."""
     each = PRECISIONS[request.precision]["weights"] * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
-    cut = grid.data if request.search or request.zero else 1
-    return memory.Memory(each, 0.0, 2 * each / cut, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    cut = grid.data if request.zero else 1
+    moments = 0.0 if request.search or request.offload else 2 * each / cut
+    return memory.Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _pieces(request: Request, grid: Grid, ranks: int) -> tuple[str, list[int]]:
@@ -435,31 +459,15 @@ def _pieces(request: Request, grid: Grid, ranks: int) -> tuple[str, list[int]]:
     return "", sizes[:SIZES_TRIED]
 
 
-def _cache_for_stages(request: Request, one: Candidate) -> tuple[Candidate, memory.Memory]:
-    """The same, with as many gathered weights kept as fit."""
-    assert one.stages is not None
-    workload = _variant(request.workload, one.recompute)
-    full = Timing(workload, one.grid, request.machine, one.run).memory(one.stages)
-    run = replace(one.run, cached_gathers=0.0)
-    timing = Timing(workload, one.grid, request.machine, run)
-    held = timing.memory(one.stages)
-    share = _share_that_fits(request, full, held)
-    if share:
-        run = replace(run, cached_gathers=share)
-        timing = Timing(workload, one.grid, request.machine, run)
-        held = timing.memory(one.stages)
-    return replace(one, run=run, time=timing.predict(one.stages)), held
-
-
 def _share_that_fits(request: Request, full: memory.Memory, held: memory.Memory) -> float:
     """Which share of gathered weights can be kept, in hundredths, when all need ``full`` and none ``held``."""
     extra, free = full.total - held.total, CACHE_LIMIT * request.machine.memory_gib * memory.GIB - held.total
-    return 1.0 if extra <= free else max(0, int(100 * free / extra)) / 100
+    return 1.0 if extra <= max(0.0, free) else max(0, int(100 * free / extra)) / 100
 
 
 def consider_tesseract(request: Request, grid: Grid) -> Candidate:
     """Predict one grid of Tesseract, with the fewest micro-batches that fit; or say why it is left out."""
-    run = Run(request.batch_tokens, overlap=request.overlap, selective=False, **PRECISIONS[request.precision])
+    run = replace(_run(request), zero=0, selective=False)
     found = Candidate(grid, run, request.workload.checkpointed, algorithm="tesseract")
     reason = tesseract.impossible(request.workload, grid, request.sequences, request.zero)
     if reason:
@@ -485,29 +493,13 @@ def _runs(request: Request, grid: Grid) -> Iterator[Run]:
     """Yield runs of 1, 2, 4, ... micro-batches, down to one sequence a rank; or of the number that is asked for."""
     share = 1.0 if request.gather == "keep" else 0.0
     sequences = -(-request.sequences // (grid.z * grid.data))
-    pieces = max(1, min(request.micro_batches, sequences))
+    pieces, run = max(1, min(request.micro_batches, sequences)), _run(request)
     while True:
-        yield Run(
-            request.batch_tokens,
-            overlap=request.overlap,
-            cached_gathers=share,
-            micro_batches=pieces,
-            zero=request.zero,
-            selective=request.selective,
-            rows=-(-sequences // pieces) * grid.z * request.workload.seq_length,
-            **PRECISIONS[request.precision],
-        )
+        rows = -(-sequences // pieces) * grid.z * request.workload.seq_length
+        yield replace(run, cached_gathers=share, micro_batches=pieces, rows=rows)
         if pieces >= sequences or request.micro_batches:
             return
         pieces = min(2 * pieces, sequences)
-
-
-def _cache_what_fits(request: Request, grid: Grid, run: Run, held: memory.Memory) -> Run:
-    """Keep as many gathered weights as the memory that is left over holds."""
-    if grid.z == 1:
-        return run
-    full = memory.estimate(request.workload, grid, replace(run, cached_gathers=1.0))
-    return replace(run, cached_gathers=_share_that_fits(request, full, held))
 
 
 def _nothing_fits(request: Request, left_out: list[Candidate]) -> str:

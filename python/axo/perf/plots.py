@@ -9,10 +9,10 @@ from typing import Any
 from axo.grid import AXES
 from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
+from axo.perf.lines import Group
 from axo.perf.memory import GIB
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import Plan
-from axo.perf.reproduce import Group
 from axo.perf.simulator import Simulation
 
 _COLORS = {
@@ -24,6 +24,14 @@ _COLORS = {
     "data": "#7b5ea7",
     "optimizer": "#9aa3ad",
     "compute": "#3b6fb6",
+}
+_PARTS = {
+    "products": _COLORS["products"],
+    "computation": _COLORS["products"],
+    "products slowed by hidden communication": _COLORS["slowed"],
+    "communication that shows": _COLORS["x"],
+    "optimizer": _COLORS["optimizer"],
+    **{f"waiting for {axis}": _COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
 _MOST_BARS = 2000  # drawn one by one
@@ -63,10 +71,15 @@ def reproduction_plot(group: Group) -> bytes:
 
 
 def group_plot(group: Group) -> bytes:
-    """Return any group as a plot: for each line the paper's number and the prediction; a range is a bar.
+    """Return any group as a plot: its bars, else for each line the paper's number and the prediction; a range is a bar.
 
     Lines of several units share a logarithmic scale.
     """
+    if group.bars:
+        return _png(_bars([one.what for one in group.bars], {
+            "computation": [one.products for one in group.bars],
+            "communication that shows": [one.shown for one in group.bars],
+        }))  # fmt: skip
     figure, axes = _figure(9, 0.32 * len(group.lines) + 1.4)
     for place, line in enumerate(group.lines):
         ends = _ends(line.paper)
@@ -121,20 +134,23 @@ def _ranking(made: Plan) -> Any:
 
 def _breakdown(made: Plan) -> Any:
     best = made.ranked[:15]
-    figure, axes = _figure(8.5, 0.9 + 0.32 * len(best))
-    left = [0.0] * len(best)
-    parts = [("products", "compute"), ("slowed", "contention"), *((axis, axis) for axis in AXES), ("optimizer",) * 2]
-    labels = {"slowed": "products slowed by hidden communication"} | {a: f"waiting for {a}" for a in AXES}
-    for name, part in parts:
-        sizes = [
-            candidate.time.exposed[part] if part in AXES else getattr(candidate.time, part)
-            for candidate in best
-            if candidate.time
-        ]
+    times = [candidate.time for candidate in best if candidate.time]
+    parts = {"products": [time.compute for time in times]}
+    parts["products slowed by hidden communication"] = [time.contention for time in times]
+    parts |= {f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES}
+    parts["optimizer"] = [time.optimizer for time in times]
+    return _bars([str(candidate.grid) for candidate in best], parts)
+
+
+def _bars(names: list[str], parts: dict[str, list[float]]) -> Any:
+    """A bar for each name, put together from parts (seconds)."""
+    figure, axes = _figure(8.5, 0.9 + 0.32 * len(names))
+    left = [0.0] * len(names)
+    for part, sizes in parts.items():
         if max(sizes) > 0:
-            axes.barh(range(len(best)), sizes, left=left, color=_COLORS[name], label=labels.get(name, name))
+            axes.barh(range(len(names)), sizes, left=left, color=_PARTS[part], label=part)
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.set_yticks(range(len(best)), [str(candidate.grid) for candidate in best])
+    axes.set_yticks(range(len(names)), names, fontsize=8)
     axes.invert_yaxis()
     axes.set(xlabel="predicted step time, s")
     figure.legend(fontsize=8, ncols=3, loc="outside lower center")

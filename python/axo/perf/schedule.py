@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from axo.grid import AXES, Grid
 from axo.perf import memory
 from axo.perf.chrome_trace import COMPUTE
-from axo.perf.layer_time import OPTIMIZER_BYTES, LayerCost, Network, Run, data_seconds, layer_cost
+from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, layer_cost, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -236,7 +236,7 @@ class _Builder:
 
     def _finish(self) -> None:
         shard = self.workload.parameters / (self.grid.x * self.grid.y * self.grid.z)
-        seconds = OPTIMIZER_BYTES * self.run.optimizer_share(self.grid) * shard / (1e9 * self.machine.memory_gbs)
+        seconds = optimizer_seconds(self.machine, self.grid, self.run, shard)
         stepped = self._add("optimizer", COMPUTE, seconds, self.path)
         gather = data_seconds(self.network, 0.0, shard, self.run)
         if gather:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from axo.arrangement import TESSERACT
 from axo.grid import AXES, Grid
 from axo.matmul import cost
-from axo.perf.layer_time import OPTIMIZER_BYTES, Network, Run, calls_of, data_seconds, products
+from axo.perf.layer_time import Network, Run, calls_of, data_seconds, optimizer_seconds, products
 from axo.perf.machine import Machine
 from axo.perf.model import StepTime
 from axo.perf.workload import Layer, Workload
@@ -96,7 +96,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     step.communication["data"] += end
     hidden = sum(step.communication.values()) - step.exposed_total
     step.contention = machine.contention * max(0.0, min(hidden, step.compute))
-    step.optimizer = OPTIMIZER_BYTES * shard / (1e9 * machine.memory_gbs)
+    step.optimizer = optimizer_seconds(machine, grid, run, shard)
     return step
 
 
