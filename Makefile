@@ -13,11 +13,18 @@ OUT ?= runs/demo
 ARGS ?=
 
 V := .venv
-PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check
+# What pip installs is compiled to bytecode when it is first imported, at the end of the set-up: most of it never is.
+PIP := $(V)/bin/python -m pip install -q --disable-pip-version-check --no-compile
+# Bytecode is kept, whatever the shell says: hundreds of processes import the same modules.
+unexport PYTHONDONTWRITEBYTECODE
 CORE := $(foreach folder,base memory progress host hosts device torch,$(wildcard csrc/$(folder)/*.cpp csrc/$(folder)/*.h csrc/$(folder)/*.inc))
 QUICK_TESTS := tests/house/test_house.py tests/test_placement.py tests/test_launcher.py tests/comm/test_collectives.py tests/perf
 CORES := $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(V)/bin/python -m pytest
+# Requirements of lists in pyproject.toml, one a line.
+wanted = $(V)/bin/python -c 'import functools, sys, tomllib; \
+  project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+  [print(*functools.reduce(dict.get, name.split("."), project), sep="\n") for name in sys.argv[1:]]' $(1)
 # The first Python of at least 3.11, plain python3 before others.
 PYTHON := $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 
@@ -30,6 +37,7 @@ help:
 demo: $(V)/.built
 	$(V)/bin/axo train --grid 2x2x2x1 --steps 120 --precision 32-true --compare-serial --expect-drop 1.5 --out $(OUT) $(ARGS)
 
+test: export EXTENSION := $(CURDIR)/build/objects
 test: $(V)/.built
 	@echo "C++ tests of the core: compiled first, run beside the Python tests, two of which run at a time"
 	@$(MAKE) --no-print-directory -s -j$(CORES) -C csrc/tests build
@@ -75,7 +83,7 @@ docs: $(V)/docs/bin/mkdocs
 
 $(V)/docs/bin/mkdocs: pyproject.toml | $(V)/bin/python
 	@$(V)/bin/python -m venv $(V)/docs
-	@$(V)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(V)/docs/wanted.txt
+	@$(call wanted,optional-dependencies.docs) > $(V)/docs/wanted.txt
 	@$(V)/docs/bin/python -m pip install -q --disable-pip-version-check -r $(V)/docs/wanted.txt
 	@touch $@
 
@@ -99,16 +107,22 @@ prerequisites:
 $(V)/bin/python: | prerequisites
 	$(PYTHON) -m venv $(V)
 
-# torch comes first and alone, and is pinned for what follows, so that nothing brings a second one.
+# torch comes first and alone, and is pinned for what follows, so that nothing brings a second one. The extension needs
+# no more: it is built while the rest is installed.
 $(V)/.deps: pyproject.toml tests/integrations/litdata.txt tests/examples/megatron.txt | $(V)/bin/python
-	@echo "Installing $(TORCH) and the rest into $(V) (once)"
+	@echo "Installing $(TORCH) and the rest into $(V), and building the extension (once)"
 	@$(PIP) "setuptools>=77" wheel
 	@$(V)/bin/python -c 'import torch' 2>/dev/null || $(PIP) "$(TORCH)"
 	@$(V)/bin/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > $(V)/torch.txt
-	@$(V)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -c $(V)/torch.txt "$(TRITON)"
-	@$(PIP) -c $(V)/torch.txt --no-build-isolation -e ".[litgpt,dev]"
-	@$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt
-	@$(PIP) --no-deps --target $(V)/megatron --upgrade -r tests/examples/megatron.txt
+	@$(call wanted,dependencies optional-dependencies.litgpt optional-dependencies.dev) > $(V)/wanted.txt
+	@$(V)/bin/python setup.py -q build_ext --inplace & build=$$!; \
+	$(V)/bin/python -c 'import triton' 2>/dev/null || $(PIP) -c $(V)/torch.txt "$(TRITON)" && \
+	$(PIP) -c $(V)/torch.txt -r $(V)/wanted.txt && \
+	$(PIP) --no-deps --target $(V)/litdata --upgrade -r tests/integrations/litdata.txt && \
+	$(PIP) --no-deps --target $(V)/megatron --upgrade -r tests/examples/megatron.txt; pip=$$?; \
+	wait $$build && exit $$pip
+	@$(PIP) --no-deps --no-build-isolation -e .
+	@$(V)/bin/python -c 'import pytest, axo.train.runner, axo.integrations.fabric.strategy'
 	@touch $@
 
 $(V)/.built: $(V)/.deps setup.py $(CORE) | prerequisites

@@ -16,6 +16,7 @@ from __future__ import annotations
 import concurrent.futures
 import fcntl
 import json
+import logging
 import os
 import re
 import shlex
@@ -136,6 +137,9 @@ class BuildCore(build_ext):
                 slow_first = sorted(sources, key=lambda source: not sees_torch(source))
                 objects = list(pool.map(lambda source: self._compile(source, objects_dir, torch), slow_first))
             self._link(sorted(objects), Path(self.get_ext_fullpath(ext.name)), torch)
+            link = Path("build/objects")  # the C++ tests take the core's
+            link.unlink(missing_ok=True)
+            link.symlink_to(objects_dir.name)
 
     def _compile(self, source: Path, objects_dir: Path, torch: Torch) -> Path:
         target = objects_dir / source.parent.name / (source.stem + ".o")  # folders share names: host/core, device/core
@@ -201,7 +205,7 @@ def is_stale(target: Path, command: list[str]) -> bool:
 
 
 def run(command: list[str]) -> None:
-    print(" ".join(command[:1] + command[-3:]), flush=True)
+    logging.info(" ".join(command[:1] + command[-3:]))  # not with -q
     result = subprocess.run(command, capture_output=True, text=True)
     if result.stderr:
         print(result.stderr, flush=True)
