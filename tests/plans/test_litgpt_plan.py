@@ -16,18 +16,18 @@ from tests.gpt import BATCH, LLAMA, NEOX, batch, serial_losses, train
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
 
-STEPS = 20
+STEPS, LONG = 8, 20
 # Two fp32 runs that sum in different orders stay within 3e-5 over 20 steps; a wrong gradient is off by 1e-2 at once.
 LIMIT = 1e-4
 
 
-def train_on(grids, config, meta):
+def train_on(grids, config, meta, steps):
     dist.init_process_group("axo")
-    return {grid: train(axo.connect(grid), config, STEPS, meta=meta) for grid in grids}
+    return {grid: train(axo.connect(grid), config, steps, meta=meta) for grid in grids}
 
 
-def assert_losses_match(found, config, meta):
-    expected = serial_losses(config, STEPS, meta)
+def assert_losses_match(found, config, meta, steps):
+    expected = serial_losses(config, steps, meta)
     assert expected[-1] < expected[0] - 0.2, "the serial run learns nothing, so it proves nothing"
     for per_grid in found:
         for grid, losses in per_grid.items():
@@ -36,22 +36,24 @@ def assert_losses_match(found, config, meta):
 
 
 @pytest.mark.parametrize(
-    "config, meta",
-    [pytest.param(LLAMA, False, marks=pytest.mark.soak), (NEOX, True)],
+    "config, meta, steps",
+    [pytest.param(LLAMA, False, LONG, marks=pytest.mark.soak), (NEOX, True, STEPS)],
     ids=["llama", "neox"],
 )
-def test_losses_equal_serial_on_16_ranks(config, meta):
-    assert_losses_match(run_ranks(train_on, 16, ["2x2x2x2"], config, meta, timeout=120), config, meta)
+def test_losses_equal_serial_on_16_ranks(config, meta, steps):
+    found = run_ranks(train_on, 16, ["2x2x2x2"], config, meta, steps, timeout=120)
+    assert_losses_match(found, config, meta, steps)
 
 
 @pytest.mark.parametrize(
-    "config, meta",
-    [({**LLAMA, "n_query_groups": 8}, True), pytest.param(NEOX, False, marks=pytest.mark.soak)],
+    "config, meta, steps",
+    [({**LLAMA, "n_query_groups": 8}, True, STEPS), pytest.param(NEOX, False, LONG, marks=pytest.mark.soak)],
     ids=["llama", "neox"],
 )
-def test_losses_equal_serial_on_each_axis_alone(config, meta):
+def test_losses_equal_serial_on_each_axis_alone(config, meta, steps):
     grids = ["8x1x1x1", "1x8x1x1", "1x1x8x1", "1x1x1x8"]
-    assert_losses_match(run_ranks(train_on, 8, grids, config, meta, timeout=240), config, meta)
+    found = run_ranks(train_on, 8, grids, config, meta, steps, timeout=240)
+    assert_losses_match(found, config, meta, steps)
 
 
 class Skipping:

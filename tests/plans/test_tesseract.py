@@ -22,7 +22,7 @@ from tests.gpt import LLAMA, NEOX, batch, serial_losses
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, seed_apart, serial_seed
 
-STEPS = 20
+STEPS, LONG = 8, 20
 LIMIT = 1e-4  # as for the other algorithm: tests/plans/test_litgpt_plan.py
 MODELS = {"llama": (LLAMA, False), "neox": (NEOX, True)}
 
@@ -68,14 +68,15 @@ def train(grid, algorithm, config, meta, steps=STEPS, **options):
     return losses
 
 
-def train_all(runs):
+def train_all(runs, steps):
     dist.init_process_group("axo")
-    return [train(*run[:2], *MODELS[run[2]], **run[3]) for run in runs]
+    return [train(*run[:2], *MODELS[run[2]], steps, **run[3]) for run in runs]
 
 
-def check_losses(found, runs):
+def check_losses(runs, steps):
+    found = run_ranks(train_all, axo.Grid.parse(runs[0][0]).world_size, runs, steps, timeout=300)
     for number, (grid, algorithm, name, _) in enumerate(runs):
-        expected = serial_losses(MODELS[name][0], STEPS, MODELS[name][1])
+        expected = serial_losses(MODELS[name][0], steps, MODELS[name][1])
         assert expected[-1] < expected[0] - 0.2, "the serial run learns nothing, so it proves nothing"
         for losses in (rank[number] for rank in found):
             worst = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
@@ -89,13 +90,12 @@ ON_16 = [("2x2x2x2", "tesseract", name, {}) for name in MODELS] + [("4x4x1x1", "
 
 @pytest.mark.parametrize("runs", [ON_4, ON_8], ids=["4 ranks", "8 ranks"])
 def test_losses_equal_serial(runs):
-    ranks = axo.Grid.parse(runs[0][0]).world_size
-    check_losses(run_ranks(train_all, ranks, runs, timeout=180), runs)
+    check_losses(runs, STEPS)
 
 
 @pytest.mark.soak
 def test_losses_equal_serial_on_16_ranks():
-    check_losses(run_ranks(train_all, 16, ON_16, timeout=300), ON_16)
+    check_losses(ON_16, LONG)
 
 
 Q = 2  # of the grids below
