@@ -32,6 +32,9 @@ def uncapped() -> int:
 
 # NCCL's most channels of an operation on one node.
 _MOST_CHANNELS = 32
+# Channels tried for an operation beside a product that leaves as many multiprocessors: few cost the product least,
+# and NVLink of an H100 wants more than four.
+CAPS = (4, 8, 16)
 
 
 class ProcessGroupCommunicator(FusedCommunicator):
@@ -105,15 +108,36 @@ class DeviceAxoCommunicator(AxoCommunicator):
     for is set by a kernel of this very process, and a lost peer shows in the collective, which axo reports.
     """
 
-    def __init__(self, communicator: Any, timeout: float = 60.0, op: str = "sum") -> None:
+    def __init__(self, communicator: Any, timeout: float = 60.0, op: str = "sum", channels: int = 0) -> None:
         super().__init__(communicator, timeout, op)
+        self._channels = channels
+        self._capped: dict[int, DeviceAxoCommunicator] = {}
         self._works: list[Pending] = []
         self._by_driver = torch.version.hip is None
 
     @property
     def reserved_units(self) -> int:
-        """What the communicators of this rank are capped at together (``DeviceOptions(max_ctas=...)``)."""
-        return self.communicator.reserved_ctas or uncapped()
+        """What its operations take at most: its own cap (:meth:`capped`), else what the communicators of this rank are
+        capped at together (``DeviceOptions(max_ctas=...)``)."""
+        return self._channels or self.communicator.reserved_ctas or uncapped()
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        return CAPS
+
+    def capped(self, channels: int) -> FusedCommunicator:
+        if channels in (0, self._channels):
+            return self
+        if channels not in self._capped:
+            made = DeviceAxoCommunicator(self.communicator.capped(channels), self.timeout, self.op, channels)
+            made.ran = self.ran
+            self._capped[channels] = made
+        return self._capped[channels]
+
+    def poll(self) -> None:
+        super().poll()
+        for made in self._capped.values():
+            made.poll()
 
     def fork(self, device: torch.device) -> None:
         assert not self._forked, "fork() twice without join()"
@@ -198,7 +222,7 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
         return SoloCommunicator(timeout)
     wanted = ["rank", "size", "all_reduce", "all_gather", "reduce_scatter", "broadcast"]
     if hasattr(communicator, "wait_flag"):
-        wanted += ["write_flag", "follow", "signalled", "stream", "device", "reserved_ctas"]
+        wanted += ["write_flag", "follow", "signalled", "stream", "device", "reserved_ctas", "capped"]
     missing = [name for name in wanted if not hasattr(communicator, name)]
     if missing:
         raise ValueError(

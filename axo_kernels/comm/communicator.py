@@ -212,6 +212,18 @@ class FusedCommunicator:
         return 4
 
     @property
+    def caps(self) -> tuple[int, ...]:
+        """Numbers of channels to try for its operations beside a product; none where they cannot be capped."""
+        return ()
+
+    def capped(self, channels: int) -> FusedCommunicator:
+        """The same ranks, each operation on ``channels`` channels at most, which is then ``reserved_units``; 0: as it
+        is. Collective at the first call for a number."""
+        if channels:
+            raise ValueError(f"{type(self).__name__}: channels={channels}: its operations cannot be capped; use 0")
+        return self
+
+    @property
     def spins(self) -> int:
         """Reads of a flag before a kernel gives up: about a microsecond each (50 in the interpreter)."""
         return min(2**31 - 1, int(self.timeout * (2e4 if devices.interpreted() else 1e6)))

@@ -12,6 +12,7 @@ the segments. A strategy that cannot run is an error, never another strategy in 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from functools import partial
 import torch
 
 from axo_kernels import device as devices
-from axo_kernels.comm.communicator import CommunicatorProtocol, Pending, Ran
+from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator, Pending, Ran
 from axo_kernels.fused.chunks import ChunkOrder, chunk_order
 from axo_kernels.fused.segments import SegmentedProduct, rows_of
 from axo_kernels.gemm.layout import Product, product_of
@@ -41,12 +42,14 @@ class Way:
         chunks: Pieces in which the rows travel; ignored by ``"serial"``.
         config: Tiles of ``"signal"``; None takes the default.
         multiply: How ``"serial"`` and ``"split"`` multiply (the tuner's choice); None: the vendor library.
+        channels: What the collectives of ``"signal"`` are capped at, and the product leaves free; 0: as they come.
     """
 
     strategy: str = "serial"
     chunks: int = 1
     config: Config | None = None
     multiply: Multiply | None = None
+    channels: int = 0
 
     def check(self, operation: str, device: torch.device) -> None:
         """Refuse an unknown strategy, and one that this device cannot run.
@@ -71,6 +74,10 @@ class Way:
         if devices.interpreted() and device.type == "cpu":
             return "interpreter"
         return "triton" if device.type == "cuda" and devices.gemm_kernels() is not None else "torch"
+
+    def on(self, comm: CommunicatorProtocol) -> CommunicatorProtocol:
+        """The communicator with this way's cap."""
+        return comm.capped(self.channels) if isinstance(comm, FusedCommunicator) else comm
 
     def begin(
         self, operation: str, a: torch.Tensor, layout: str, collective: str, rows: int, comm: CommunicatorProtocol
@@ -113,6 +120,7 @@ def start_all_reduce(
             multiply(rows_of(a, layout, segment), b, out=out[segment.written], bias=bias)
             works.append(comm.all_reduce(out[segment.written]))
         return out, partial(_wait, works)
+    comm = way.on(comm)
     workspace = comm.workspaces.get("matmul_all_reduce", order, product, a.device)
     workspace.advance()
     comm.fork(a.device)
@@ -142,6 +150,7 @@ def run_reduce_scatter(
     if way.strategy == "serial":
         comm.reduce_scatter(out, multiply(a, b)).wait()
         return out
+    comm = way.on(comm)
     workspace = comm.workspaces.get("matmul_reduce_scatter", order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((product.m, product.n), a.dtype, a.device)
@@ -204,43 +213,79 @@ def run_all_gather(
     n = product.n if gather == "a" else comm.size * rows
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     product = Product(layout, m, n, product.k, a.dtype)
+    if way.strategy == "split":
+        return out, _split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
+    comm = way.on(comm)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
     packed = workspace.buffer((comm.size * rows, depth), a.dtype, a.device)
-    mine = []
+    mine = [_own_rows(packed[slice(*order.packed(chunk))], shard, order, chunk) for chunk in range(order.chunks)]
+    comm.fork(a.device)
+    for chunk in range(order.chunks):  # the producer of the flags comes first in host order
+        comm.all_gather(packed[slice(*order.packed(chunk))], mine[chunk])
+        comm.write_flag(workspace, chunk)
+    first, second = (packed, other) if gather == "a" else (other, packed)
+    try:
+        SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
+    except BaseException:
+        comm.abandon()
+        raise
+    comm.join()
+    if not keep:
+        return out, None
+    full = shard.new_empty((comm.size, rows, depth))
     for chunk, (start, stop) in enumerate(order.bounds):
-        first_row = order.packed(chunk)[0] + comm.rank * (stop - start)
-        mine.append(packed[first_row : first_row + stop - start])
-        mine[-1].copy_(shard[start:stop])
+        full[:, start:stop] = packed[slice(*order.packed(chunk))].view(comm.size, stop - start, depth)
+    return out, full.view(-1, depth)
 
-    def gather_chunk(chunk: int) -> Pending:
-        return comm.all_gather(packed[slice(*order.packed(chunk))], mine[chunk])
 
-    if way.strategy == "split":
-        works = [gather_chunk(chunk) for chunk in range(order.chunks)]
-        first, second = (shard, other) if gather == "a" else (other, shard)
-        own = slice(comm.rank * rows, (comm.rank + 1) * rows)
-        into = out[own] if gather == "a" else out[:, own]
-        multiply(first, second, out=into, bias=bias if bias is None or gather == "a" else bias[own])
-        for chunk, work in enumerate(works):
-            work.wait()
-            arrived = packed[slice(*order.packed(chunk))]
-            for ranks in (slice(0, comm.rank), slice(comm.rank + 1, comm.size)):
-                if ranks.start < ranks.stop:
-                    _chunk_product(multiply, arrived, other, out, order, chunk, ranks, gather, bias)
-    else:
-        comm.fork(a.device)
-        for chunk in range(order.chunks):  # the producer of the flags comes first in host order
-            gather_chunk(chunk)
-            comm.write_flag(workspace, chunk)
-        first, second = (packed, other) if gather == "a" else (other, packed)
-        try:
-            SegmentedProduct(product, workspace, comm, bias, way.config).consume(first, second, out, gather)
-        except BaseException:
-            comm.abandon()
-            raise
-        comm.join()
-    return out, _unpacked(packed, order) if keep else None
+def _split_gather(
+    shard: torch.Tensor,
+    other: torch.Tensor,
+    out: torch.Tensor,
+    comm: CommunicatorProtocol,
+    order: ChunkOrder,
+    gather: str,
+    multiply: Multiply,
+    bias: torch.Tensor | None,
+    keep: bool,
+) -> torch.Tensor | None:
+    """Multiply one's own rows into ``out`` while the first chunks travel, then each chunk as it comes.
+
+    Half of the chunks travel at a time, so that no more than half of the operand lies here twice. Each is copied to its
+    place in what is kept when it comes, while the next ones travel.
+    """
+    rows, depth = shard.shape
+    full = shard.new_empty((comm.size, rows, depth)) if keep else None
+
+    def start(chunk: int) -> tuple[torch.Tensor, Pending]:
+        first, last = order.packed(chunk)
+        arriving = shard.new_empty((last - first, depth))
+        return arriving, comm.all_gather(arriving, _own_rows(arriving, shard, order, chunk))
+
+    travelling = deque(start(chunk) for chunk in range(-(-order.chunks // 2)))
+    first, second = (shard, other) if gather == "a" else (other, shard)
+    own = slice(comm.rank * rows, (comm.rank + 1) * rows)
+    into = out[own] if gather == "a" else out[:, own]
+    multiply(first, second, out=into, bias=bias if bias is None or gather == "a" else bias[own])
+    for chunk, (begin, end) in enumerate(order.bounds):
+        arrived, work = travelling.popleft()
+        work.wait()
+        following = chunk + -(-order.chunks // 2)
+        if following < order.chunks:
+            travelling.append(start(following))
+        if full is not None:
+            full[:, begin:end] = arrived.view(comm.size, end - begin, depth)
+        for ranks in (slice(0, comm.rank), slice(comm.rank + 1, comm.size)):
+            if ranks.start < ranks.stop:
+                _chunk_product(multiply, arrived, other, out, order, chunk, ranks, gather, bias)
+    return None if full is None else full.view(-1, depth)
+
+
+def _own_rows(packed: torch.Tensor, shard: torch.Tensor, order: ChunkOrder, chunk: int) -> torch.Tensor:
+    """This rank's place among the ``[rank][rows]`` of a chunk, filled with its rows of the shard."""
+    start, stop = order.bounds[chunk]
+    return packed[order.rank * (stop - start) : (order.rank + 1) * (stop - start)].copy_(shard[start:stop])
 
 
 def _chunk_product(
@@ -279,12 +324,3 @@ def gathers(gather: str, layout: str) -> bool:
 def _wait(works: list[Pending]) -> None:
     for work in works:
         work.wait()
-
-
-def _unpacked(packed: torch.Tensor, order: ChunkOrder) -> torch.Tensor:
-    """The gathered operand in rank order, from ``[chunk][rank][rows]``."""
-    full = torch.empty_like(packed)
-    by_rank = full.view(order.size, order.rows, -1)
-    for chunk, (start, stop) in enumerate(order.bounds):
-        by_rank[:, start:stop] = packed[slice(*order.packed(chunk))].view(order.size, stop - start, -1)
-    return full

@@ -39,7 +39,7 @@ class Choice:
         backend: ``"vendor"`` or ``"triton"``.
         layout: The layout in which it is computed; operands are copied where it is not the stored one.
         config: Tile configuration, for ``"triton"``.
-        strategy, chunks: Of a fused operation.
+        strategy, chunks, channels: Of a fused operation (``axo_kernels.fused.strategies.Way``).
         seconds: Measured median, the largest over the ranks; 0 when nothing was measured.
         baseline: The same of torch's own (serial) way, in the same rounds.
     """
@@ -51,11 +51,13 @@ class Choice:
     chunks: int = 1
     seconds: float = 0.0
     baseline: float = 0.0
+    channels: int = 0
 
     @property
     def name(self) -> str:
         what = self.config.name if self.config else self.backend
         fused = "" if self.chunks == 1 and self.strategy == "serial" else f" {self.strategy}/{self.chunks}"
+        fused += f" on {self.channels} channels" if self.channels else ""
         return f"{self.layout} {what}{fused}"
 
     def is_torchs(self, layout: str) -> bool:
@@ -77,7 +79,7 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         choice = Choice(**{**entry, "config": Config(**config) if config is not None else None})
     except (TypeError, KeyError):
         return None
-    numbers = (choice.seconds, choice.baseline, choice.chunks)
+    numbers = (choice.seconds, choice.baseline, choice.chunks, choice.channels)
     if (
         choice.backend not in ("vendor", "triton")
         or choice.layout not in LAYOUTS
@@ -86,6 +88,8 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         or any(isinstance(number, bool) for number in numbers)
         or not isinstance(choice.chunks, int)
         or choice.chunks < 1
+        or not isinstance(choice.channels, int)
+        or choice.channels < 0
         or (choice.backend == "vendor" and choice.config is not None)
         or (choice.strategy == "signal" and choice.config is None)
         or (choice.config is not None and not _whole(choice.config))
@@ -149,12 +153,13 @@ def fused_choices(
     size: int,
     choose: Callable[[Product, torch.device], Choice],
     reserved: int = 0,
+    caps: tuple[int, ...] = (),
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
-    serial and in chunks; ``signal`` with a few tiles.
+    serial and in chunks; ``signal`` with a few tiles, each with the collectives at every one of ``caps`` channels.
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
-    more than the ``reserved`` multiprocessors that it leaves to the communication).
+    more multiprocessors than it leaves to the communication: the cap, or ``reserved`` where there are no ``caps``).
     """
     whole = product
     if operation.startswith("all_gather"):
@@ -170,9 +175,12 @@ def fused_choices(
         plain = found[0]
     counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
-    if device.type == "cuda" and devices.runs_triton(device) and devices.target_of(device).units > reserved:
-        for config in fused_candidates(devices.target_of(device), whole, _described(whole))[:_FUSED_TILES]:
-            found += [Choice("triton", product.layout, config, "signal", chunks) for chunks in counts]
+    if device.type == "cuda" and devices.runs_triton(device):
+        target = devices.target_of(device)
+        fit = [cap for cap in caps or (0,) if target.units > (cap or reserved)]
+        for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES] if fit else ():
+            signal = Choice("triton", product.layout, config, "signal")
+            found += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
     return found
 
 

@@ -75,7 +75,8 @@ def way_of(choice: Choice, stored: str) -> Way:
     """How a fused operation runs as chosen, on operands stored as ``stored``."""
     plain = choice.strategy == "signal" or choice.is_torchs(stored)
     multiply = None if plain else runner(choice, stored)
-    return Way(choice.strategy, choice.chunks, choice.config if choice.strategy == "signal" else None, multiply)
+    config = choice.config if choice.strategy == "signal" else None
+    return Way(choice.strategy, choice.chunks, config, multiply, choice.channels)
 
 
 def run_fused(

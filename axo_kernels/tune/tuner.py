@@ -171,7 +171,7 @@ class Tuner:
             fused_name(operation, gather, on.size, product),
             product,
             device,
-            lambda: fused_choices(operation, product, device, gather, on.size, self.choose, on.reserved_units),
+            lambda: fused_choices(operation, product, device, gather, on.size, self.choose, on.reserved_units, on.caps),
             run,
         )
 

@@ -42,6 +42,11 @@ class Impl final : public DeviceCommunicator {
     auto child = core_->split(color, key, name);
     return child ? std::make_shared<Impl>(std::move(child)) : nullptr;
   }
+  std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) override {
+    AXO_CHECK(max_ctas > 0, "capped: max_ctas", max_ctas, "at least 1");
+    AXO_CHECK(!inside_group(), "capped", "a call inside a group", "one outside: ranks must meet at once");
+    return std::make_shared<Impl>(core_->split(0, rank(), name, max_ctas));
+  }
   void abort(const std::string& reason) override {
     core_->fail(std::make_exception_ptr(Aborted("communicator '" + name() + "' was aborted: " + reason)));
   }

@@ -87,6 +87,10 @@ class DeviceCommunicator : public RequestCommunicator {
   virtual void wait_flag(const void* address, std::uint32_t value) = 0;
   virtual void write_flag(void* address, std::uint32_t value) = 0;
 
+  // The same ranks as a communicator of its own whose operations take `max_ctas` thread blocks at most: for products
+  // that leave just as many multiprocessors free. Collective. reserved_ctas() does not count it.
+  virtual std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) = 0;
+
   virtual int device() const = 0;
   virtual void* stream() const = 0;
   // Sum of max_ctas over the live communicators of this rank and device.

@@ -101,7 +101,7 @@ void DeviceCore::start() {
   started_ = true;
 }
 
-std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::string& name) {
+std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::string& name, int max_ctas) {
   check_usable();
   const auto turn = context_->queue().turn();
   DeviceGuard guard(gpu(), context_->device());
@@ -109,10 +109,12 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   options.cancelled.reset();  // of the parent's making
   options.name = name;
   options.timeout = timeout();
+  if (max_ctas > 0) options.min_ctas = options.max_ctas = 0, options.split_share = false;  // it runs beside the parent
   const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
   std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));
   try {
     NcclConfig config = child->config();
+    if (max_ctas > 0) config.maxCTAs = max_ctas;
     call("ncclCommSplit",
          [&] { return nccl()->CommSplit(comm_, color < 0 ? kNcclNoColor : color, key, &child->slot_, &config); });
     if (color < 0) return nullptr;

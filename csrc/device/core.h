@@ -22,8 +22,8 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   static std::shared_ptr<DeviceCore> create(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store,
                                             const std::string& key, const NcclUniqueId& id, int rank, int size,
                                             const DeviceOptions& options, std::shared_ptr<DevicePeers> peers);
-  // Collective. Null for color < 0.
-  std::shared_ptr<DeviceCore> split(int color, int key, const std::string& name);
+  // Collective. Null for color < 0. max_ctas: a cap of its own, which reserved_ctas() leaves out; 0: the parent's.
+  std::shared_ptr<DeviceCore> split(int color, int key, const std::string& name, int max_ctas = 0);
   ~DeviceCore();
 
   int rank() const { return member_.rank; }

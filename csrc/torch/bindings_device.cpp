@@ -109,6 +109,7 @@ void bind_device(py::module_& m) {
             return std::static_pointer_cast<DeviceCommunicator>(c.split(color, key, name));
           },
           Release())
+      .def("capped", &DeviceCommunicator::capped, Release())
       .def(
           "follow", [](DeviceCommunicator& c, Address stream) { c.follow(pointer(stream)); }, Release())
       .def(

@@ -197,6 +197,17 @@ def streams(folder):
     for wrong, message in ((flags.float(), "4-byte integer"), (3, "4-byte aligned")):
         with pytest.raises((ValueError, axo.Error), match=message):
             comm.wait_flag(wrong, 1)
+    # The same ranks on fewer thread blocks: one more communicator, which nothing else has to reserve for.
+    gpu.calls()
+    narrow = comm.capped(8)
+    splits = [call for call in gpu.calls() if call.startswith("ncclCommSplit")]
+    assert len(splits) == 1 and splits[0].endswith("maxCTAs=8"), splits
+    assert comm.capped(8) is narrow and (narrow.rank, narrow.size, narrow.axis) == (comm.rank, 2, comm.axis)
+    assert narrow.stream != comm.stream and narrow.reserved_ctas == comm.reserved_ctas == 8
+    same(narrow.all_reduce(torch.ones(5, device=device)).cpu(), torch.full((5,), 2.0), "on fewer thread blocks")
+    for wrong, kind in ((0, axo.Error), (2.5, TypeError)):
+        with pytest.raises(kind, match="max_ctas"):
+            comm.capped(wrong)
     # Registered memory, and memory of the library.
     assert comm.register(mine) is not None
     shared = axo.empty_shared((100, 3), device="standin", comms=comms)

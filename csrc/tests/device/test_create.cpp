@@ -178,6 +178,19 @@ TEST(split_by_color_and_key) {
     standin::synchronize(me.stream);
     CHECK_EQ(all[0], static_cast<float>(me.rank / 2 * 2 + 1));
     CHECK_EQ(all[1], static_cast<float>(me.rank / 2 * 2));
+    // All ranks again, with a cap of its own, which whoever uses it reserves.
+    auto capped = world->capped(16, "wide");
+    CHECK(text(standin::calls()).find("splitShare=0 maxCTAs=16") != std::string::npos);
+    CHECK_EQ(capped->rank(), me.rank);
+    CHECK_EQ(capped->size(), 4);
+    CHECK_EQ(world->reserved_ctas(), 8);
+    CHECK_THROWS(axo::Error, "max_ctas: got 0, expected at least 1", world->capped(0, "none"));
+    float sum = 1;
+    capped->all_reduce(&sum, &sum, 1, f32, axo::ReduceOp::sum, me.on_stream())->wait();
+    standin::synchronize(me.stream);
+    CHECK_EQ(sum, 4.0f);
+    capped->shutdown();
+    CHECK_EQ(world->reserved_ctas(), 8);
     // Some take no part.
     auto some = world->split(me.rank == 3 ? -1 : 0, 0, "some");
     CHECK_EQ(some == nullptr, me.rank == 3);

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.extension import _C
+from axo.comm.memory import check_integer
 from axo.comm.work import Work, milliseconds, open_group
 from axo.errors import Error, Mismatch
 
@@ -130,6 +131,10 @@ class DeviceCommunicator(Communicator):
     _after_caller = True
 
     @cached_property
+    def _capped(self) -> dict[int, DeviceCommunicator]:
+        return {}
+
+    @cached_property
     def _place(self) -> tuple[int, int]:
         assert self.device.index is not None
         return _C.device_type_code(self.device.type), self.device.index
@@ -153,6 +158,26 @@ class DeviceCommunicator(Communicator):
     def reserved_ctas(self) -> int:
         """Thread blocks to leave free for communication: the sum of ``max_ctas`` over this rank's communicators."""
         return 0 if self._core is None else self._core.reserved_ctas
+
+    def capped(self, max_ctas: int) -> DeviceCommunicator:
+        """The same ranks through a communicator of its own whose operations take ``max_ctas`` thread blocks at most.
+
+        For a product that leaves as many multiprocessors to them. Collective at its first call for a number; later
+        ones give what was made. ``reserved_ctas`` does not count it; it closes with this one.
+        """
+        check_integer("capped", "max_ctas", max_ctas)
+        if max_ctas not in self._capped:
+            name = f"{self.name}/{max_ctas} blocks"
+            core = self._needed("capped").capped(max_ctas, name)
+            made = type(self)(core, name=name, axis=self.axis, device=self.device, timeout=self._timeout)
+            made._siblings = (*self._siblings, self)
+            self._capped[max_ctas] = made
+        return self._capped[max_ctas]
+
+    def close(self) -> None:
+        for made in self._capped.values():
+            made.close()
+        super().close()
 
     def follow(self) -> None:
         """Let this communicator's stream go on after what the current stream has been given so far."""

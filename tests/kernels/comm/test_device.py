@@ -9,6 +9,7 @@ from axo_kernels import FusedCommunicator, SignalTimeout, adapt
 from axo_kernels.comm import adapters as module
 from axo_kernels.comm import communicator
 from axo_kernels.fused.chunks import chunk_order
+from axo_kernels.fused.strategies import Way
 from axo_kernels.fused.workspace import Workspace
 
 
@@ -21,6 +22,10 @@ class Recorder:
     def __init__(self):
         self.log = []
         self.after_caller = True
+
+    def capped(self, channels):
+        self.log.append(f"capped at {channels}")
+        return Recorder()
 
     def follow(self):
         self.log.append("follow")
@@ -83,7 +88,7 @@ def test_what_a_communicator_on_gpus_lacks_is_named():
     class Half:
         rank = size = all_reduce = all_gather = reduce_scatter = broadcast = wait_flag = write_flag = stream = 1
 
-    with pytest.raises(ValueError, match="adapt: Half has no follow, signalled, device, reserved_ctas; give an axo"):
+    with pytest.raises(ValueError, match="adapt: Half has no follow, signalled, device, reserved_ctas, capped; give"):
         adapt(Half())
 
 
@@ -97,6 +102,22 @@ def test_what_the_library_may_take_is_left_to_it(recorder, monkeypatch):
     for named, expected in (("8", 8), ("0", 32), ("many", 32)):
         monkeypatch.setenv("NCCL_MAX_CTAS", named)
         assert comm.reserved_units == expected
+
+
+def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
+    """One for each cap; the record is the first one's, and so is what kernels have reported."""
+    comm = adapt(recorder)
+    assert comm.caps == (4, 8, 16) and comm.capped(0) is comm
+    eight = comm.capped(8)
+    assert comm.capped(8) is eight and eight.capped(8) is eight and recorder.log == ["capped at 8"]
+    assert (eight.reserved_units, comm.reserved_units) == (8, 6) and eight.ran is comm.ran
+    assert Way("signal", 2, channels=8).on(comm) is eight and Way("signal", 2).on(comm) is comm
+    workspace = eight.workspaces.get("op", chunk_order("all_reduce", 8, 2, 0, 2), "key", torch.device("cpu"))
+    workspace.status.copy_(torch.tensor([1, 0, 3, 2], dtype=torch.int32))
+    with pytest.raises(SignalTimeout, match="waited 60 s for chunk 0 of epoch 3"):
+        comm.poll()
+    with pytest.raises(ValueError, match="SoloCommunicator: channels=8: its operations cannot be capped; use 0"):
+        adapt(None).capped(8)
 
 
 def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):

@@ -3,9 +3,12 @@
 One rank, unless said: its sum is the product itself, so the oracle is the product in fp64.
 """
 
+import weakref
+
 import pytest
 import torch
 
+from axo_kernels.comm.host_stream import StreamWork
 from tests.kernels.fused.test_strategies import STRATEGIES, close, draw, leaf
 
 
@@ -140,6 +143,41 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
         asked = ("matmul_all_reduce", product, cuda, "b", 2, lambda product, device: choice.Choice("vendor", "NT"))
         found = choice.fused_choices(*asked, reserved=4)
         assert any(candidate.strategy == "signal" for candidate in found) == there
+        # Where the collectives can be capped, the product leaves what they take: every cap that leaves it anything.
+        found = choice.fused_choices(*asked, reserved=32, caps=(4, 8, 16))
+        assert {each.channels for each in found if each.strategy == "signal"} == ({4, 8, 16} if there else set())
+        assert all(choice.from_json(each.to_json()) == each for each in found)
+    assert any(each.name.endswith(" signal/2 on 8 channels") for each in found)
+    for wrong in (-1, True, 1.5, "4"):
+        assert choice.from_json({**found[-1].to_json(), "channels": wrong}) is None
+
+
+def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
+    """Beside what is kept lie the half of the chunks that travel, and the one that has come."""
+    from axo_kernels.comm.communicator import FusedCommunicator
+    from axo_kernels.fused.strategies import Way, run_all_gather
+
+    class Twins(FusedCommunicator):
+        """Rank 1 of two that hold the same."""
+
+        def __init__(self):
+            super().__init__(1, 2)
+            self.travelling, self.most = [], 0
+
+        def _all_gather(self, out, tensor):
+            out.view(2, *tensor.shape).copy_(tensor.clone())
+            self.travelling = [each for each in (*self.travelling, weakref.ref(out)) if each() is not None]
+            self.most = max(self.most, sum(each().nbytes for each in self.travelling))
+            return StreamWork.done()
+
+    x, shard = draw(3, (12, 16), (32, 16))
+    for keep in (True, False):
+        comm = Twins()
+        out, whole = run_all_gather(x, shard, comm, "NT", "b", Way("split", 8), keep=keep)
+        close(out, x.double() @ torch.cat([shard, shard]).double().T)
+        assert whole is None or torch.equal(whole, torch.cat([shard, shard]))
+        assert (whole is not None) == keep
+        assert comm.most == 5 * 2 * shard.nbytes // 8 and not list(comm.workspaces.all())
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
