@@ -59,11 +59,12 @@ class Gpu:
     def synchronize(self) -> None:
         self._library.standin_synchronize()
 
-    def hold(self) -> Gate:
-        """Put work on the current stream that lasts until its gate is opened."""
+    def hold(self, *, pool: bool = False) -> Gate:
+        """Put work on the current stream, or on the next one taken from torch's pool, until its gate is opened."""
         gate = Gate()
         self._gates.append(gate)
-        self._library.standin_hold(ctypes.byref(gate.word))
+        hold = self._library.standin_hold_next_of_pool if pool else self._library.standin_hold
+        hold(ctypes.byref(gate.word))
         return gate
 
     def capture(self) -> Graph:

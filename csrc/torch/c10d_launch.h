@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "base/error.h"
@@ -159,13 +160,16 @@ struct C10dBackend::Launch {
                         "; those of one call are on one device");
     }
     if (!c10d::isP2POp(type)) ++backend.sequence_;
-    work = backend.coalesced_
-               ? backend.coalesced_
-               : c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
     wait_here = !opts.asyncOp && !backend.coalesced_;
     options.blocking = wait_here && !grouped;
     options.timeout = opts.timeout < Milliseconds::zero() ? backend.options_->timeout : opts.timeout;
-    options.keep_alive = by_program(held);
+    // A Work costs as much as a small collective: none where the call is over when it returns, and nobody profiles.
+    if (backend.coalesced_) {
+      work = backend.coalesced_;
+    } else if (!options.blocking || !device.is_cpu() || at::hasCallbacks()) {
+      work = c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
+    }
+    if (work) options.keep_alive = by_program(held);
     options.stream = current_stream(device);
     if (grouped) group_start();
   }
@@ -231,6 +235,11 @@ struct C10dBackend::Launch {
       grouped = false;
       group_end();
     }
+    if (!work) {
+      at::NoGradGuard no_grad;
+      for (const Step& step : last_steps) step();
+      return nullptr;
+    }
     work->start(std::move(parts), std::move(outputs), std::move(last_steps), device);
     if (wait_here) work->wait(::kNoTimeout);
     return work;
@@ -252,7 +261,7 @@ struct C10dBackend::Launch {
   std::shared_ptr<Tensors> held;
   std::vector<WorkPtr> parts;
   std::vector<Step> last_steps;
-  c10::intrusive_ptr<C10dWork> work;
+  c10::intrusive_ptr<C10dWork> work;  // null: the call is complete when the core's returns
 };
 
 }  // namespace axo

@@ -156,20 +156,24 @@ def order_and_futures(folder):
     future = dist.all_gather(parts, filled(device, rank + 1.0, 4), async_op=True).get_future()
     future.wait()
     [equal(part, source + 1.0) for source, part in enumerate(parts)]
-    # The same on another stream than the call's, held there: what the copies read lives until they have.
-    parts = [torch.empty(4000, device=device), torch.empty(4000, device=device)]
-    work = dist.all_gather(parts, filled(device, rank + 1.0, 4000), async_op=True)
+    # The same on another stream than the call's, or on the future's, held there: what the copies read lives until they
+    # have.
     other = torch.Stream(device=device)
-    with other:
-        gate = gpu.hold()
-        work.wait()
-    del work
-    for _ in range(4):
-        time.sleep(0.1)
-        dist.all_reduce(filled(device, 1.0, 3), async_op=True)  # lets go of what works have kept
-    gate.open()
-    other.synchronize()
-    [equal(part, source + 1.0, "copied on another stream") for source, part in enumerate(parts)]
+    for of_future in (False, True):
+        parts = [torch.empty(4000, device=device), torch.empty(4000, device=device)]
+        work = dist.all_gather(parts, filled(device, rank + 1.0, 4000), async_op=True)
+        with other:
+            gate = gpu.hold(pool=of_future)
+            future = work.get_future() if of_future else work.wait()
+        del work
+        for _ in range(4):
+            time.sleep(0.1)
+            dist.all_reduce(filled(device, 1.0, 3), async_op=True)  # lets go of what works have kept
+        gate.open()
+        if of_future:
+            future.wait()
+        other.synchronize()
+        [equal(part, source + 1.0, f"copied on another stream, {of_future}") for source, part in enumerate(parts)]
     pair = dist.new_group([0, 1])
     t = filled(device, rank + 1.0, 4)
     dist.all_reduce(t, group=pair)

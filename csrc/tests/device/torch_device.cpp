@@ -111,6 +111,15 @@ void PinnedAllocator::free(void* data) {
   delete[] static_cast<char*>(data);
 }
 
+// What the next stream of the pool begins with: work that waits until `*pool_gate` is not zero.
+thread_local const std::int32_t* pool_gate = nullptr;
+
+void enqueue_hold(standin::Stream& stream, const std::int32_t* gate) {
+  standin::enqueue(stream, [gate] {
+    return standin::Action{[gate] { return *static_cast<const volatile std::int32_t*>(gate) != 0; }, {}};
+  });
+}
+
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kType; }
   Device exchangeDevice(Device device) const override {
@@ -141,7 +150,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return wrap(on(device, [&] { return standin::create_stream(priority); }), device);
   }
   Stream getStreamFromGlobalPool(Device device, bool high) const override {
-    return getNewStream(device, high ? -5 : 0);
+    const Stream stream = getNewStream(device, high ? -5 : 0);
+    if (const std::int32_t* gate = std::exchange(pool_gate, nullptr)) {
+      std::lock_guard<std::recursive_mutex> hold(standin::lock());
+      enqueue_hold(*standin::stream_of(reinterpret_cast<void*>(stream.id())), gate);
+    }
+    return stream;
   }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
@@ -350,10 +364,9 @@ void standin_synchronize() { standin::synchronize(stream_now()); }
 // Work of the test's own on the current stream, which waits until `*gate` is not zero.
 void standin_hold(const std::int32_t* gate) {
   std::lock_guard<std::recursive_mutex> hold(standin::lock());
-  standin::enqueue(*standin::stream_of(stream_now()), [gate] {
-    return standin::Action{[gate] { return *static_cast<const volatile std::int32_t*>(gate) != 0; }, {}};
-  });
+  enqueue_hold(*standin::stream_of(stream_now()), gate);
 }
+void standin_hold_next_of_pool(const std::int32_t* gate) { pool_gate = gate; }
 void standin_begin_capture() { standin::begin_capture(stream_now()); }
 // The graph, or null when a stream that joined was not joined back.
 void* standin_end_capture() {
