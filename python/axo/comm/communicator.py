@@ -173,7 +173,7 @@ class Communicator:
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
-        if self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
+        if self._core is not None and (both := self._plain_pair(tensor, out, self.rank)) is not None:
             part, whole = both
             if whole[1] == self.size * part[1]:
                 self._count("all_gather", tensor)
@@ -426,11 +426,13 @@ class Communicator:
     # What a collective of host memory needs to know of most tensors, in one call. None: look closely.
     _plain = staticmethod(_C.plain)
 
-    def _plain_pair(self, source: Any, target: Any) -> tuple[tuple, tuple] | None:
-        """The same of two tensors of one dtype that do not overlap."""
+    def _plain_pair(self, source: Any, target: Any, place: int = -1) -> tuple[tuple, tuple] | None:
+        """The same of two tensors of one dtype that do not overlap, or where the source is a part of the target: the
+        one at ``place``, counted in sources."""
         if target is None or (a := self._plain(source)) is None or (b := self._plain(target)) is None or a[2] != b[2]:
             return None
-        return (a, b) if a[0] + a[3] <= b[0] or b[0] + b[3] <= a[0] else None
+        apart = a[0] + a[3] <= b[0] or b[0] + b[3] <= a[0] or (place >= 0 and a[0] == b[0] + place * a[3])
+        return (a, b) if apart else None
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)

@@ -37,6 +37,8 @@ from axo.overlap.modes import hidden
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice
 
+_unsafe_view = torch.ops.aten._unsafe_view.default  # a packet of overloads looks for the right one at every call
+
 
 class DistributedMatmul:
     """What one layer's product needs to know; holds communicators, never a tensor.
@@ -109,7 +111,7 @@ class _Product(torch.autograd.Function):
                     output += bias_cast
         keep_for_backward(ctx, matmul, input, rows, weight, bias, held)
         # not a view: an operation in place (``nn.ReLU(inplace=True)``) may come next, and torch forbids that on a view
-        return torch.ops.aten._unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
+        return _unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

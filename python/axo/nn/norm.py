@@ -30,6 +30,8 @@ from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement, check_divides
 
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+
 
 class _Norm(ParallelLayer):
     """What both norms share."""
@@ -263,8 +265,7 @@ class _Normalize(torch.autograd.Function):
         if ctx.whole:
             outputs = [needs_input, how_weight != SKIP, how_bias != SKIP]
             wide = [None if p is None else p.to(ctx.wide) for p in (weight, ctx.parameters[1])]
-            native = torch.ops.aten.native_layer_norm_backward
-            grads = list(native(grad, x.to(ctx.wide), (h,), mean, rstd, *wide, outputs))
+            grads = list(_layer_norm_backward(grad, x.to(ctx.wide), (h,), mean, rstd, *wide, outputs))
             for index, how in ((1, how_weight), (2, how_bias)):
                 if how != SKIP:
                     parameter = ctx.parameters[index - 1]

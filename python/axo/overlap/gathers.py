@@ -14,6 +14,7 @@ version, its memory or the tensor itself) is gathered again.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -91,8 +92,9 @@ class Gathers:
         self._between: dict[Route, Gathered] = {}  # kept for the next micro-batch
         self._pass: str | None = None
         self._asked: list[Route] = []  # of this pass, in order
-        self._orders: dict[str, list[Route]] = {}
+        self._orders: dict[str, tuple[list[Route], list[int]]] = {}  # the routes; of each, how far to look ahead
         self._position = 0
+        self._reach = 0  # in the order: what comes before has been issued
         self._ahead: dict[Route, Gathered] = {}
         self._steps = 0
         self._last: dict[Route, weakref.ref[Gathered]] = {}  # the weight gathered last, if somebody keeps it
@@ -109,7 +111,7 @@ class Gathers:
 
     def begin(self, kind: str) -> None:
         """A pass begins; one that never ended is forgotten."""
-        self._pass, self._asked, self._position = kind, [], 0
+        self._pass, self._asked, self._position, self._reach = kind, [], 0, 0
         self._ahead.clear()
 
     def end(self) -> None:
@@ -118,7 +120,7 @@ class Gathers:
         Within a pipeline's step later micro-batches may ask for nothing; the next step begins like its first.
         """
         if self._pass is not None and (self._asked or not self._engine.holding):
-            self._orders[self._pass] = self._asked
+            self._orders[self._pass] = self._asked, _reach(self._asked)
         self._pass, self._asked = None, []
         self._ahead.clear()
 
@@ -239,25 +241,16 @@ class Gathers:
         return found
 
     def _look_ahead(self, route: Route) -> None:
-        """Issue the rest of the block of ``route`` and the next block."""
-        order = self._orders.get(self._pass or "", [])
+        """Issue the rest of the block of ``route`` and the next block, but for what has been issued."""
+        order, reach = self._orders.get(self._pass or "", ([], []))
         try:
-            self._position = order.index(route, self._position) + 1
+            at = order.index(route, self._position)
         except ValueError:
             return  # out of turn
-        blocks, current = [], route.together
-        batch: list[Route] = []
-        for other in order[self._position :]:
-            if other.together != current:
-                blocks.append(batch)
-                if len(blocks) == 2:
-                    break
-                batch, current = [], other.together
-            batch.append(other)
-        else:
-            blocks.append(batch)
-        for batch in blocks:
-            self._issue(batch)
+        self._position = at + 1
+        start, self._reach = max(at + 1, self._reach), max(reach[at], self._reach)
+        for _, batch in itertools.groupby(order[start : self._reach], key=lambda other: other.together):
+            self._issue(list(batch))
 
     def _issue(self, batch: list[Route]) -> None:
         wanted = []
@@ -278,20 +271,32 @@ class Gathers:
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
         """Gather this rank's rows over the shard axis, in ``dtype``."""
         engine = self._engine
-        with hidden():
-            shard, rows = weight.detach().flatten(1), route.padded_rows // route.shards
-            if shard.dtype != dtype or shard.shape[0] != rows or not shard.is_contiguous():
-                source = engine.pool.take((rows, shard.shape[1]), dtype, shard.device)
-                source[: shard.shape[0]].copy_(shard)
-                source[shard.shape[0] :].zero_()
-                shard = source
-            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, shard.device)
-            block = whole[: route.block_rows]
         assert route.shard_axis is not None
         names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
+        with hidden():
+            shard, rows = weight.detach().flatten(1), route.padded_rows // route.shards
+            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, shard.device)
+            mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
+            if shard.shape[0] == rows:
+                mine.copy_(shard)
+            else:
+                mine[: shard.shape[0]].copy_(shard)
+                mine[shard.shape[0] :].zero_()
+            block = whole[: route.block_rows]
         if blocking:
             with span(engine.events, "wait", *names):
-                line.all_gather(shard, whole)
+                line.all_gather(mine, whole)
             return Gathered(weight, dtype, block, None)
-        work = line.all_gather(shard, whole, async_op=True)
+        work = line.all_gather(mine, whole, async_op=True)
         return Gathered(weight, dtype, block, Pending(engine, work, block, *names))
+
+
+def _reach(order: list[Route]) -> list[int]:
+    """For each of the routes, where the block after its own ends."""
+    ends: list[int] = []
+    block = following = len(order)
+    for index in reversed(range(len(order))):
+        if index + 1 < len(order) and order[index].together != order[index + 1].together:
+            block, following = index + 1, block
+        ends.append(following)
+    return ends[::-1]
