@@ -9,7 +9,7 @@ NaN. Micikevicius et al., "FP8 formats for deep learning", 2022.
 
 On an NVIDIA GPU from sm_89 on, and on AMD's gfx942, the product is torch._scaled_mm. Elsewhere it is emulated: the same
 roundings, then a product in fp32. Nothing uses this unless it is called. Not here: scales of earlier steps (delayed
-scaling), blocks of scales, fused kernels, and axo's layers.
+scaling), blocks of scales, and fused kernels.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from axo_kernels.comm.communicator import CommunicatorProtocol
 from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
-_MULTIPLE = 16  # of K and N, for torch._scaled_mm
+MULTIPLE = 16  # of K and N, for torch._scaled_mm
 
 
 class Rounded(NamedTuple):
@@ -66,9 +66,9 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
     if not runs(a.data.device):
         return ((a.data.float() @ b.data.float()) * a.scale * b.scale).to(out_dtype)
     for size, name in ((a.data.shape[1], "K"), (b.data.shape[1], "N")):
-        if size % _MULTIPLE:
-            up = -(-size // _MULTIPLE) * _MULTIPLE
-            raise ValueError(f"fp8: {name}={size} is no multiple of {_MULTIPLE}, which the GPU needs; pad to {up}")
+        if size % MULTIPLE:
+            up = -(-size // MULTIPLE) * MULTIPLE
+            raise ValueError(f"fp8: {name}={size} is no multiple of {MULTIPLE}, which the GPU needs; pad to {up}")
     columns = b.data if b.data.stride(0) == 1 else b.data.T.contiguous().T  # it needs B stored by columns
     return torch._scaled_mm(a.data.contiguous(), columns, a.scale, b.scale, out_dtype=out_dtype)
 

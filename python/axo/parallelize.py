@@ -15,6 +15,7 @@ from axo.comm.agree import ranks_that_differ
 from axo.comm.connect import Communicators, check_comms
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
+from axo.nn.linear import Linear
 from axo.offload import Offload
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
@@ -22,6 +23,7 @@ from axo.overlap.route import GRAD_REDUCE
 from axo.overlap.step_check import parameters_of, watch_replaced
 from axo.overlap.zero import STAGES
 from axo.plans.replace import Replacer
+from axo_kernels.fused.fp8 import SCALINGS
 
 __all__ = ["init_weights", "parallelize"]
 
@@ -42,6 +44,7 @@ def parallelize(
     zero: int = 0,
     reduce_dtype: torch.dtype | None = None,
     offload: Offload | None = None,
+    fp8: str | None = None,
 ) -> nn.Module:
     """Replace the layers of ``model`` by parallel ones and return it. All ranks call it, before they make optimizers.
 
@@ -72,6 +75,9 @@ def parallelize(
         reduce_dtype: Reduce gradients over z and data in ``torch.float32`` or ``torch.bfloat16``; None: in the dtype
             that they are computed in (bf16 for weights under bf16 autocast). ``.grad`` has the parameter's in any case.
         offload: What lies on the lower tier; default: nothing (see :class:`axo.Offload`).
+        fp8: Multiply in eight bits in every ``axo.nn.Linear``, the head too: e4m3, gradients from behind e5m2.
+            ``"row"`` has a scale for each row of an operand, ``"tensor"`` one for all of it on this rank. What travels
+            is as without. Emulated where the device has no such products. Sizes on a rank must be multiples of 16.
 
     Raises:
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan
@@ -83,6 +89,7 @@ def parallelize(
         ("grad_reduce", grad_reduce, tuple(GRAD_REDUCE)),
         ("zero", zero, STAGES),
         ("reduce_dtype", reduce_dtype, REDUCE_DTYPES),
+        ("fp8", fp8, (None, *SCALINGS)),
     ):
         if value not in known:
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
@@ -101,6 +108,8 @@ def parallelize(
     check_comms("parallelize", comms)
     if sequence_parallel:
         arrangement.only_axonn("parallelize: sequence_parallel=True")
+    if fp8:
+        arrangement.only_axonn(f"parallelize: fp8={fp8!r}")
     comms.arrange(arrangement)
     check_same_model(model, comms)
     before = parameters_of(model)
@@ -120,6 +129,9 @@ def parallelize(
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
+    for module in model.modules() if fp8 else ():
+        if isinstance(module, Linear):
+            module.use_fp8(fp8)
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
     if offload is not None:
         offload.attach(model, comms.device)

@@ -42,6 +42,7 @@ from axo.matmul.fused import FusedProducts, Sum, published
 from axo.placement import Placement
 from axo.settings import default_of
 from axo_kernels.comm.communicator import FusedCommunicator
+from axo_kernels.fused import fp8
 from axo_kernels.gemm.layout import DTYPES, Product
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.tuner import Tuner, runner
@@ -128,6 +129,15 @@ class LayerProducts:
         self._features, self._even = _shares(comms, placement)
         self._runs: dict[Any, Run] = {}
         self._whole: dict[Any, bool] = {}
+        self._fp8: str | None = None
+
+    def use_fp8(self, scaling: str) -> None:
+        """Round the operands of all three products to eight bits, as ``axo_kernels.fused.fp8`` does with ``scaling``.
+
+        Nothing is tuned or fused then.
+        """
+        self._fp8 = scaling
+        self._runs.clear()
 
     def forward(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """(m, k), (n, k), (n,) -> (m, n)."""
@@ -191,7 +201,9 @@ class LayerProducts:
 
     def _fused_choice(self, kind: str, a: torch.Tensor, axis: str | None) -> Choice | None:
         fused = self.products.fused
-        if axis is None or not fused.possible or fused.on(axis).size == 1 or torch.compiler.is_compiling():
+        if axis is None or not fused.possible or self._fp8 or fused.on(axis).size == 1:
+            return None
+        if torch.compiler.is_compiling():
             return None
         if torch._C._len_torch_dispatch_stack():
             return None  # a mode, such as selective checkpointing, must see the product by itself
@@ -207,12 +219,13 @@ class LayerProducts:
 
     def alone(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """The layer on a grid of one rank, differentiable: (..., k), (n, k), (n,) -> (..., n)."""
-        if self.products.tuner is None or torch.compiler.is_compiling() or _functorch_active():
+        untuned = self.products.tuner is None or torch.compiler.is_compiling() or _functorch_active()
+        if untuned and self._fp8 is None:
             return F.linear(input, weight, bias)
         dtype = compute_dtype(input)
         recorded = torch.is_grad_enabled()
         key = (input.shape, weight.shape, dtype, input.device, recorded)
-        plain = self._whole.get(key)
+        plain = self._fp8 is None and self._whole.get(key)
         if plain is None:
             _keep_short(self._whole)
             plain = self._whole[key] = self._is_torchs_own(input, weight, dtype, recorded)
@@ -240,12 +253,14 @@ class LayerProducts:
         k = b.shape[1]
         layout = LAYOUT[kind]
         choice = Choice("vendor", layout)
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self._fp8 is None:
             choice = self._choice(kind, m, n, k, a.dtype, a.device)
-        if choice.is_vendor(layout) or not m * n * k:
+        if not m * n * k or (self._fp8 is None and choice.is_vendor(layout)):
             run = _TORCHS_OWN[kind]
-        else:
+        elif self._fp8 is None:
             run = _tuned(kind, runner(choice, layout))
+        else:
+            run = _in_fp8(kind, self._fp8)
         _keep_short(self._runs)
         self._runs[kind, a.shape, b.shape, a.dtype] = run
         return run
@@ -280,6 +295,26 @@ def _tuned(kind: str, run: Run) -> Run:
     if kind == "grad_weight":
         return lambda grad, rows, out: run(grad, rows, out=out)
     return run
+
+
+def _in_fp8(kind: str, scaling: str) -> Run:
+    """The product of operands that are rounded to eight bits: e5m2 for the gradient that comes from behind."""
+
+    def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        narrow, wide = fp8.formats(a.device)
+        left = fp8.rounded(a, narrow if kind == "forward" else wide, scaling, 1)
+        return fp8.multiply(left, fp8.rounded(b, narrow, scaling, 0), a.dtype)
+
+    def forward(rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = product(rows, block.t())
+        return out if bias is None else out.add_(bias)
+
+    def grad_weight(grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+        found = product(grad.t(), rows)
+        return found if out is None else out.copy_(found)
+
+    runs: dict[str, Run] = {"forward": forward, "grad_input": product, "grad_weight": grad_weight}
+    return runs[kind]
 
 
 class _Alone(torch.autograd.Function):

@@ -30,6 +30,7 @@ from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
 from axo.sharding import cut_features, gather_features
+from axo_kernels.fused import fp8
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,21 @@ class Linear(ParallelLayer, nn.Linear):
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)
         self.reset_parameters()
+
+    def use_fp8(self, scaling: str) -> None:
+        """Multiply in eight bits from here on: ``"tensor"`` or ``"row"``, how many scales (``axo.parallelize``).
+
+        Raises:
+            ValueError: A part of a size on a rank is no multiple of 16, which GPUs need.
+        """
+        rows, columns = self.matmul.exchange.block_rows, self.weight.shape[1]
+        for size, name, axis in ((columns, "in_features", self.in_axis), (rows, "out_features", self.out_axis)):
+            if size % fp8.MULTIPLE:
+                raise ValueError(
+                    f"{self.label()}: fp8={scaling!r} with {size} of {name} on a rank (split over {axis}), no multiple"
+                    f" of {fp8.MULTIPLE}; pad the model, or take a grid that splits it less"
+                )
+        self.matmul.products.use_fp8(scaling)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return nn.utils.skip_init(
