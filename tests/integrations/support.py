@@ -1,5 +1,6 @@
 """Shared by the tests of the integrations: a small GPT, and training steps with Fabric on any strategy."""
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -40,7 +41,11 @@ def tell(proof, **figures):
 
 
 def installed(name, requirements, package, *options):
-    """The folder ``name`` beside the environment, with ``package``; fetched where it is not there."""
+    """The folder that holds ``package``: where Python finds it, else ``name`` beside the environment, into which it is
+    fetched where it is not there."""
+    found = importlib.util.find_spec(package)
+    if found is not None and found.origin is not None:
+        return Path(found.origin).parents[1]
     folder = Path(sys.prefix, name)
     if not (folder / package).is_dir():
         wanted = Path(__file__).with_name(requirements)

@@ -202,18 +202,18 @@ def _run(start, name, grid, **asked):
     start()
 
 
-def generate(checkpoint, grid=None, top_k=1, temperature=0.0, **asked):
-    """Forty tokens from one rank of ``litgpt generate``."""
-    import litgpt.generate.base as base
-
-    made = []
-    stock = base.generate
-    base.generate = lambda *args, **options: made.append(stock(*args, **options)) or made[-1]
+def generate(checkpoint, grid=None, top_k=1, temperature=0.0, kind="", files=None, **asked):
+    """Forty tokens from one rank of ``litgpt generate``, or of ``generate_KIND`` from ``files``."""
+    module = importlib.import_module(f"litgpt.generate.{kind or 'base'}")
+    made, files = [], files or {}
+    stock = module.generate
+    module.generate = lambda *args, **options: made.append(stock(*args, **options)) or made[-1]
+    sampling = {"top_k": top_k, "temperature": temperature}
 
     def start():
-        base.main(checkpoint, "line 7: ", max_new_tokens=40, top_k=top_k, temperature=temperature, precision="32-true")
+        module.main(checkpoint, "line 7: ", max_new_tokens=40, precision="32-true", **sampling, **files)
 
-    _run(start, "generate", grid, **asked)
+    _run(start, f"generate_{kind}" if kind else "generate", grid, **asked)
     return made[0].tolist()
 
 

@@ -5,6 +5,7 @@ Stock runs draw adapters while they build the model and read samples in their lo
 
 import pytest
 import torch
+from litgpt.prompts import save_prompt_style
 
 from tests.integrations.support import distance
 from tests.integrations.trainer import finetune, generate, ranks_of, write_base
@@ -95,7 +96,11 @@ def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid, stages):
 
 @pytest.mark.parametrize("method", ["adapter_v2", pytest.param("adapter", marks=pytest.mark.soak)])
 def test_finetuning_adapters_equals_stock_litgpt(base, method):
-    """Losses to 1e-4, examples generated on the way; the saved adapters to 1e-5. Prompts begin at the third block."""
+    """Losses to 1e-4, examples generated on the way; the saved adapters to 1e-5. Prompts begin at the third block.
+
+    What ``generate_adapter`` and ``_v2`` make with the adapters of stock LitGPT, and ``generate_full`` without them:
+    token by token.
+    """
     if not (base / "deep").exists():
         write_base(base, "deep", n_layer=3)
     options = {"lr": 1e-2, "base": "deep"}
@@ -108,6 +113,16 @@ def test_finetuning_adapters_equals_stock_litgpt(base, method):
     expected, mine = saved
     assert list(mine) == list(expected) and any("gating_factor" in name for name in mine)
     assert distance(mine, expected) < 1e-5
+    save_prompt_style("alpaca", base / "deep")  # generate_adapter splits the answer by its words
+    given = {"adapter_path": base / f"stock-{method}" / "final" / f"lit_model.pth.{method}"}
+    plain = run_ranks(generate, 1, base / "deep")[0]
+    asked = run_ranks(generate, 1, base / "deep", None, 1, 0.0, method, given)[0]
+    ranks, environment = ranks_of("2x1x1x1")
+    made = run_ranks(generate, ranks, base / "deep", "2x1x1x1", 1, 0.0, method, given, env=environment)
+    assert made == [asked] * ranks and asked != plain
+    given = {"finetuned_path": base / "deep" / "lit_model.pth"}
+    made = run_ranks(generate, ranks, base / "deep", "2x1x1x1", 1, 0.0, "full", given, env=environment)
+    assert made == [plain] * ranks
 
 
 def finetune_with_clocks(folder, out, grid):

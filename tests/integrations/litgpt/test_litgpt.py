@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_goldfish_masks_training_and_not_validation():
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
         (["pretrain", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
-        (["evaluate", "--pipeline", "2"], "evaluate runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
+        (["merge_lora", "--pipeline", "2"], "merge_lora runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
         (
             ["chat", "--pipeline", "2"],
             "--pipeline is not for chat; in stages run pretrain, finetune_full, finetune_lora",
@@ -153,7 +154,14 @@ def test_goldfish_masks_training_and_not_validation():
             "architectures takes --grid XxYxZxDATA and nothing else, not --grid auto",
         ),
         (["architectures", "pythia-14m"], "nothing else, not pythia-14m"),
-        (["serve", "--grid", "2x1x1x1"], "serve runs on one rank only, not on grid 2x1x1x1; on a grid run pretrain"),
+        (["validate", "--grid", "2x1x1x1"], "validate runs on one rank only, not on grid 2x1x1x1; on a grid run pretr"),
+        (
+            ["serve", "--grid", "2x1x1x1"],
+            r"serve wants no_such_package, which .* install 'axo\[serve",
+        ),
+        (["evaluate", "folder", "--grid", "2x1x1x1"], "--tasks is missing"),
+        (["evaluate", "folder", "--tasks", "a", "--batch_size", "auto", "--grid", "2x1x1x1"], "--batch_size auto is"),
+        (["generate_adapter", "folder", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
@@ -166,12 +174,29 @@ def test_goldfish_masks_training_and_not_validation():
     ],
 )
 def test_options_that_are_wrong(arguments, words, monkeypatch):
-    from axo.integrations.litgpt import checks
+    from axo.integrations.litgpt import checks, command
     from axo.integrations.litgpt.command import run as run_command
 
     monkeypatch.setitem(checks._LOGGERS, "mlflow", (("no_such_package",), "mlflow"))
+    for name, package in (("serve", "no_such_package"), ("evaluate", "torch")):
+        changed = dataclasses.replace(command.PARALLEL[name], wants=(package, name))
+        monkeypatch.setitem(command.PARALLEL, name, changed)
     with pytest.raises(ValueError, match=words):
         run_command(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["finetune_lora", "folder", "--quantize", "bnb.nf4"], ["serve", "folder"], ["evaluate"], ["merge_lora", "folder"]],
+)
+def test_what_runs_on_one_device_is_litgpts_alone_without_a_grid(arguments, monkeypatch):
+    """As it is: quantised layers want a GPU, and Axo has no part in them."""
+    from axo.integrations.litgpt import command
+
+    given = []
+    monkeypatch.setattr(command, "_stock", given.append)
+    command.run(arguments)
+    assert given == [arguments]
 
 
 def test_stages_are_not_compiled(monkeypatch):
@@ -228,7 +253,7 @@ def test_a_folder_of_text_is_read_without_what_is_none(tmp_path):
 EARLY = {
     "pretrain pythia-15m --grid 2x1x1x1": "there is no model 'pythia-15m'",
     "pretrain pythia-14m --grid 2x1x1x1 --devices=2": "--devices is what the grid says",
-    "serve folder --grid 2x1x1x1": "serve runs on one rank only",
+    "validate folder --grid 2x1x1x1": "validate runs on one rank only",
     "pretrain pythia-14m --grid 1x1x3x1": "global_batch_size=512 does not divide over micro_batch_size=4 on z*data=3",
     "pretrain pythia-14m --trian.max_tokens 9": "pretrain has no option --trian.max_tokens; did you mean --train.max_t",
     "pretrain pythia-14m --max_tokens=9": "has no option --max_tokens; did you mean --train.max_tokens",
@@ -269,7 +294,7 @@ def test_what_is_read_without_litgpt_is_what_its_parser_reads(name, tmp_path):
     for parameter in inspect.signature(function).parameters.values():
         default = None if parameter.default is parameter.empty else parameter.default
         assert str(known[parameter.name]) == str(default), parameter
-    arguments = ["folder", "--precision", "32-true"]
+    arguments = ["folder", *(["--precision", "32-true"] if "precision" in known else [])]
     arguments += ["--prompt", "so: it: goes ["] if name == "generate" else []
     if command.trains:
         file = tmp_path / "run.yaml"

@@ -56,6 +56,7 @@ def check(options: Any, asked: Options, rank: Rank | None, *, trains: bool, read
         for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks(grid))):
             if options.get(what, usual) not in (usual, own):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
+    check_on_one_device(options)
     check_paths(options, ranks, reads_sharded)
     check_model(options)
     check_sizes(options, asked, grid)
@@ -85,6 +86,9 @@ def check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
         given = options.get(name)
         if given is not None and not folder_of(given).is_dir():
             raise ValueError(f"litgpt: --{name} {given} is not a folder")
+    for name in ("adapter_path", "finetuned_path"):
+        if name in options and not Path(str(options[name])).exists():
+            raise ValueError(f"litgpt: --{name} {options[name]} does not exist")
     resume = options.get("resume")
     if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
         raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
@@ -112,6 +116,23 @@ def check_model(options: Any) -> None:
     name = options.get("model_name")
     if name is not None and options.get("model_config") is None:
         check_model_name(name)
+
+
+def check_on_one_device(options: Any) -> None:
+    """Refuse what commands that are written for one device offer beside it.
+
+    Raises:
+        ValueError: It was asked for.
+    """
+    if options.get("generate_strategy") is not None:
+        raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
+    if "tasks" in options and options.tasks is None:
+        raise ValueError("litgpt: --tasks is missing; axo litgpt evaluate without a grid lists all tasks")
+    if not isinstance(options.get("batch_size", 1), int):
+        raise ValueError(
+            f"litgpt: --batch_size {options.batch_size} is found by running out of memory, on each rank at another"
+            " size; name a number"
+        )
 
 
 def check_model_name(name: str) -> None:

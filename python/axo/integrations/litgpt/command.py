@@ -42,6 +42,9 @@ class Command:
         resumes: Whether it can go on from a checkpoint of its own.
         reads_sharded: Whether it can start from a sharded checkpoint.
         stages: Whether it runs in pipeline stages.
+        launches: Whether it calls Fabric's ``launch``, as those that train do.
+        wants: A package that it wants beside LitGPT, and which extra of Axo's brings it. Without a grid such a command
+            is litgpt's alone.
     """
 
     module: str
@@ -51,6 +54,8 @@ class Command:
     resumes: bool = True
     reads_sharded: bool = True
     stages: bool = True
+    launches: bool = False
+    wants: tuple[str, str] | None = None
 
     def load(self) -> Callable[..., Any]:
         from axo.integrations.litgpt import early
@@ -58,17 +63,27 @@ class Command:
         return early.load(self.module, self.function)
 
 
+_ON_ONE_DEVICE = Command("", "main", False, reads_sharded=False, stages=False)
 # All others run on one rank, without Axo.
 PARALLEL = {
     "pretrain": Command("litgpt.pretrain", "setup", True),
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
     "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False),
     "generate": Command("litgpt.generate.base", "main", False),
+    "generate_full": dataclasses.replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
     "chat": Command("litgpt.chat.base", "main", False, stages=False),
+    "serve": dataclasses.replace(
+        _ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")
+    ),
+    "evaluate": dataclasses.replace(
+        _ON_ONE_DEVICE, module="litgpt.eval.evaluate", function="convert_and_evaluate", wants=("lm_eval", "evaluate")
+    ),
 }
 for _kind in ("adapter", "adapter_v2"):
     _module = f"litgpt.finetune.{_kind}"
     PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(PARALLEL["finetune_lora"], module=_module, stages=False)
+    _module = f"litgpt.generate.{_kind}"
+    PARALLEL[f"generate_{_kind}"] = dataclasses.replace(_ON_ONE_DEVICE, module=_module, launches=True)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
@@ -91,7 +106,8 @@ def run(arguments: list[str]) -> None:
     if name == "architectures":
         _tell_architectures(arguments[1:], options)
         return
-    if name not in PARALLEL or (options == Options(Grid()) and _quantizes(arguments)):
+    alone = name not in PARALLEL or PARALLEL[name].wants is not None or _quantizes(arguments)
+    if name not in PARALLEL or (options == Options(Grid()) and alone):
         _stock(arguments)
         return
     _tell_rank_of_slurm()
@@ -161,6 +177,9 @@ def _check_early(name: str, arguments: list[str], asked: Options, rank: Rank | N
     """
     from axo.integrations.litgpt import auto_grid, early
 
+    wants = PARALLEL[name].wants
+    if wants is not None and importlib.util.find_spec(wants[0]) is None:
+        raise ValueError(f"litgpt: {name} wants {wants[0]}, which is not installed; pip install 'axo[{wants[1]}]'")
     given = {argument.split("=")[0] for argument in arguments}
     for option in ("--devices", "--num_nodes"):
         if option in given:
@@ -263,7 +282,7 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             given["resume"] = found
             if "initial_checkpoint_dir" in given:
                 given["initial_checkpoint_dir"] = None  # only one of the two may be given
-        function(**given)
+        PARALLEL[name].load()(**given)  # the function itself may be replaced
 
     return asked, start
 
@@ -318,7 +337,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
         stack.enter_context(patched(this))
         if command.trains:
             this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)
-        else:
+        elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:
             start(restart > 0)

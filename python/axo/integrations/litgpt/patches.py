@@ -13,6 +13,7 @@ import inspect
 import math
 import os
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from lightning.fabric import Fabric
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from litgpt.model import LLaMAMoE
 from torch import nn
@@ -32,6 +34,7 @@ from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
+from axo.launch import Rank
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.placement import Placement
@@ -365,6 +368,25 @@ def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def _gpt(run: Run, stock: Any) -> Any:
+    """A model that ``generate_adapter`` loads before Fabric splits it: its parameters have no values to load into."""
+    if not hasattr(run.module, "generate") or not hasattr(run.module, "lazy_load"):
+        return stock
+
+    def make(config: Any) -> nn.Module:
+        model = stock(config)
+
+        def load(state: dict[str, Any]) -> None:
+            assert run.strategy is not None
+            run.strategy.after_setup = lambda module: module.load_state_dict(state)
+            del model.load_state_dict
+
+        model.load_state_dict = load
+        return model
+
+    return make
+
+
 def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return rank_zero_only(stock)
 
@@ -403,6 +425,30 @@ def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
+def _lit_server(run: Run, stock: Any) -> Callable[..., Any]:
+    def make(api: Any, **options: Any) -> Any:
+        from axo.integrations.litgpt.serving import Served  # wants LitServe
+
+        rank = Rank.from_environment()
+        assert rank is not None
+        return Served(rank.rank, api, **options)
+
+    return make
+
+
+def _evaluate(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def evaluate(**options: Any) -> None:
+        from axo.integrations.litgpt.evaluating import on_grid  # wants lm_eval
+
+        fabric = Fabric(devices=1)
+        with on_grid(fabric, functools.partial(_alone, run)):
+            options["device"] = options.get("device") or str(fabric.device)
+            options["force_conversion"] = options.get("force_conversion", False) and fabric.global_rank == 0
+            stock(**options)
+
+    return evaluate
+
+
 def _interact(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     def interact(*args: Any, fabric: Any, **options: Any) -> Any:
         run.module.__dict__["input"] = Lines(fabric)  # before the builtin
@@ -431,12 +477,16 @@ PATCHES = {
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
     "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
+    "LitServer": Patch(_lit_server, "rank 0 speaks HTTP, and every rank computes each answer"),
+    "convert_and_evaluate": Patch(_evaluate, "the model is split that it evaluates; rank 0 alone exports it"),
+    "prepare_results": Patch(_on_rank_0, "prints and writes"),
     "merge_lora": Patch(
         _alone, "a serial program with a Fabric of its own, which must not see the environment of a rank"
     ),
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
     "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
+    "GPT": Patch(_gpt, "generate_adapter fills its model before it is split"),
     "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
     "load_checkpoint": Patch(
         _load_checkpoint,
@@ -447,15 +497,16 @@ PATCHES = {
 
 @contextlib.contextmanager
 def patched(run: Run) -> Iterator[None]:
-    """Replace the names that ``run.module`` has, while the body runs."""
-    stock = {name: getattr(run.module, name) for name in PATCHES if hasattr(run.module, name)}
-    for name, function in stock.items():
-        setattr(run.module, name, PATCHES[name].make(run, function))
+    """Replace the names that ``run.module`` has, and litgpt.api's where it uses that, while the body runs."""
+    modules = [run.module, *([sys.modules["litgpt.api"]] if hasattr(run.module, "LLM") else [])]
+    stock = [(module, name, getattr(module, name)) for name in PATCHES for module in modules if hasattr(module, name)]
+    for module, name, function in stock:
+        setattr(module, name, PATCHES[name].make(run, function))
     try:
         yield
     finally:
-        for name, function in stock.items():
-            setattr(run.module, name, function)
+        for module, name, function in stock:
+            setattr(module, name, function)
         for logger in getattr(run.fabric, "_loggers", ()):
             logger.finalize("finished")  # a forked process ends without flushing what loggers hold
             if type(logger).__name__ == "WandbLogger":  # it leaves this to the end of the process

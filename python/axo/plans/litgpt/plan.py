@@ -267,7 +267,7 @@ def _replace_attention(block: Any, name: str, replacer: Replacer) -> None:
     if attn.kv_cache is not None:
         for buffer in ("k", "v"):
             groups = getattr(attn.kv_cache, buffer).chunk(parts // copies, 1)
-            setattr(attn.kv_cache, buffer, groups[getattr(comms.coords, inner) // copies].contiguous())
+            setattr(attn.kv_cache, buffer, groups[getattr(comms.coords, inner) // copies].clone())  # frees the others
 
 
 def _replace_norm(parent: Any, child: str, name: str, replacer: Replacer, **over: Any) -> None:

@@ -1,0 +1,224 @@
+"""``axo litgpt serve`` on a grid: rank 0 speaks HTTP, and every rank computes each answer.
+
+LitGPT's own API object (``SimpleLitAPI``, ``StreamLitAPI``, ``OpenAISpecLitAPI``) stands on every rank, with its model
+split over the grid. On rank 0 LitServe's server and its loop over requests run in the rank's own process:
+
+    HTTP thread: checks a request (what is wrong is a 4xx answer) and queues it
+    main thread: takes one request at a time, tells it to all ranks, computes the answer with them
+
+LitServe itself gives both to processes of their own; so no process and no open port outlives rank 0 here.
+
+An answer is computed to its end although its client has gone away: then all ranks stand at the same place. A request
+that the model refuses with ValueError is refused alike by all ranks; any other error ends them all.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import uvicorn
+from fastapi import HTTPException
+from fastapi.responses import JSONResponse
+from litserve import LitServer
+from litserve.loops.base import _SENTINEL_VALUE as _END
+from litserve.specs.openai import ChatCompletionRequest
+from litserve.transport.process_transport import MPQueueTransport
+from litserve.utils import WorkerSetupStatus, wrap_litserve_start
+from starlette.middleware.base import BaseHTTPMiddleware
+
+from axo.nn.generator import source_generator
+
+_TOLD_EVERY = 10.0  # seconds: ranks that wait for a request hear from each other, so that a lost one is noticed
+_STOPS_WITHIN = 5.0  # seconds that the HTTP thread gets at the end
+
+
+class Served:
+    """Stands for ``LitServer`` in ``litgpt.deploy.serve``, on every rank.
+
+    Args:
+        rank: This rank.
+        api: LitGPT's API object, before its ``setup``.
+        options: Of ``LitServer``.
+    """
+
+    def __init__(self, rank: int, api: Any, **options: Any) -> None:
+        self._rank, self._api = rank, api
+        self._server = _Server(api, **options) if rank == 0 else None
+
+    def run(self, port: int, **options: Any) -> None:
+        """Serve until a signal or an error ends the rank; rank 0 listens on ``port`` of all interfaces.
+
+        Raises:
+            ValueError: The port is in use.
+            axo.errors.Error: Another rank was lost.
+        """
+        api = self._api
+        listener = _listen(port) if self._server is not None else None
+        api.setup(os.environ["LT_ACCELERATOR"])
+        if self._server is None:
+            while True:
+                self._follow(*api.llm.fabric.broadcast(None))
+        assert listener is not None
+        self._server.serve(listener)
+
+    def _follow(self, *request: Any) -> None:
+        if request:
+            arguments, options = request
+            try:
+                for _ in _answer(self._api, self._api.predict, arguments, options):
+                    pass
+            except ValueError:
+                pass  # rank 0 tells the client
+
+
+def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any) -> Iterator[Any]:
+    """What ``predict`` gives, piece by piece, with random numbers that all ranks draw alike.
+
+    To its end in any case: the ranks do it together.
+    """
+    fabric = api.llm.fabric
+    with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
+        made = predict(*arguments, **options)
+        if not inspect.isgenerator(made):
+            yield made
+            return
+        try:
+            # "yield from" would end it too, unfinished, when nobody asks for more.
+            for piece in made:  # noqa: UP028
+                yield piece
+        finally:
+            for _ in made:
+                pass
+
+
+def _listen(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("0.0.0.0", port))
+    except OSError as error:
+        raise ValueError(f"litgpt: --port {port}: {error.strerror}; use another port") from None
+
+
+class _Requests(queue.Queue):  # type: ignore[type-arg]
+    """Of the HTTP thread to the main thread of rank 0, which tells the other ranks that it waits."""
+
+    def __init__(self, tell: Callable[[], Any]) -> None:
+        super().__init__()
+        self._tell, self._told = tell, time.monotonic()
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
+        try:
+            return super().get(block, timeout)
+        except queue.Empty:
+            if time.monotonic() - self._told > _TOLD_EVERY:
+                self._tell()
+                self._told = time.monotonic()
+            raise
+
+
+class _Manager:
+    """What LitServe shuts down at its end: nothing, since there are no processes."""
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _Server(LitServer):
+    """LitServe's server whose HTTP is a thread, and whose loop over requests is the thread that calls ``serve``."""
+
+    _failure: Exception | None  # ends the loop
+
+    def serve(self, listener: socket.socket) -> None:
+        """Answer requests until something goes wrong, which is raised."""
+        api = self.lit_api
+        self._predict, self._failure = api.predict, None
+        told = functools.partial(self._told)  # LitServe reads the names of its arguments
+        api.predict = functools.update_wrapper(told, api.predict)
+        self.app.add_middleware(BaseHTTPMiddleware, dispatch=self._checked)
+        os.environ["LITSERVE_WORKER_ID"] = "0"
+        with wrap_litserve_start(self):
+            http = uvicorn.Server(uvicorn.Config(self.app, log_level="info", timeout_graceful_shutdown=1))
+            thread = threading.Thread(target=http.run, args=([listener],), daemon=True)
+            thread.start()
+            try:
+                api.loop(
+                    api, "cpu", 0, self._requests, self._transport, self.workers_setup_status, self._callback_runner
+                )
+            finally:
+                http.should_exit = True
+                thread.join(_STOPS_WITHIN)
+        if self._failure is not None:
+            raise self._failure
+
+    def _init_manager(self, num_api_servers: int) -> Any:
+        fabric = self.lit_api.llm.fabric
+        self._requests = _Requests(lambda: fabric.broadcast(()))
+        self._transport = MPQueueTransport(None, [queue.Queue() for _ in range(num_api_servers)])
+        self.workers_setup_status = {self.lit_api.api_path: WorkerSetupStatus.READY}
+        self._shutdown_event = threading.Event()
+        api = self.lit_api
+        paths = (api.api_path, *([api.spec.api_path] if api.spec else []))
+        self.litapi_request_queues = dict.fromkeys(paths, self._requests)
+        return _Manager()
+
+    def launch_inference_worker(self, lit_api: Any) -> list[Any]:
+        if lit_api.spec:
+            lit_api.spec.setup(self)
+        return []
+
+    def _told(self, *arguments: Any, **options: Any) -> Any:
+        """What stands for the API's ``predict``."""
+        pieces = self._pieces(arguments, options)
+        if self.lit_api.stream:
+            return pieces
+        [answer] = pieces
+        return answer
+
+    def _pieces(self, arguments: Any, options: Any) -> Iterator[Any]:
+        api = self.lit_api
+        try:
+            api.llm.fabric.broadcast((arguments, options))
+            yield from _answer(api, self._predict, arguments, options)
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+        except Exception as error:  # LitServe's loop would go on
+            self._failure = error
+            self._requests.put(_END)
+            raise
+
+    async def _checked(self, request: Any, call_next: Any) -> Any:
+        if request.method == "POST":
+            wrong = self._wrong(await request.body())
+            if wrong is not None:
+                return JSONResponse({"detail": wrong}, 400)
+        return await call_next(request)
+
+    def _wrong(self, body: bytes) -> str | None:
+        """What is wrong with a request; None: nothing, or what LitServe itself finds."""
+        api, llm = self.lit_api, self.lit_api.llm
+        try:
+            given = json.loads(body)
+        except ValueError as error:
+            return f"the request is not JSON: {error}"
+        new = api.max_new_tokens
+        if api.spec is not None:
+            try:
+                given = ChatCompletionRequest.model_validate(given)
+            except ValueError:
+                return None
+            new = given.max_completion_tokens or new
+        elif not isinstance(given, dict) or "prompt" not in given:
+            return 'the request has no prompt; send {"prompt": "..."}'
+        tokens = len(llm.preprocessor.encode(llm.prompt_style.apply(api.decode_request(given))))
+        longest = llm.config.block_size
+        if not 0 < tokens <= longest - new + 1:
+            return f"the prompt has {tokens} tokens, and {new} new ones are wanted; the model takes {longest} in all"
+        return None
