@@ -23,6 +23,7 @@ from axo.overlap.gathers import Gathered
 from axo.overlap.gradients import GradientBuffer
 from axo.overlap.modes import hidden
 from axo.overlap.options import Overlap
+from axo.overlap.quantized import QuantizedWeight
 from axo.overlap.route import Copies, Route, Stage
 from axo.overlap.weight_phase import Product, WeightPhase
 from axo.placement import Placement
@@ -84,7 +85,7 @@ class Exchange(Route):
         if self.shards > 1:
             return self.engine.gathers.forward(self, weight, dtype, recording=recording, wanted=wanted, gather=gather)
         block = self._cast(weight, dtype)
-        keeps = wanted and self.engine.overlap.gather_cache != "none"
+        keeps = wanted and self.engine.overlap.gather_cache != "none" and not isinstance(weight, QuantizedWeight)
         return block, Gathered(weight, dtype, block, None) if keeps else None
 
     def backward_block(self, held: Gathered | None, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -95,7 +96,7 @@ class Exchange(Route):
 
     def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block in ``dtype``, where z does not cut it: in memory that is used again each step."""
-        block = weight.detach().flatten(1)
+        block = (weight.dense() if isinstance(weight, QuantizedWeight) else weight.detach()).flatten(1)
         if block.dtype == dtype or torch.compiler.is_compiling():
             return block.to(dtype)
         with hidden():

@@ -164,7 +164,9 @@ def test_goldfish_masks_training_and_not_validation():
         (["generate_adapter", "folder", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
-        (["generate", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
+        (["chat", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "quantize bnb.nf4 runs on one device"),
+        (["generate", "no/such", "--quantize", "bnb.int8", "--grid", "2x1x1x1"], "bnb.int8 runs on one device only"),
+        (["finetune", "no/such", "--quantize", "bnb.nf4", "--grid", "1x1x2x1"], "over x and y only; use a grid such"),
         (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
         (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
         (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
@@ -190,7 +192,7 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
     [["finetune_lora", "folder", "--quantize", "bnb.nf4"], ["serve", "folder"], ["evaluate"], ["merge_lora", "folder"]],
 )
 def test_what_runs_on_one_device_is_litgpts_alone_without_a_grid(arguments, monkeypatch):
-    """As it is: quantised layers want a GPU, and Axo has no part in them."""
+    """As it is: Axo has no part in it."""
     from axo.integrations.litgpt import command
 
     given = []

@@ -26,24 +26,30 @@ _LOGGERS = {
 }
 
 
-def check(options: Any, asked: Options, rank: Rank | None, *, trains: bool, reads_sharded: bool, devices: Any) -> None:
+def check(
+    options: Any,
+    asked: Options,
+    rank: Rank | None,
+    *,
+    trains: bool,
+    reads_sharded: bool,
+    quantizes: bool,
+    devices: Any,
+) -> None:
     """Refuse what cannot run.
 
     Args:
         options: What was made of the arguments, by litgpt's parser or by :func:`axo.integrations.litgpt.early.read`.
         asked: Options of Axo's, with a grid.
         rank: Under torchrun: who this process is.
-        trains, reads_sharded: Of the command.
+        trains, reads_sharded, quantizes: Of the command.
         devices: The command's own default of ``--devices``.
 
     Raises:
         ValueError: Something does not fit, or is not there.
     """
     if options.get("quantize") is not None:
-        raise ValueError(
-            f"litgpt: --quantize {options.quantize} runs on one device only; leave out --grid and the other options of"
-            " Axo's, or run litgpt without axo"
-        )
+        check_quantize(options.quantize, asked, quantizes)
     grid = asked.grid or Grid()
     ranks = grid.world_size * asked.pipeline
     if rank is not None and rank.world_size != ranks:
@@ -132,6 +138,29 @@ def check_on_one_device(options: Any) -> None:
         raise ValueError(
             f"litgpt: --batch_size {options.batch_size} is found by running out of memory, on each rank at another"
             " size; name a number"
+        )
+
+
+def check_quantize(kind: str, asked: Options, able: bool) -> None:
+    """Refuse quantized layers where a grid has none, or the command is not able to.
+
+    Raises:
+        ValueError: It has none there, or bitsandbytes is not installed.
+    """
+    if not able or kind == "bnb.int8":
+        raise ValueError(
+            f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora and"
+            " generate take bnb.nf4, bnb.nf4-dq, bnb.fp4 and bnb.fp4-dq"
+        )
+    grid = asked.grid or Grid()
+    if grid.z * grid.data * asked.pipeline > 1 or asked.algorithm != "axonn" or asked.offload != "none":
+        raise ValueError(
+            f"litgpt: --quantize {kind} splits layers over x and y only; use a grid such as 2x2x1x1, not {asked.shown},"
+            " and neither --pipeline, --algorithm nor --offload"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"litgpt: --quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'"
         )
 
 

@@ -42,6 +42,7 @@ class Command:
         resumes: Whether it can go on from a checkpoint of its own.
         reads_sharded: Whether it can start from a sharded checkpoint.
         stages: Whether it runs in pipeline stages.
+        quantizes: Whether it takes ``--quantize``.
         launches: Whether it calls Fabric's ``launch``, as those that train do.
         wants: A package that it wants beside LitGPT, and which extra of Axo's brings it. Without a grid such a command
             is litgpt's alone.
@@ -54,6 +55,7 @@ class Command:
     resumes: bool = True
     reads_sharded: bool = True
     stages: bool = True
+    quantizes: bool = False
     launches: bool = False
     wants: tuple[str, str] | None = None
 
@@ -68,8 +70,10 @@ _ON_ONE_DEVICE = Command("", "main", False, reads_sharded=False, stages=False)
 PARALLEL = {
     "pretrain": Command("litgpt.pretrain", "setup", True),
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
-    "finetune_lora": Command("litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False),
-    "generate": Command("litgpt.generate.base", "main", False),
+    "finetune_lora": Command(
+        "litgpt.finetune.lora", "setup", True, finetunes=True, resumes=False, reads_sharded=False, quantizes=True
+    ),
+    "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
     "generate_full": dataclasses.replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
     "chat": Command("litgpt.chat.base", "main", False, stages=False),
     "serve": dataclasses.replace(
@@ -81,7 +85,9 @@ PARALLEL = {
 }
 for _kind in ("adapter", "adapter_v2"):
     _module = f"litgpt.finetune.{_kind}"
-    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(PARALLEL["finetune_lora"], module=_module, stages=False)
+    PARALLEL[f"finetune_{_kind}"] = dataclasses.replace(
+        PARALLEL["finetune_lora"], module=_module, stages=False, quantizes=False
+    )
     _module = f"litgpt.generate.{_kind}"
     PARALLEL[f"generate_{_kind}"] = dataclasses.replace(_ON_ONE_DEVICE, module=_module, launches=True)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
@@ -199,7 +205,8 @@ def _check(name: str, options: Any, asked: Options, rank: Rank | None) -> None:
 
     command = PARALLEL[name]
     usual = early.defaults(command.module, command.function).get("devices")
-    checks.check(options, asked, rank, trains=command.trains, reads_sharded=command.reads_sharded, devices=usual)
+    able = {"trains": command.trains, "reads_sharded": command.reads_sharded, "quantizes": command.quantizes}
+    checks.check(options, asked, rank, devices=usual, **able)
 
 
 def _tell_architectures(arguments: list[str], options: Options) -> None:
@@ -228,7 +235,7 @@ def _tell_rank_of_slurm() -> None:
 
 
 def _quantizes(arguments: list[str]) -> bool:
-    """Quantised layers run on one device, so without a grid the command is litgpt's alone."""
+    """Without a grid a command that quantizes layers is litgpt's alone."""
     return any(argument.split("=")[0] == "--quantize" for argument in arguments)
 
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import HalfPrecision, Precision
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from litgpt.model import LLaMAMoE
 from torch import nn
@@ -37,6 +38,7 @@ from axo.integrations.litgpt.strategy import LitGPTStrategy
 from axo.launch import Rank
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
+from axo.nn.quantize import quantize
 from axo.placement import Placement
 
 
@@ -52,6 +54,7 @@ class Run:
     Attributes:
         agreement: What the ranks agree with before each step.
         strategy: Of the run's Fabric, once there is one.
+        quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         fabric, figures: Once the loop has begun.
     """
 
@@ -60,6 +63,7 @@ class Run:
     options: Options
     agreement: StepAgreement = field(default_factory=StepAgreement)
     strategy: LitGPTStrategy | None = None
+    quantized: str = ""
     fabric: Any = None
     figures: Figures | None = None
 
@@ -364,8 +368,24 @@ def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
             fabric.load_raw(checkpoint_path, model, strict=strict)
         else:
             stock(fabric, model, checkpoint_path, strict=strict)
+        if run.quantized and not any(parameter.is_meta for parameter in model.parameters()):
+            quantize(model, run.quantized)
 
     return load
+
+
+def _bitsandbytes(run: Run, stock: type) -> type:
+    class OnGrid:
+        """No layer is of bitsandbytes' classes, so for LitGPT the precision is a plain one."""
+
+        def __new__(cls, mode: str, dtype: torch.dtype) -> Any:
+            run.quantized = mode
+            return Precision() if dtype == torch.float32 else HalfPrecision(_HALF[dtype])
+
+    return OnGrid
+
+
+_HALF: dict[torch.dtype, Any] = {torch.float16: "16-true", torch.bfloat16: "bf16-true"}
 
 
 def _gpt(run: Run, stock: Any) -> Any:
@@ -486,6 +506,7 @@ PATCHES = {
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
     "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
+    "BitsandbytesPrecision": Patch(_bitsandbytes, "each rank quantizes its part of a layer, once it is filled"),
     "GPT": Patch(_gpt, "generate_adapter fills its model before it is split"),
     "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
     "load_checkpoint": Patch(

@@ -14,7 +14,7 @@ the other, rows of B split by heads as those of W. Frozen weights have no gradie
 
 Dropout draws masks that agree where ranks hold the same activations. Merging is whole-layer arithmetic on every rank.
 
-Not here: sequence parallelism (refused), quantised weights.
+Not here: sequence parallelism (refused).
 """
 
 from __future__ import annotations

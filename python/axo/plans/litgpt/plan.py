@@ -27,9 +27,9 @@ before attention, before the MLP and after ln_f. The length of a batch must divi
 
 Latent attention: ``axo.plans.litgpt.latent``.
 
-Not here, refused by name: query groups that neither divide over x nor divide it, quantised layers; sequence parallelism
-with mixtures of experts, LoRA, adapters or latent attention; Tesseract with mixtures of experts, adapters, latent
-attention or sequence parallelism.
+Not here, refused by name: query groups that neither divide over x nor divide it, layers of bitsandbytes; sequence
+parallelism with mixtures of experts, LoRA, adapters or latent attention; Tesseract with mixtures of experts, adapters,
+latent attention or sequence parallelism.
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""Put frozen linear layers of a parallel model into four bits (``axo.overlap.quantized``)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from axo.nn.embedding import Embedding
+from axo.nn.linear import Linear
+from axo.overlap.quantized import QuantizedWeight
+
+
+def quantize(model: nn.Module, kind: str) -> None:
+    """Quantize the weight of each linear layer on this rank, but for one that is an embedding's too.
+
+    An optimizer may hold the dense parameters: they are left empty.
+
+    Args:
+        model: Filled; the weights want no gradient.
+        kind: As for :class:`QuantizedWeight`.
+
+    Raises:
+        ValueError: A weight is trained, or split over z.
+    """
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, Embedding)}
+    for layer in model.modules():
+        if not isinstance(layer, Linear) or id(layer.weight) in tables:
+            continue
+        old = layer.weight
+        if layer.comms.grid.z > 1:
+            raise ValueError(f"{layer.label()}: a quantized weight is not split over z; use a grid with z=1")
+        if old.requires_grad and layer.training:
+            raise ValueError(f"{layer.label()}: a weight that is trained is not quantized; freeze it first")
+        new = QuantizedWeight(old, kind)
+        new.placement = layer.placements["weight"]
+        layer.weight = new
+        old.data = old.new_empty(0)

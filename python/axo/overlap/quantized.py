@@ -1,0 +1,76 @@
+"""Frozen weights in four bits (QLoRA, Dettmers et al., arXiv 2305.14314, section 3).
+
+    weight[n, k] -> codes of 4 bits, and the largest absolute value of each 64 neighbours in a row after the other
+
+bitsandbytes does the arithmetic, on this rank's shard. Where a row of the shard is a multiple of 64 columns its blocks
+are blocks of the whole weight, and so are its values. A product makes the weight dense and drops it again; nothing
+dense is kept from forward to backward.
+
+Not here: z, whose ranks would gather codes; double quantization of shards whose blocks are not those of the whole gives
+other values than one device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from axo.placement import Placement
+
+BLOCK = 64
+
+
+class QuantizedWeight(torch.Tensor):
+    """A frozen parameter of the shape and dtype of the weight that it stands for; every operation sees it dense.
+
+    Args:
+        weight: The shard, (rows, columns).
+        kind: "nf4" or "fp4", with "-dq" for scales that are quantized too.
+    """
+
+    codes: torch.Tensor
+    state: Any
+    placement: Placement
+    _is_param = True
+
+    @staticmethod
+    def __new__(cls, weight: torch.Tensor, kind: str) -> Self:
+        from bitsandbytes import functional
+
+        quantized, _, twice = kind.partition("-")
+        # through half precision, as Lightning's plugin does
+        half = weight.detach().to(torch.half).contiguous()
+        codes, state = functional.quantize_4bit(
+            half, blocksize=BLOCK, compress_statistics=bool(twice), quant_type=quantized
+        )
+        return cls._of(codes, state, weight.dtype)
+
+    @classmethod
+    def _of(cls, codes: torch.Tensor, state: Any, dtype: torch.dtype) -> Self:
+        new: Any = torch.Tensor._make_wrapper_subclass(cls, state.shape, dtype=dtype, device=codes.device)
+        new.codes, new.state = codes, state
+        return new
+
+    def dense(self) -> torch.Tensor:
+        """The weight, (rows, columns), in memory of its own."""
+        from bitsandbytes import functional
+
+        return functional.dequantize_4bit(self.codes, self.state).to(self.dtype)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that it takes."""
+        scales = self.state.absmax.nbytes + (self.state.state2.absmax.nbytes if self.state.nested else 0)
+        return self.codes.nbytes + scales
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls._of(args[0].codes, args[0].state, args[0].dtype)
+        args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs or {}))
+        return function(*args, **kwargs)
