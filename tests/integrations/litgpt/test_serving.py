@@ -174,6 +174,7 @@ def test_a_server_speaks_openais_language(litserve, base):
     assert server.post({"model": "small"}, path)[0] == 422
     status, answer = server.post(question | {"top_p": 7}, path)
     assert status == 400 and "top_p must be in [0, 1], got 7" in answer
+    assert server.post(question | {"max_completion_tokens": -3}, path)[0] in (400, 422)
     assert server.post(question, path)[0] == 200
     os.kill(server.command.pid, signal.SIGINT)
     assert "Traceback" not in server.ended() and server.command.returncode == 128 + signal.SIGINT

@@ -9,7 +9,7 @@ split over the grid. On rank 0 LitServe's server and its loop over requests run 
 LitServe itself gives both to processes of their own; so no process and no open port outlives rank 0 here.
 
 An answer is computed to its end although its client has gone away: then all ranks stand at the same place. A request
-that the model refuses with ValueError is refused alike by all ranks; any other error ends them all.
+that fails does so alike on all ranks, and they go on with the next; an error of the communication ends them all.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from litserve.transport.process_transport import MPQueueTransport
 from litserve.utils import WorkerSetupStatus, wrap_litserve_start
 from starlette.middleware.base import BaseHTTPMiddleware
 
+from axo.errors import Error
 from axo.nn.generator import source_generator
 
 _TOLD_EVERY = 10.0  # seconds: ranks that wait for a request hear from each other, so that a lost one is noticed
@@ -51,7 +52,7 @@ class Served:
     """
 
     def __init__(self, rank: int, api: Any, **options: Any) -> None:
-        self._rank, self._api = rank, api
+        self._api = api
         self._server = _Server(api, **options) if rank == 0 else None
 
     def run(self, port: int, **options: Any) -> None:
@@ -76,8 +77,10 @@ class Served:
             try:
                 for _ in _answer(self._api, self._api.predict, arguments, options):
                     pass
-            except ValueError:
-                pass  # rank 0 tells the client
+            except Error:
+                raise
+            except Exception:
+                pass  # of the request, so on every rank; rank 0 tells the client
 
 
 def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any) -> Iterator[Any]:
@@ -140,8 +143,8 @@ class _Server(LitServer):
         """Answer requests until something goes wrong, which is raised."""
         api = self.lit_api
         self._predict, self._failure = api.predict, None
-        told = functools.partial(self._told)  # LitServe reads the names of its arguments
-        api.predict = functools.update_wrapper(told, api.predict)
+        # LitServe reads the names of its arguments
+        api.predict = functools.update_wrapper(functools.partial(self._told), api.predict)
         self.app.add_middleware(BaseHTTPMiddleware, dispatch=self._checked)
         os.environ["LITSERVE_WORKER_ID"] = "0"
         with wrap_litserve_start(self):
@@ -159,12 +162,11 @@ class _Server(LitServer):
             raise self._failure
 
     def _init_manager(self, num_api_servers: int) -> Any:
-        fabric = self.lit_api.llm.fabric
-        self._requests = _Requests(lambda: fabric.broadcast(()))
-        self._transport = MPQueueTransport(None, [queue.Queue() for _ in range(num_api_servers)])
-        self.workers_setup_status = {self.lit_api.api_path: WorkerSetupStatus.READY}
-        self._shutdown_event = threading.Event()
         api = self.lit_api
+        self._requests = _Requests(lambda: api.llm.fabric.broadcast(()))
+        self._transport = MPQueueTransport(None, [queue.Queue() for _ in range(num_api_servers)])
+        self.workers_setup_status = {api.api_path: WorkerSetupStatus.READY}
+        self._shutdown_event = threading.Event()
         paths = (api.api_path, *([api.spec.api_path] if api.spec else []))
         self.litapi_request_queues = dict.fromkeys(paths, self._requests)
         return _Manager()
@@ -183,14 +185,15 @@ class _Server(LitServer):
         return answer
 
     def _pieces(self, arguments: Any, options: Any) -> Iterator[Any]:
-        api = self.lit_api
+        api, told = self.lit_api, False
         try:
             api.llm.fabric.broadcast((arguments, options))
+            told = True
             yield from _answer(api, self._predict, arguments, options)
-        except ValueError as error:
-            raise HTTPException(400, str(error)) from None
-        except Exception as error:  # LitServe's loop would go on
-            self._failure = error
+        except Exception as error:
+            if told and not isinstance(error, Error):
+                raise HTTPException(400 if isinstance(error, ValueError) else 500, str(error)) from None
+            self._failure = error  # LitServe's loop would go on
             self._requests.put(_END)
             raise
 
@@ -219,6 +222,6 @@ class _Server(LitServer):
             return 'the request has no prompt; send {"prompt": "..."}'
         tokens = len(llm.preprocessor.encode(llm.prompt_style.apply(api.decode_request(given))))
         longest = llm.config.block_size
-        if not 0 < tokens <= longest - new + 1:
+        if new < 1 or not 0 < tokens <= longest - new + 1:
             return f"the prompt has {tokens} tokens, and {new} new ones are wanted; the model takes {longest} in all"
         return None
