@@ -119,12 +119,13 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     rows, h = 8 * 2048, 7168
     last = 4 * rows * h + 8 * rows + 2 * rows * h + 2 * rows * 50304 + (8 + 8) * rows
     assert held.kept == 32 * 4 * rows * h + 8 * rows
-    head = last + 2 * rows * h + 2 * 50304 * h - held.gathered / 2
-    assert held.head == head, "saved, its input's gradient, the gathered weight, less a block that is gathered later"
-    assert held.under_way == 2 * 50304 * h, "the head's gradient, the largest, on its way to z"
-    early = held.weights + held.optimizer + held.gathered + held.kept + held.under_way
+    assert held.logits == last and held.saved == held.kept + last
+    head = 2 * rows * h - 16 * rows + 2 * 50304 * h - held.gathered / 2
+    assert held.head == head, "its input's gradient and the gathered weight; no statistics, and one block is gathered"
+    early = held.weights + held.optimizer + held.gathered + held.kept
     ends = pytest.approx(18 * shard)
-    moments = {"at the loss": early + held.head, "blocks run backward": early + held.working, "backward ends": ends}
+    at_loss = early + held.logits + held.head
+    moments = {"at the loss": at_loss, "blocks run backward": early + held.working, "backward ends": ends}
     assert held.moments == moments
     assert held.total == max(held.moments.values()) * (1 + memory.SLACK) + memory.RESERVED
     several = memory.estimate(asked.workload, Grid(z=64), Run(2**20, micro_batches=2))
@@ -202,7 +203,8 @@ def test_x_above_the_groups_of_keys_and_values() -> None:
     assert workload.misfit(Grid(x=3)) == "x=3 does not divide heads=32"
     odd = gpt("odd", layers=1, hidden=96, heads=12, kv_heads=4)
     assert odd.misfit(Grid(x=6)) == "x=6 neither divides kv_heads=4 nor is a multiple of it"
-    copied = memory.estimate(workload, Grid(x=16), Run(2**16)).weights * 16 / 4 - workload.parameters
+    weights = memory.estimate(workload, Grid(x=16), Run(2**16)).weights
+    copied = 16 * (weights / 4 - workload.tables) - workload.parameters
     assert copied == 32 * 2 * 8 * 128 * 4096, "keys and values once more in each of 32 blocks"
     asked = request(workload=workload, machine=machine.load("frontier"), gpus=64, batch_tokens=2**17)
     assert any(candidate.grid.x == 16 for candidate in planner.plan(asked).ranked)
@@ -245,6 +247,19 @@ def test_micro_batches_make_a_large_batch_fit() -> None:
     small = replace(machine.load("perlmutter"), memory_gib=24)
     made = planner.plan(request(machine=small, gather="drop"))
     assert any(candidate.run.micro_batches > 1 for candidate in made.ranked)
+
+
+def test_what_fits_is_right_at_the_boundary() -> None:
+    """A GPU with exactly the bytes of a plan takes it; with one byte less the plan is left out, and says why."""
+    fixed = request(gather="drop", micro_batches=4)
+    for candidate in planner.plan(fixed).ranked[:6]:
+        assert candidate.memory is not None
+        for less, fits in ((0, True), (1, False)):
+            on = replace(fixed.machine, memory_gib=(candidate.memory.total - less) / memory.GIB)
+            made = planner.plan(replace(fixed, machine=on))
+            assert (candidate.grid in {other.grid for other in made.ranked}) == fits
+            reasons = {other.grid: other.reason for other in made.left_out}
+            assert fits or "GiB" in reasons[candidate.grid]
 
 
 def test_a_number_of_micro_batches_may_be_asked_for() -> None:

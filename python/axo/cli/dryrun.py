@@ -13,6 +13,7 @@ from axo.grid import Grid
 
 if TYPE_CHECKING:
     from axo.dryrun import Record
+    from axo.train.config import TrainConfig
 
 
 def dryrun(
@@ -24,6 +25,11 @@ def dryrun(
     accumulate: Annotated[int, typer.Option(help="Pieces that a rank's rows are cut into.")] = 1,
     precision: Annotated[str, typer.Option(help="bf16-mixed, bf16-true or 32-true.")] = "bf16-mixed",
     recompute: Annotated[bool, typer.Option("--recompute", help="Run each block again in backward.")] = False,
+    recompute_keeps: Annotated[str, typer.Option(help="What --recompute keeps: nothing, or products.")] = "nothing",
+    pipeline: Annotated[int, typer.Option(help="Stages, each of them a grid.")] = 1,
+    schedule: Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, interleaved-1f1b, zero-bubble ...")] = "1f1b",
+    cuts: Annotated[str, typer.Option(help="First blocks of later stages: even, planner, or 3,7.")] = "even",
+    microbatches: Annotated[int, typer.Option(help="Micro-batches that fill the stages; 0: one a stage.")] = 0,
     zero: Annotated[int, typer.Option(help="1: optimizer state cut over data; 2: gradients too.")] = 0,
     overlap: Annotated[str, typer.Option(help="What hides behind products: oar, ors, oag, or none.")] = "oar,ors,oag",
     gather_cache: Annotated[str, typer.Option(help="Gathered weights kept: all, none, layers, or bytes.")] = "all",
@@ -40,11 +46,19 @@ def dryrun(
         raise ValueError(f"order={order} is not at least 0")
     if json_out is not None and not is_stdout(json_out):
         check_file(json_out)
+    if pipeline < 1 or microbatches < 0:
+        raise ValueError(f"pipeline={pipeline} and microbatches={microbatches} must be at least 1 and 0")
+    microbatches = microbatches or pipeline
     config = TrainConfig(
         model=model,
         grid=parsed,
         algorithm=algorithm,
-        batch_size=batch_size or arrangement_of("dryrun", algorithm).row_parts(parsed),
+        pipeline=pipeline,
+        schedule=schedule,
+        cuts=cuts,
+        microbatches=microbatches,
+        recompute_keeps=recompute_keeps,
+        batch_size=batch_size or arrangement_of("dryrun", algorithm).row_parts(parsed) * microbatches * accumulate,
         seq_len=seq_len,
         accumulate=accumulate,
         precision=precision,
@@ -54,49 +68,58 @@ def dryrun(
         gather_cache=gather_cache,
     )
     roles = dry.representatives(config)
-    wanted = _ranks(ranks, parsed, list(roles))
+    wanted = _ranks(ranks, config, list(roles))
     records = dry.run_all(config, wanted)
     bad = dry.compare(config, records)
     if json_out is not None:
         write(json_out, {"grid": str(parsed), "records": [_plain(record) for record in records],
                          "mismatches": [str(one) for one in bad]})  # fmt: skip
     if not is_stdout(json_out):
-        _print(config.model, parsed, records, roles, order)
+        _print(config, records, roles, order)
         shown = ", ".join(str(record.rank) for record in records)
         if not bad:
-            say(f"ranks {shown} of {parsed.world_size}: every collective that two of them share matches")
+            what = "every collective" if pipeline == 1 else "every collective and message"
+            say(f"ranks {shown} of {config.ranks}: {what} that two of them share matches")
     if bad:
         raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
 
 
-def _ranks(text: str, grid: Grid, chosen: list[int]) -> list[int]:
+def _ranks(text: str, config: TrainConfig, chosen: list[int]) -> list[int]:
     if text == "auto":
         return chosen
     if text == "all":
-        return list(range(grid.world_size))
+        return list(range(config.ranks))
     found = []
     for part in text.split(","):
-        if not part.strip().isdecimal() or int(part) >= grid.world_size:
+        if not part.strip().isdecimal() or int(part) >= config.ranks:
             raise ValueError(
-                f"ranks={text!r}: {part.strip()!r} is not a rank of {grid}; use auto, all, or numbers from 0 to"
-                f" {grid.world_size - 1} with commas"
+                f"ranks={text!r}: {part.strip()!r} is not a rank of {_named(config)}; use auto, all, or numbers from 0"
+                f" to {config.ranks - 1} with commas"
             )
         found.append(int(part))
     return sorted(set(found))
 
 
-def _print(model: str, grid: Grid, records: list[Record], roles: dict[int, int], order: int) -> None:
+def _named(config: TrainConfig) -> str:
+    return f"{config.grid}" + (f" in {config.pipeline} stages" if config.pipeline > 1 else "")
+
+
+def _place(config: TrainConfig, rank: int) -> str:
+    stage, rank = divmod(rank, config.grid.world_size)
+    coords = " ".join(f"{axis}{place}" for axis, place in config.grid.coords(rank)._asdict().items())
+    return coords if config.pipeline == 1 else f"stage {stage}, {coords}"
+
+
+def _print(config: TrainConfig, records: list[Record], roles: dict[int, int], order: int) -> None:
     gib = 2.0**30
-    kinds = list(records[0].peak.by_kind)
+    kinds = [kind for kind in records[0].peak.by_kind if kind != "messages" or config.pipeline > 1]
     rows = [
-        [str(r.rank), str(grid.coords(r.rank)._asdict()), str(roles.get(r.rank, 0)), f"{r.peak.total / gib:.2f}",
+        [str(r.rank), _place(config, r.rank), str(roles.get(r.rank, 0)), f"{r.peak.total / gib:.2f}",
          r.peak.phase, *(f"{r.peak.by_kind[kind] / gib:.2f}" for kind in kinds)]
         for r in records
     ]  # fmt: skip
-    for row, record in zip(rows, records, strict=True):
-        row[1] = " ".join(f"{axis}{place}" for axis, place in grid.coords(record.rank)._asdict().items())
     show_table(
-        f"{model} on {grid}: the fullest moment of a step, GiB of tensors",
+        f"{config.model} on {_named(config)}: the fullest moment of a step, GiB of tensors",
         (["rank", "place", "ranks of its role", "peak", "when", *kinds], rows),
     )
     first = records[0]

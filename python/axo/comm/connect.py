@@ -82,8 +82,7 @@ class Communicators:
         if stages == 1:
             self.world, self.pipeline = everyone, alone("pipeline", self.device)
         else:
-            self.world = everyone.split(self.stage, self.rank, name="world", axis="world")
-            self.pipeline = everyone.split(self.rank, self.stage, name="pipeline", axis="pipeline")
+            self.world, self.pipeline = self._of_stages()
         self._group = group
         self._pipeline_group: dist.ProcessGroup | None = None
         self.x = self._line("x")
@@ -116,6 +115,15 @@ class Communicators:
             # Not a process group's own communicator: the program may go on with that.
             mine = [line for line in self.communicators if self._owns_process_group or not line._borrowed]
             tell_of(error, [*self._neighbours.values(), *mine])
+
+    def _of_stages(self) -> tuple[Communicator, Communicator]:
+        """The world of this stage's grid, and the pipeline."""
+        world = self.everyone.split(self.stage, self.rank, name="world", axis="world")
+        return world, self.everyone.split(self.rank, self.stage, name="pipeline", axis="pipeline")
+
+    def among(self, stages: list[int], name: str) -> Communicator | None:
+        """A communicator of the ranks of ``pipeline`` that have these stages; None on others. Collective over all."""
+        return self.pipeline.split(0 if self.stage in stages else -1, self.stage, name=name, axis="pipeline")
 
     def _line(self, axis: str) -> Communicator:
         if self.grid.size(axis) == 1:

@@ -16,10 +16,15 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
@@ -39,8 +44,9 @@ class Issued(NamedTuple):
     """One collective of one rank.
 
     Attributes:
-        op, axis: Which. dtype, elements: What this rank puts in. detail: The reduction, the root or the peer.
+        op, axis: Which. dtype, elements: What this rank puts in, or receives. detail: The reduction or the root.
         where: File and line outside Axo that led to it.
+        peer: The stage that a message goes to or comes from.
     """
 
     op: str
@@ -49,14 +55,18 @@ class Issued(NamedTuple):
     elements: int
     detail: str
     where: str
+    peer: int | None = None
 
     @property
     def must_match(self) -> tuple[str, str, int, str]:
         """What has to be equal on all ranks of the communicator."""
-        return self.op, self.dtype, self.elements, self.detail
+        what = "message" if self.peer is not None else self.op
+        return what, self.dtype, self.elements, self.detail
 
     def __str__(self) -> str:
         detail = f", {self.detail}" if self.detail else ""
+        if self.peer is not None:
+            detail += f", {'to' if self.op == 'send' else 'from'} stage {self.peer}"
         return f"{self.op} of {self.elements:,} {self.dtype}{detail} ({self.where})"
 
 
@@ -121,7 +131,8 @@ class RecordingCommunicator(Communicator):
         rows = source.shape[0] if source.dim() else 1
         target = source.new_empty((self.size * rows, *source.shape[1:])) if out is None else out
         self._elements("all_gather", target, self.size * source.numel())
-        whole = None if isinstance(source, FakeTensor) else source.reshape(-1).repeat(self.size)
+        with _disable_current_modes():  # what stands for peers is no memory of this rank
+            whole = None if isinstance(source, FakeTensor) else source.reshape(-1).repeat(self.size)
         return self._note("all_gather", source, target, whole, async_op)
 
     def reduce_scatter(
@@ -181,10 +192,11 @@ class RecordingCommunicator(Communicator):
         """What the ranks would get if all held ``source``; None where there are no values."""
         if isinstance(source, FakeTensor):
             return None
-        found = source.detach() if scale is None else source.detach() * scale
-        if op == "sum":
-            return found * self.size
-        return found**self.size if op in ("prod", "product") else found
+        with _disable_current_modes():
+            found = source.detach() if scale is None else source.detach() * scale
+            if op == "sum":
+                return found * self.size
+            return found**self.size if op in ("prod", "product") else found
 
     def _note(
         self,
@@ -207,7 +219,7 @@ class RecordingCommunicator(Communicator):
         if target is not None and written:
             _C.modified(target)
             if values is not None:
-                with torch.no_grad():
+                with torch.no_grad(), _disable_current_modes():
                     target.copy_(values.reshape(target.shape))
         start = time.perf_counter()
         if not async_op:
@@ -228,36 +240,114 @@ def _where() -> str:
     return f"{frame.f_code.co_filename.rpartition('/')[2]}:{frame.f_lineno}"
 
 
+class _Message(dist.Work):
+    """A message of a stage that counts as sent once it is awaited."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__()
+        self._tensor: torch.Tensor | None = tensor
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._tensor = None
+        return True
+
+
+class RecordingGroup(dist.ProcessGroup):
+    """The ranks of a pipeline for the messages of ``torch.distributed.pipelining``, which are noted and go nowhere."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self.issued: list[Issued] = []
+
+    def getBackendName(self) -> str:
+        return _BACKEND
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        return self._note("send", tensors[0], peer)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
+        if not isinstance(tensors[0], FakeTensor):
+            with torch.no_grad(), _disable_current_modes():
+                tensors[0].fill_(1)  # in the vote by which torch's stages begin: "the shapes are given"
+        return self._note("recv", tensors[0], peer)
+
+    def _note(self, op: str, tensor: torch.Tensor, peer: int) -> dist.Work:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self.issued.append(Issued(op, "pipeline", dtype, tensor.numel(), "", _where(), peer))
+        return _Message(tensor)
+
+
+_BACKEND = "axo-recording"
+
+
 class RecordingCommunicators(Communicators):
-    """The communicators of one grid, seen by one rank whose peers are not there.
+    """The communicators of one grid, or of the grids of a pipeline, seen by one rank whose peers are not there.
 
     Attributes:
         issued: What this rank has sent so far, over all axes, in order.
     """
 
-    def __init__(self, grid: Grid, rank: int) -> None:
+    def __init__(self, grid: Grid, rank: int, stages: int = 1) -> None:
         self.issued: list[Issued] = []
-        world = RecordingCommunicator(rank, grid.world_size, name="world", axis="world", issued=self.issued)
-        super().__init__(grid, rank, world, owns_process_group=False, timeout=1.0)
+        name = "world" if stages == 1 else "everyone"
+        everyone = self._one(name, rank, grid.world_size * stages)
+        super().__init__(grid, rank, everyone, owns_process_group=False, timeout=1.0, stages=stages)
+
+    def _one(self, name: str, rank: int, size: int, axis: str = "") -> Communicator:
+        axis = axis or name
+        if size == 1:
+            return alone(axis, torch.device("cpu"))
+        return RecordingCommunicator(rank, size, name=name, axis=axis, issued=self.issued)
+
+    def _of_stages(self) -> tuple[Communicator, Communicator]:
+        world = self._one("world", self.rank, self.grid.world_size)
+        return world, self._one("pipeline", self.stage, self.stages)
+
+    def among(self, stages: list[int], name: str) -> Communicator | None:
+        if self.stage not in stages:
+            return None
+        return self._one(name, stages.index(self.stage), len(stages), "pipeline")
 
     def _line(self, axis: str) -> Communicator:
-        size = self.grid.size(axis)
-        if size == 1:
-            return alone(axis, self.device)
-        return RecordingCommunicator(getattr(self.coords, axis), size, name=axis, axis=axis, issued=self.issued)
+        return self._one(axis, getattr(self.coords, axis), self.grid.size(axis))
+
+    @contextmanager
+    def messages(self) -> Iterator[None]:
+        """Let torch's stages send in this block: torch.distributed then has a process group that records.
+
+        Raises:
+            ValueError: torch.distributed is initialised already.
+        """
+        if self.stages == 1:
+            yield
+            return
+        if dist.is_initialized():
+            raise ValueError("recording: torch.distributed is initialised in this process; use another for stages")
+        if not hasattr(dist.Backend, _BACKEND.upper()):
+            dist.Backend.register_backend(_BACKEND, RecordingGroup, devices=["cpu"])
+        dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=self.stage, world_size=self.stages)
+        self._pipeline_group = group = dist.distributed_c10d._get_default_group()
+        assert isinstance(group, RecordingGroup)
+        group.issued = self.issued
+        try:
+            yield
+        finally:
+            self._pipeline_group = None
+            dist.destroy_process_group()
 
     def _neighbour_line(self, axis: str, count: int) -> Communicator:
-        mine = getattr(self.coords, axis) % count
-        return RecordingCommunicator(mine, count, name=f"{axis}/{count}", axis=axis, issued=self.issued)
+        return self._one(f"{axis}/{count}", getattr(self.coords, axis) % count, count, axis)
 
 
-def recording(grid: Grid | str, rank: int = 0) -> RecordingCommunicators:
-    """The communicators of ``grid`` as ``rank`` would have them, without peers.
+def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingCommunicators:
+    """The communicators of ``grid`` as ``rank`` would have them, without peers; with ``stages`` such grids in a row.
 
     Raises:
-        ValueError: The grid has no such rank.
+        ValueError: There is no such rank.
     """
     parsed = Grid.parse(grid) if isinstance(grid, str) else grid
-    if not 0 <= rank < parsed.world_size:
-        raise ValueError(f"recording: rank {rank} is not one of the {parsed.world_size} ranks of grid {parsed}")
-    return RecordingCommunicators(parsed, rank)
+    ranks = parsed.world_size * stages
+    if not 0 <= rank < ranks:
+        of = f"grid {parsed}" + (f" in {stages} stages" if stages > 1 else "")
+        raise ValueError(f"recording: rank {rank} is not one of the {ranks} ranks of {of}")
+    return RecordingCommunicators(parsed, rank, stages)

@@ -8,6 +8,6 @@ It stands above ``axo.train``, whose model and step it runs; ``axo.perf`` below 
 """
 
 from axo.dryrun.compare import Mismatch, compare, representatives, run_all
-from axo.dryrun.step import Record, check, run
+from axo.dryrun.step import Record, check, measure, run
 
-__all__ = ["Mismatch", "Record", "check", "compare", "representatives", "run", "run_all"]
+__all__ = ["Mismatch", "Record", "check", "compare", "measure", "representatives", "run", "run_all"]

@@ -5,20 +5,24 @@ the same order. Two ranks are compared on each communicator that they share: on 
 
 Of thousands of ranks a few have to be run. Ranks of one role hold shards of the same shapes and take as many rows, so
 one of each role is run, and of each axis also the second rank beside rank 0, so that every axis has peers to compare.
+With stages a role is one of a stage too; the ranks that stand where rank 0 does in the grids of all stages are run, and
+each message must be awaited by the rank that it goes to, in the same order.
 A mistake that depends on the number of a rank alone is found when that rank is among those that are run.
 """
 
 from __future__ import annotations
 
+import gc
+import itertools
 import multiprocessing
 import os
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from axo.comm.recording import recording
+from axo.comm.recording import Issued, recording
 from axo.dryrun.step import Record, check, run
 from axo.grid import AXES, Coords
 from axo.nn.layer import ParallelLayer
@@ -55,7 +59,7 @@ def representatives(config: TrainConfig) -> dict[int, int]:
     check(config)
     grid = config.grid
     comms = recording(grid, 0)
-    model = loop.build_shards(config, comms)
+    model = loop.build_shards(replace(config, pipeline=1), comms)
     kinds: dict[tuple[object, ...], Placement] = {}
     for module in model.modules():
         if isinstance(module, ParallelLayer):
@@ -66,9 +70,11 @@ def representatives(config: TrainConfig) -> dict[int, int]:
         coords = grid.coords(rank)
         key = tuple(one.local_shape(grid, coords) for one in kinds.values())
         roles.setdefault(key, []).append(rank)
-    chosen = {ranks[0]: len(ranks) for ranks in roles.values()}
-    if grid.world_size <= MOST_COMPARED:
-        return {rank: chosen.get(rank, 0) for rank in range(grid.world_size)}
+    chosen = {
+        stage * grid.world_size + ranks[0]: len(ranks) for stage in range(config.pipeline) for ranks in roles.values()
+    }
+    if config.ranks <= MOST_COMPARED:
+        return {rank: chosen.get(rank, 0) for rank in range(config.ranks)}
     for axis in AXES:
         if grid.size(axis) > 1:
             chosen.setdefault(grid.rank(**{axis: 1}), 0)
@@ -82,28 +88,40 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
     if count <= 1:
         return [run(config, rank) for rank in wanted]
     torch.set_num_threads(1)  # a process that has computed with several threads cannot be forked
-    # A handler of this process, such as torchelastic's, raises: in a worker that is a task's result, and ends nothing.
-    default = signal.signal, (signal.SIGTERM, signal.SIG_DFL)
-    with multiprocessing.get_context("fork").Pool(count, *default) as pool:
+    with multiprocessing.get_context("fork").Pool(count, _begin) as pool:
         return pool.starmap(run, [(config, rank) for rank in wanted], chunksize=1)
+
+
+def _begin() -> None:
+    """What a process that runs ranks does first."""
+    gc.freeze()  # what is imported is garbage to nobody
+    # A handler of this process, such as torchelastic's, raises: in a worker that is a task's result, and ends nothing.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def compare(config: TrainConfig, records: list[Record]) -> list[Mismatch]:
     """Return the first mismatch of each communicator that these ranks share; empty: all match."""
     found = []
-    for axis in (*AXES, "world"):
-        groups: dict[Coords | None, list[Record]] = {}
+    for axis in (*AXES, "world", "everyone"):
+        groups: dict[tuple[int, Coords | None], list[Record]] = {}
         for record in records:
-            coords = config.grid.coords(record.rank)
-            key = None if axis == "world" else coords._replace(**{axis: 0})
-            groups.setdefault(key, []).append(record)
+            stage, rank = divmod(record.rank, config.grid.world_size)
+            coords = config.grid.coords(rank)
+            key = {"world": (stage, None), "everyone": (0, None)}.get(axis)
+            groups.setdefault(key or (stage, coords._replace(**{axis: 0})), []).append(record)
         for group in groups.values():
-            found += [bad for other in group[1:] if (bad := _first(axis, group[0], other)) is not None]
-    return sorted(found, key=lambda bad: bad.number)
+            issued = [[each for each in record.issued if each.axis == axis] for record in group]
+            found += [_first(axis, group[0], other, issued[0], also) for other, also in zip(group, issued, strict=True)]
+    for one, other in itertools.permutations(records, 2):
+        if one.rank % config.grid.world_size == other.rank % config.grid.world_size:
+            to, of = (record.rank // config.grid.world_size for record in (other, one))
+            sent = [each for each in one.issued if (each.op, each.peer) == ("send", to)]
+            awaited = [each for each in other.issued if (each.op, each.peer) == ("recv", of)]
+            found.append(_first("pipeline", one, other, sent, awaited))
+    return sorted((bad for bad in found if bad is not None), key=lambda bad: bad.number)
 
 
-def _first(axis: str, one: Record, other: Record) -> Mismatch | None:
-    mine, theirs = ([each for each in record.issued if each.axis == axis] for record in (one, other))
+def _first(axis: str, one: Record, other: Record, mine: list[Issued], theirs: list[Issued]) -> Mismatch | None:
     for number, (a, b) in enumerate(zip(mine, theirs, strict=False), 1):
         if a.must_match != b.must_match:
             return Mismatch(axis, number, one.rank, other.rank, str(a), str(b))

@@ -1,5 +1,6 @@
-"""What tensors without values would take: a FakeTensorMode that follows every storage from its first tensor to its end.
+"""What the tensors of a step take: every storage is followed from its first tensor to its end.
 
+A ``Ledger`` counts; ``Faking`` feeds it with tensors that have no values, ``Following`` with those that have.
 The peak is kept with what was there by kind, and with the phase of the step:
 
     weights, optimizer, gradients     this rank's shards, AdamW's moments, .grad
@@ -7,6 +8,7 @@ The peak is kept with what was there by kind, and with the phase of the step:
     gradients under way               blocks before they are scattered, and buckets
     activations                       made in the forward pass (and in recomputations) and still referred to
     backward                          made in the backward pass: gradients of activations, temporaries
+    messages                          what torch's stages receive into
 
 Small tensors that have values (token ids, statistics of the loss) are not counted. Allocators round up and leave gaps;
 that is not counted either.
@@ -24,13 +26,17 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from axo.overlap.modes import Onlooker
 from axo.overlap.pool import Pool
 
 WEIGHTS, OPTIMIZER, GRADIENTS = "weights", "optimizer", "gradients"
 GATHERED, UNDER_WAY, ACTIVATIONS, BACKWARD = "gathered weights", "gradients under way", "activations", "backward"
-KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, GATHERED, UNDER_WAY, ACTIVATIONS, BACKWARD)
+MESSAGES, UNCOUNTED = "messages", "uncounted"
+KINDS = (WEIGHTS, OPTIMIZER, GRADIENTS, GATHERED, UNDER_WAY, ACTIVATIONS, BACKWARD, MESSAGES)
 
 
 @dataclass(frozen=True)
@@ -45,21 +51,21 @@ class Peak:
         return sum(self.by_kind.values())
 
 
-class Tracker(FakeTensorMode):
-    """Fake tensors whose storages are counted while anything refers to them."""
+class Ledger:
+    """Which bytes lie in storages that something refers to, by kind."""
 
     def __init__(self) -> None:
-        super().__init__(allow_non_fake_inputs=True)
         self.kind, self.phase = WEIGHTS, "building"
         self.now: Counter[str] = Counter()
         self._kinds: dict[int, tuple[str, int]] = {}  # of each live storage: kind, bytes
+        self._leaving: list[tuple[int, StorageWeakRef]] = []  # storages whose Python objects are gone
         self.restart()
 
     def restart(self) -> None:
         """Look for the peak from here on."""
-        self._most = -1
+        self._most = Counter(self.now)
         self._peaks: dict[str, Peak] = {}
-        self._look()
+        self.look()
 
     @property
     def peak(self) -> Peak:
@@ -71,70 +77,111 @@ class Tracker(FakeTensorMode):
         """The fullest moment of each phase since then."""
         return dict(self._peaks)
 
+    @property
+    def most(self) -> dict[str, int]:
+        """The most that there was of each kind since then."""
+        return {kind: self._most[kind] for kind in KINDS}
+
     @contextmanager
     def during(self, phase: str, kind: str) -> Iterator[None]:
         """Call what is made inside ``kind``, and the time ``phase``."""
         before = self.phase, self.kind
         self.phase, self.kind = phase, kind
-        self._look()
+        self.look()
         try:
             yield
         finally:
             self.phase, self.kind = before
 
-    def dispatch(self, *args: Any, **options: Any) -> Any:
-        result = super().dispatch(*args, **options)
-        for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
-            if isinstance(tensor, FakeTensor):
-                self._see(tensor)
-        return result
-
-    def call(self, tensor: torch.Tensor | None, kind: str) -> None:
-        """What ``tensor`` lies in is of this kind from here on."""
-        if not isinstance(tensor, FakeTensor):
-            return
-        key = tensor.untyped_storage()._cdata
-        if key in self._kinds:
-            old, size = self._kinds[key]
-            self._kinds[key] = kind, size
-            self.now[old] -= size
-            self.now[kind] += size
-
-    def _see(self, tensor: FakeTensor) -> None:
+    def call(self, tensor: torch.Tensor, kind: str) -> None:
+        """What ``tensor`` lies in is of this kind from here on; one that is not followed yet is."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._kinds:
-            return
-        size = storage.nbytes()
-        self._kinds[key] = self.kind, size
-        self.now[self.kind] += size
-        weakref.finalize(storage, self._gone, key)
-        self._look()
+            old, size = self._kinds[key]
+            self.now[old] -= size
+        else:
+            size = storage.nbytes()
+            weakref.finalize(storage, self._leaving.append, (key, StorageWeakRef(storage)))
+        self._kinds[key] = kind, size
+        self._add(kind, size)
 
-    def _gone(self, key: int) -> None:
-        kind, size = self._kinds.pop(key, ("", 0))
-        self.now[kind] -= size
+    def see(self, tensor: torch.Tensor) -> None:
+        """Follow what ``tensor`` lies in, if it is new."""
+        self._forget()
+        if tensor.untyped_storage()._cdata not in self._kinds:
+            self.call(tensor, self.kind)
+            self.look()
 
-    def _look(self) -> None:
-        total = sum(self.now.values())
+    def _add(self, kind: str, size: int) -> None:
+        self.now[kind] += size
+        if self.now[kind] > self._most[kind]:
+            self._most[kind] = self.now[kind]
+
+    def _forget(self) -> None:
+        """Take out what is freed. A storage may outlive its Python object; while it is referred to, weakly too, no
+        other has its address."""
+        if self._leaving:
+            leaving, self._leaving[:] = self._leaving[:], []
+            for key, storage in leaving:
+                if storage.expired():
+                    kind, size = self._kinds.pop(key)
+                    self.now[kind] -= size
+                else:
+                    self._leaving.append((key, storage))
+
+    def look(self) -> None:
+        """Take note of what is there now."""
+        self._forget()
+        total = sum(self.now[kind] for kind in KINDS)
         known = self._peaks.get(self.phase)
         if known is None or total > known.total:
             self._peaks[self.phase] = Peak(self.phase, {kind: self.now[kind] for kind in KINDS})
 
 
-class FakePool(Pool):
-    """The engine's buffers as fake tensors, by kind."""
+class Following(Onlooker):
+    """Follows the storages of tensors with values."""
 
-    def __init__(self, tracker: Tracker) -> None:
+    def __init__(self, ledger: Ledger) -> None:
         super().__init__()
-        self._tracker = tracker
+        self._ledger = ledger
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        result = operation(*args, **(options or {}))
+        for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._ledger.see(tensor)
+        return result
+
+
+class Faking(FakeTensorMode):
+    """Tensors without values, whose storages are followed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._ledger = ledger
+
+    def dispatch(self, *args: Any, **options: Any) -> Any:
+        result = super().dispatch(*args, **options)
+        for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
+            if isinstance(tensor, FakeTensor):
+                self._ledger.see(tensor)
+        return result
+
+
+class FollowedPool(Pool):
+    """The engine's buffers by kind, each made when it is asked for and gone when nobody refers to it."""
+
+    def __init__(self, ledger: Ledger, mode: TorchDispatchMode) -> None:
+        super().__init__()
+        self._ledger, self._mode = ledger, mode
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         caller = sys._getframe(1)
         gathers = caller.f_globals["__name__"] in ("axo.overlap.gathers", "axo.overlap.exchange")
-        before, self._tracker.kind = self._tracker.kind, GATHERED if gathers else UNDER_WAY
+        before, self._ledger.kind = self._ledger.kind, GATHERED if gathers else UNDER_WAY
         try:
-            with self._tracker:
+            with self._mode:
                 return torch.empty(shape, dtype=dtype, device=device)
         finally:
-            self._tracker.kind = before
+            self._ledger.kind = before

@@ -18,18 +18,36 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from litgpt.model import GPT
+from torch.distributed.pipelining import stage
 
+import axo
+from axo.comm.connect import Communicators
 from axo.comm.recording import Issued, RecordingCommunicators, recording
-from axo.dryrun.memory import ACTIVATIONS, BACKWARD, GRADIENTS, OPTIMIZER, WEIGHTS, FakePool, Peak, Tracker
+from axo.dryrun.memory import (
+    ACTIVATIONS,
+    BACKWARD,
+    GRADIENTS,
+    MESSAGES,
+    OPTIMIZER,
+    UNCOUNTED,
+    WEIGHTS,
+    Faking,
+    FollowedPool,
+    Following,
+    Ledger,
+    Peak,
+)
 from axo.nn import loss
 from axo.overlap.model import engines
 from axo.train import loop, models
-from axo.train.config import TrainConfig
+from axo.train.check import check_pipeline
+from axo.train.config import KEPT, TrainConfig
 from axo.train.data import rank_rows
 from axo.train.recipe import finish_model
 
@@ -42,6 +60,8 @@ class Record:
         issued: Its collectives, in order.
         peak: The fullest moment; peaks: that of each phase.
         held: Bytes of weights and of the optimizer's state, which are always there.
+        most: Of each kind, the most that there was.
+        saved: Bytes that are kept for backward when it begins, buffers of gathered weights beside.
         seconds: How long the dry run took.
     """
 
@@ -50,6 +70,8 @@ class Record:
     peak: Peak
     peaks: dict[str, Peak]
     held: dict[str, int]
+    most: dict[str, int]
+    saved: int
     seconds: float = field(compare=False)
 
     def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -66,7 +88,7 @@ def check(config: TrainConfig) -> None:
     """Refuse what a dry run cannot do.
 
     Raises:
-        ValueError: The model has experts.
+        ValueError: The model has experts, or the options of stages do not go together.
     """
     model = models.resolve(config.model, config.model_overrides)
     if model.mlp_class_name == "LLaMAMoE":
@@ -76,80 +98,157 @@ def check(config: TrainConfig) -> None:
         )
     if config.precision == "16-mixed":
         raise ValueError("dryrun: precision='16-mixed' reads gradients to scale the loss; use bf16-mixed or 32-true")
+    if config.recompute_keeps not in KEPT or (config.recompute_keeps != "nothing" and not config.recompute):
+        raise ValueError(
+            f"dryrun: recompute-keeps={config.recompute_keeps!r} is one of {', '.join(KEPT)}, and goes with recompute"
+        )
     models.check_sequence(model, config.seq_len)
+    if config.pipeline > 1:
+        check_pipeline(config, model.n_layer)
 
 
 def run(config: TrainConfig, rank: int = 0) -> Record:
-    """Run two steps as ``rank`` and return the second one's record.
+    """Run two steps as ``rank`` on tensors without values and return the second one's record.
 
     Raises:
         ValueError: The model does not fit the grid, or a dry run cannot do it (:func:`check`).
     """
-    started = time.perf_counter()
     check(config)
-    comms = recording(config.grid, rank)
-    tracker = Tracker()
-    with warnings.catch_warnings(), _one_chunk_for_all():
+    comms = recording(config.grid, rank, config.pipeline)
+    with warnings.catch_warnings(), _two_chunks_for_all():
         warnings.filterwarnings("ignore", message=".*data pointer.*", category=UserWarning)
-        trainer = _trainer(config, comms, tracker)
-        _step(trainer, comms, tracker)
-        comms.issued.clear()
-        tracker.restart()
-        _step(trainer, comms, tracker)
-    held = {kind: tracker.now[kind] for kind in (WEIGHTS, OPTIMIZER)}
-    del trainer
+        return _run(config, comms, fake=True)
+
+
+def measure(config: TrainConfig, comms: Communicators | None = None, rank: int = 0) -> Record:
+    """Run two steps on tensors that have values: the same record from what is really allocated.
+
+    Args:
+        config: The run; its model has to fit into this process.
+        comms: Those of real ranks, of which each calls this; None: ``rank``'s without peers. Only these record
+            what is issued.
+
+    Raises:
+        ValueError: The model does not fit the grid.
+    """
+    return _run(config, recording(config.grid, rank, config.pipeline) if comms is None else comms, fake=False)
+
+
+def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
+    started = time.perf_counter()
+    ledger = Ledger()
+    mode = Faking(ledger) if fake else Following(ledger)
+    alone = comms if isinstance(comms, RecordingCommunicators) else None
+    issued = alone.issued if alone else []
+    built = _build(config, comms, ledger, mode)
+    with alone.messages() if alone else nullcontext(), _receiving(ledger, mode):
+        trainer = loop.Trainer(config, comms, batches=None, built=built)  # type: ignore[arg-type]
+        trainer._loss_of = _watched(trainer._loss_of, ledger, "forward")  # type: ignore[method-assign]
+        _step(trainer, ledger, mode)
+        issued.clear()
+        ledger.restart()
+        saved = _step(trainer, ledger, mode)
+        ledger.look()
+        held = {kind: ledger.now[kind] for kind in (WEIGHTS, OPTIMIZER)}
+        del trainer, built
     gc.collect()  # the model and its hooks refer to each other
-    return Record(rank, list(comms.issued), tracker.peak, tracker.peaks, held, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    rank = comms.rank + comms.stage * config.grid.world_size
+    return Record(rank, list(issued), ledger.peak, ledger.peaks, held, ledger.most, saved, seconds)
 
 
 @contextmanager
-def _one_chunk_for_all() -> Iterator[None]:
-    """Let the loss go through one of its equal chunks of rows: without values the others do nothing else."""
+def _two_chunks_for_all() -> Iterator[None]:
+    """Let the loss go through two of its equal chunks of rows: without values the others do nothing else."""
     plain = loss._row_chunks
 
-    def first(tensor: torch.Tensor, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
-        return itertools.islice(plain(tensor, start), 1)
+    def two(tensor: torch.Tensor, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
+        return itertools.islice(plain(tensor, start), 2)  # at the second the first's temporaries are there too
 
-    loss._row_chunks = first
+    loss._row_chunks = two
     try:
         yield
     finally:
         loss._row_chunks = plain
 
 
-def _trainer(config: TrainConfig, comms: RecordingCommunicators, tracker: Tracker) -> loop.Trainer:
-    model: Any = loop.build_shards(config, comms)
-    tied = model.lm_head.weight is model.transformer.wte.weight
-    model.forward = _watched(model.forward, tracker, "forward")
+@contextmanager
+def _receiving(ledger: Ledger, mode: Faking | Following) -> Iterator[None]:
+    """Let the buffers that torch's stages receive into be followed."""
+    plain = stage._make_tensor_from_meta
+
+    def made(*args: Any) -> torch.Tensor:
+        with mode, ledger.during(ledger.phase, MESSAGES):
+            return plain(*args)
+
+    stage._make_tensor_from_meta = made  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        stage._make_tensor_from_meta = plain
+
+
+def _build(
+    config: TrainConfig, comms: Communicators, ledger: Ledger, mode: Faking | Following
+) -> tuple[GPT, list[torch.nn.Module]]:
+    """The model of this rank, and its stages, followed."""
+    model: Any
+    model, modules = loop.build_stages(config, comms)
+    head, table = model.lm_head, model.transformer.wte
+    tied = getattr(head, "weight", None) is getattr(table, "weight", head)
+    for module in modules or [model]:
+        module.forward = _watched(module.forward, ledger, "forward")
     for block in model.transformer.h:
-        block.forward = _watched(block.forward, tracker)
-    finish_model(model, config)
-    with tracker:
-        model.to_empty(device="cpu")
-    if tied:
-        model.lm_head.weight = model.transformer.wte.weight
+        block.forward = _watched(block.forward, ledger)
+    if isinstance(mode, Faking):
+        finish_model(model, config)  # torch changes the dtype of no tensor without values but on the meta device
+        with mode:
+            model.to_empty(device="cpu")
+        if tied:
+            head.weight = table.weight
+    else:
+        axo.init_weights(model, model._init_weights)
+        finish_model(model, config)
+    for tensor in (*model.parameters(), *model.buffers()):
+        ledger.call(tensor.data, WEIGHTS)
     for engine in engines(model):
-        engine.pool = FakePool(tracker)
-    return loop.Trainer(config, comms, batches=None, model=model)  # type: ignore[arg-type]
+        engine.pool = FollowedPool(ledger, mode)
+    return model, modules
 
 
-def _watched(forward: Callable[..., Any], tracker: Tracker, phase: str = "") -> Callable[..., Any]:
+def _watched(forward: Callable[..., Any], ledger: Ledger, phase: str = "") -> Callable[..., Any]:
     """A forward pass, or its recomputation, whose tensors are activations."""
 
     def watched(*args: Any, **options: Any) -> Any:
-        with tracker.during(phase or tracker.phase, ACTIVATIONS):
+        with ledger.during(phase or ledger.phase, ACTIVATIONS):
             return forward(*args, **options)
 
     return watched
 
 
-def _step(trainer: loop.Trainer, comms: RecordingCommunicators, tracker: Tracker) -> None:
-    config = trainer.config
+def _step(trainer: loop.Trainer, ledger: Ledger, mode: Faking | Following) -> int:
+    """Run a step; the most bytes that were kept when a backward pass began."""
+    config, comms = trainer.config, trainer.comms
     rows = rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement).count
     ids = torch.zeros(rows, config.seq_len, dtype=torch.int64)
-    with tracker.during("backward", BACKWARD):
+    ledger.call(ids, UNCOUNTED)
+    saved = 0
+    plain = trainer._loss_of
+
+    def loss_of(*args: Any) -> torch.Tensor:
+        nonlocal saved
+        loss = plain(*args)
+        saved = max(saved, ledger.now[ACTIVATIONS])
+        return loss
+
+    trainer._loss_of = loss_of  # type: ignore[method-assign, assignment]
+    following = mode if isinstance(mode, Following) else nullcontext()
+    with following, ledger.during("backward", BACKWARD):
         trainer.accumulate(ids, ids)
     for parameter in trainer.model.parameters():
-        tracker.call(parameter.grad, GRADIENTS)
-    with tracker.during("optimizer", OPTIMIZER):
+        if parameter.grad is not None:
+            ledger.call(parameter.grad, GRADIENTS)
+    with following, ledger.during("optimizer", OPTIMIZER):
         trainer.update()
+    trainer._loss_of = plain  # type: ignore[method-assign]
+    return saved

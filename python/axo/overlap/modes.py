@@ -7,10 +7,15 @@ must be watched. Products are, so that a policy can save them.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode_stack
+
+
+class Onlooker(TorchDispatchMode):
+    """A mode that keeps nothing and changes nothing, from which nothing is hidden."""
 
 
 class hidden:
@@ -19,10 +24,17 @@ class hidden:
     __slots__ = ("_disabled",)
 
     def __enter__(self) -> bool:
-        self._disabled = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else None
-        if self._disabled is None:
+        self._disabled: ExitStack | None = None
+        if not torch._C._len_torch_dispatch_stack():
             return False
-        self._disabled.__enter__()
+        modes = _get_current_dispatch_mode_stack()
+        onlookers = [mode for mode in modes if isinstance(mode, Onlooker)]
+        if len(onlookers) == len(modes):
+            return False
+        self._disabled = ExitStack()
+        self._disabled.enter_context(_disable_current_modes())
+        for mode in onlookers:
+            self._disabled.enter_context(mode)
         return True
 
     def __exit__(self, *error: Any) -> None:

@@ -7,25 +7,29 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
                with ZeRO-1 the optimizer's, with ZeRO-2 the gradients' too, are cut over data; offloaded, the
                optimizer's are in the host's memory
     buckets    c S             gradients as they are reduced; at the end of backward .grad is made of them
-    under way  the first bucket that goes over data, and a layer's gradient between its product and z
+               (with ZeRO-2 this rank's share, and a bucket that has not gone over data yet)
+    tables     sines and cosines of the rotary embedding, whole on every rank: with the weights
     gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
                two blocks (OAG gathers the next one ahead), or the largest layer
     kept       s r h / Gy a checkpointed block (its input; with selective recomputation the results of products and of
                attention too), or every saved tensor of every layer without checkpointing
-    working    of backward: the tensors that a checkpointed block saves when it runs again, its output and the gradient
-               of that, and the gradients that flow through its largest layer
-    head       the last norm, head and loss: what they save (logits: c r V / Gx, in which their gradient is put), the
-               gathered weight, the gradient of their input
-
+    working    while a block runs backward: what a checkpointed one saves when it runs again, its output's gradient, and
+               the most that any of its layers adds (`gradients_through`) while those behind it have let go of what
+               they saved and of their gathered weights, and have left gradients: the shards, a whole bucket over data,
+               and the last ones that are on their way over z
+    logits     what the last norm, head and loss save (logits: c r V / Gx, in which their gradient is put)
+    head       the same as ``working`` of them
     messages   of stages: torch's buffers for all messages of a step
+    under way  of stages: gradients of all micro-batches, not reduced over z
 
 Three moments are compared. When the loss is there, everything saved is there too, and gradients only where earlier
 micro-batches left them (``zero_grad`` drops them). When blocks run backward, what the head held is gone. When backward
 ends nothing saved is left, and gradients are there twice: in buckets and in .grad.
 
 Saved tensors are counted from the layers: a linear layer saves its input in c, a norm its own in s and its statistics,
-attention q, k, v, its output and a logarithm a head, an activation what its derivative needs; what two layers read is
-saved once, but for the copies that each casts. The loss is the vocabulary-parallel one.
+attention q, k, v, its output and a logarithm a head (where its scores are capped, these too), an activation what its
+derivative needs; what two layers read is saved once, but for the copies that each casts. The loss is the
+vocabulary-parallel one. ``axo bench memory`` holds all of it to what is allocated.
 The allocator's waste is a flat share (`SLACK`), the communication library's and the context's buffers a flat 2 GiB.
 """
 
@@ -42,7 +46,8 @@ from axo.perf.workload import Block, Layer, Workload
 
 GIB = 2.0**30
 FP32 = 4  # bytes; of statistics
-IN_FLIGHT = 1  # layers whose gradients are computed or being scattered over z at the fullest moment
+IN_FLIGHT = 2  # gradients that are being scattered over z while the next is computed
+LOSS_CHUNK = 1 << 18  # elements of a temporary of the loss, of which there are two at a time
 SLACK = 0.05
 RESERVED = 2 * GIB
 
@@ -61,8 +66,9 @@ class Memory:
     gathered: float
     kept: float
     working: float
+    logits: float
     head: float
-    under_way: float
+    under_way: float = 0.0
     messages: float = 0.0
     accumulates: bool = False
 
@@ -72,10 +78,15 @@ class Memory:
         always = self.weights + self.optimizer + self.messages
         early = always + self.gathered + self.kept + self.under_way + self.gradients * self.accumulates
         return {
-            "at the loss": early + self.head,
+            "at the loss": early + self.logits + self.head,
             "blocks run backward": early + self.working,
             "backward ends": always + self.gradients + self.buckets,
         }
+
+    @property
+    def saved(self) -> float:
+        """Bytes that are kept for backward when it begins."""
+        return self.kept + self.logits
 
     @property
     def total(self) -> float:
@@ -96,43 +107,64 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up."""
     rows = chunk(run.group_rows(grid), grid.z)
     shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
-    kept = working = head = largest = 0.0
-    for block in workload.blocks:
-        all_saved = sum(saved(layer, grid, rows, run) for layer in block.layers)
-        linear = [layer for layer in block.layers if layer.kind == "linear"]
-        largest = max(largest, *(float(layer.parameters) for layer in linear), 0.0)
-        if any(layer.kind == "loss" for layer in block.layers):
-            flowing = sum(run.itemsize * rows * chunk(layer.in_features, grid.y) for layer in linear)
-            head += all_saved + flowing + _read(linear, grid, run)
-            continue
-        flows = [
-            gradients_through(layer, grid, rows, run)
-            for layer in block.layers
-            if not (block.checkpointed and layer.kind == "norm")  # when a norm's turn comes half of the block is gone
-        ]
-        results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
-        through = block_input(block, grid, rows, run)
-        kept += block.repeat * (through + results if block.checkpointed else all_saved)
-        again = all_saved + 2 * through  # with its output, and the gradient of that
-        working = max(working, max(flows) + again * block.checkpointed)
-    read = gathered(workload, grid, run)
-    if head and grid.z > 1 and "oag" in run.overlap and not run.cached_gathers:
-        head -= read / 2  # of the two blocks that are gathered at a time one has not been asked for yet
+    at_once = gathered(workload, grid, run)
     reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
+    kept = logits = head = 0.0
+    before = [0.0]  # of each block that runs backward: what there is, against when the loss was there
+    arrived = 0.0  # bytes of gradients, as far as backward has come
+
+    def held() -> float:  # of them: with ZeRO-2 this rank's share; and the bucket that they wait in, made as a whole
+        waits = min(run.itemsize * shard - reduced * arrived, run.bucket_bytes) if grid.data > 1 else 0.0
+        return reduced * arrived + waits
+
+    gone = of_head = 0.0
+    for block in reversed(workload.blocks):
+        sizes = [saved(layer, grid, rows, run) for layer in block.layers]
+        linear = [layer for layer in block.layers if layer.kind == "linear"]
+        of_weights = read(linear, grid, run)
+        through = block_input(block, grid, rows, run)
+        come = _arrives(linear, grid, run)
+        if any(layer.kind == "loss" for layer in block.layers):
+            logits += sum(sizes)
+            head = of_weights + _backward(block, sizes, grid, rows, run) + held()
+            before_head = run.cached_gathers * of_weights + gradients_through(block.layers[-1], grid, rows, run)
+            if not run.cached_gathers:
+                before_head -= at_once  # forward has let go of all
+                if grid.z > 1 and "oag" in run.overlap:
+                    head -= at_once / 2  # of two blocks that are gathered at a time one has not been asked for yet
+            head = max(head, before_head)
+            arrived += come
+            of_head = come * grid.z
+            continue
+        results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
+        mine = through + results if block.checkpointed else sum(sizes)
+        kept += block.repeat * mine
+        if linear:
+            again = sum(sizes) - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
+            flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
+            working = again + through + _backward(block, sizes, grid, rows, run, flying)
+            if block.checkpointed:  # when the block has run again
+                working = max(working, again + through + _rerun(block, through, run))
+            before.append(through + _rerun(block, through, run))  # when it has run forward
+            freed = mine + run.cached_gathers * of_weights
+            before.append(held() + working - gone)
+            arrived, gone = arrived + (block.repeat - 1) * come, gone + (block.repeat - 1) * freed
+            before.append(held() + working - gone)
+            arrived, gone = arrived + come, gone + freed
     copied = run.itemsize != run.weights and not silent
+    waiting = min((1 - reduced) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
     return Memory(
-        weights=run.weights * shard,
+        weights=run.weights * (shard + workload.tables),
         gradients=run.weights * shard * reduced,
         optimizer=0.0 if run.offload else 2.0 * run.weights * shard * run.optimizer_share(grid),
-        buckets=run.itemsize * shard * reduced if copied else 0.0,
-        gathered=read,
+        buckets=run.itemsize * shard * reduced * copied + waiting,
+        gathered=at_once,
         kept=kept,
-        working=working,
+        working=max(before),
+        logits=logits,
         head=head,
-        under_way=(min(run.itemsize * shard, run.bucket_bytes) if grid.data > 1 else 0.0)
-        + (IN_FLIGHT * run.itemsize * largest / (grid.x * grid.y) if grid.z > 1 else 0.0),
-        accumulates=run.micro_batches > 1 or silent,
+        accumulates=run.micro_batches > 1,
     )
 
 
@@ -141,15 +173,15 @@ def gathered(workload: Workload, grid: Grid, run: Run) -> float:
     blocks = [block for block in workload.blocks if all(layer.kind != "loss" for layer in block.layers)]
     linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in blocks]
     if run.cached_gathers:
-        every = sum(block.repeat * _read(layers, grid, run) for block, layers in zip(blocks, linear, strict=True))
+        every = sum(block.repeat * read(layers, grid, run) for block, layers in zip(blocks, linear, strict=True))
         copied = run.itemsize * workload.copied(grid) / (grid.x * grid.y) if every else 0.0
         return run.cached_gathers * (every + copied)
     if grid.z > 1 and "oag" in run.overlap:
-        return 2.0 * max(_read(layers, grid, run) for layers in linear)
-    return max(_read([layer], grid, run) for layers in linear for layer in layers)
+        return 2.0 * max(read(layers, grid, run) for layers in linear)
+    return max(read([layer], grid, run) for layers in linear for layer in layers)
 
 
-def _read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
+def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
     """Bytes of these layers' weights as products read them, on top of the shards."""
     if grid.z == 1 and run.itemsize == run.weights:
         return 0.0
@@ -168,31 +200,106 @@ def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     if layer.kind == "linear":
         return run.itemsize * my_rows * chunk(layer.out_features, grid.y if layer.transposed else grid.x)
     if layer.kind == "attention":
-        return my_rows * (run.itemsize * chunk(layer.in_features, grid.x) + FP32 * chunk(layer.heads, grid.x))
+        heads = FP32 * my_rows * chunk(layer.heads, grid.x)
+        kept = _scores(layer, grid, my_rows) * run.itemsize / FP32 if layer.scores else heads
+        return run.itemsize * my_rows * chunk(layer.in_features, grid.x) + kept
     return 0.0
 
 
+def _first_input(layer: Layer, through: float, run: Run) -> float:
+    """Bytes that a checkpointed block's first layer would save, which are the block's input."""
+    return through if layer.kind == "norm" or run.stream == run.itemsize else 0.0
+
+
+def _rerun(block: Block, through: float, run: Run) -> float:
+    """Bytes of what a block has made when it has run again, and does not save: the result of its last product, the
+    norm's that the stream's dtype keeps apart, attention's branch and its sum where the two are in parallel; and the
+    gradient of its output in the dtype of products."""
+    norms = [layer for layer in block.layers if layer.kind == "norm" and layer.over == "y" and not layer.of_product]
+    parallel = len(norms) == 1 or any(norm.shares_input for norm in norms)
+    apart, narrow = run.stream != run.itemsize, run.itemsize / run.stream
+    return through * (narrow * (1 + apart + parallel) + apart + parallel)
+
+
+def _arrives(linear: list[Layer], grid: Grid, run: Run) -> float:
+    """Bytes of the gradients of these layers that a rank keeps once they are reduced over z."""
+    itemsize = run.weights if grid.z * grid.data == 1 else run.itemsize
+    return itemsize * sum(layer.parameters for layer in linear) / (grid.x * grid.y * grid.z)
+
+
+def _backward(block: Block, sizes: list[float], grid: Grid, rows: int, run: Run, ahead: float = 0.0) -> float:
+    """Bytes on top of what a block has saved (``sizes``) at the fullest moment of its backward, layer by layer.
+
+    What a layer has saved, and its gathered weight, go when its turn is over; its gradient stays. ``ahead``: bytes of
+    the gradient before them that is on its way over z.
+    """
+    releases = run.cached_gathers > 0 or (grid.z > 1 and "oag" in run.overlap)
+    most = there = 0.0
+    flying = [ahead]  # gradients on their way over z
+    for layer, size in zip(reversed(block.layers), reversed(sizes), strict=True):
+        if layer.kind == "loss":  # the gradient of the logits is put into them
+            there -= size
+            continue
+        through = gradients_through(layer, grid, rows, run)
+        most = max(most, there + sum(flying[-IN_FLIGHT:]) + through)
+        if layer.kind == "linear":  # dI, then dW without the weight
+            there -= read([layer], grid, run) * releases
+            scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
+            most = max(most, there + sum(flying[-IN_FLIGHT:]) + scattered + through)
+            flying.append(scattered)
+            there += _arrives([layer], grid, run)
+        there -= size
+    return most
+
+
 def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
-    """Bytes of the gradients of one layer's input and output while its backward runs."""
-    if layer.kind == "norm" and layer.over == "y":  # its own and the residual's; temporaries, but in torch's kernel
-        temporaries = 0 if layer.norm == "layernorm" and grid.y == 1 else 3 * FP32
-        return (2 * run.stream + temporaries) * rows * layer.rows * chunk(layer.in_features, grid.y)
-    if layer.kind != "linear":
-        return 0.0
-    inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
-    width = chunk(layer.in_features, inside) + chunk(layer.out_features, outside)
-    return run.itemsize * rows * layer.rows * layer.experts * width
+    """Bytes of the gradients of one layer's input and output, and of temporaries, while its backward runs."""
+    my_rows = rows * layer.rows * layer.experts
+    if layer.kind == "norm":  # in fp32: its output's gradient, normalized, scaled, a product, its input's gradient
+        elements = my_rows * chunk(layer.in_features, grid.size(layer.over or "x"))
+        narrow = _itemsize(layer, run)
+        native = layer.norm == "layernorm" and layer.over == "y" and grid.y == 1
+        tensors = (2 if narrow == FP32 else 3) if native else 5
+        whose = narrow if layer.of_product and run.stream == run.itemsize else 0  # the gradient of the block's output
+        return elements * (FP32 * tensors + ((2 - native) * narrow if narrow < FP32 else 0) - whose)
+    if layer.kind == "linear":
+        inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
+        width = chunk(layer.in_features, inside) + chunk(layer.out_features, outside)
+        return run.itemsize * my_rows * width
+    if layer.kind == "attention":
+        return run.itemsize * my_rows * 4 * chunk(layer.in_features, grid.x) + 2.0 * _scores(layer, grid, my_rows)
+    if layer.kind == "pointwise" and not layer.transposed:  # of its output and its inputs
+        return run.itemsize * my_rows * max(2, layer.kept) * chunk(layer.in_features, grid.x)
+    if layer.kind == "loss":  # its temporaries are of a few rows
+        return FP32 * min(2.0 * LOSS_CHUNK, my_rows * chunk(layer.out_features, grid.x))
+    return 0.0
+
+
+def _itemsize(layer: Layer, run: Run) -> int:
+    """Bytes an element of a norm's input."""
+    return run.itemsize if layer.of_product or layer.over != "y" else run.stream
+
+
+def _scores(layer: Layer, grid: Grid, my_rows: float) -> float:
+    """Bytes of attention's scores in fp32, a square of a sequence a head."""
+    return FP32 * my_rows * layer.scores * chunk(layer.heads, grid.x)
+
+
+def _heads(layer: Layer, grid: Grid) -> tuple[int, int]:
+    """Heads of a rank, and groups of keys and values."""
+    return chunk(layer.heads, grid.x), max(1, layer.kv_groups // grid.x)
 
 
 def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     """Bytes that one layer keeps for its backward; ``rows`` of one rank."""
     my_rows = rows * layer.rows * layer.experts
-    if layer.kind == "loss":  # the logits, ids, and two statistics a row
-        return my_rows * (run.itemsize * chunk(layer.out_features, grid.x) + 8 + 2 * FP32)
+    if layer.kind == "loss":  # the logits, before they are capped too, ids, and two statistics a row
+        logits = run.itemsize * (1 + layer.capped) * chunk(layer.out_features, grid.x)
+        return my_rows * (logits + 8 + 2 * FP32)
     if layer.kind == "norm":
         statistics = FP32 * my_rows * (2 if layer.norm == "layernorm" else 1)
         width = 0 if layer.shares_input else chunk(layer.in_features, grid.size(layer.over or "x"))
-        return statistics + (run.stream if layer.over == "y" else run.itemsize) * my_rows * width
+        return statistics + _itemsize(layer, run) * my_rows * width
     if layer.kind == "embedding":
         return 8.0 * my_rows
     if layer.kind == "linear":
@@ -200,6 +307,14 @@ def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
             return 0.0
         return run.itemsize * my_rows * chunk(layer.in_features, grid.x if layer.transposed else grid.y)
     if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's
-        tensors = 3 + (layer.kv_groups < layer.heads)
-        return my_rows * (run.itemsize * tensors * chunk(layer.in_features, grid.x) + FP32 * chunk(layer.heads, grid.x))
+        heads, groups = _heads(layer, grid)
+        tensors = run.itemsize * (3 + (groups < heads) - (layer.scores > 0)) * chunk(layer.in_features, grid.x)
+        if layer.scores:  # capped, softmax in fp32, and that cast; no logarithm
+            scores = _scores(layer, grid, my_rows) * (2 if run.itemsize == FP32 else 1 + 2 * run.itemsize / FP32)
+            return my_rows * tensors + scores
+        return my_rows * (tensors + FP32 * heads)
+    if layer.heads:  # all that qkv laid down stays where norms read it, or v of every head lies there
+        heads, groups = _heads(layer, grid)
+        width = layer.in_features // (layer.heads + 2 * layer.kv_groups) * (heads + 2 * groups)
+        return run.itemsize * my_rows * width * (layer.kept > 0 or heads == groups)
     return run.itemsize * layer.kept * my_rows * chunk(layer.in_features, grid.x)

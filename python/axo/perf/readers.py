@@ -139,7 +139,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
     pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
     heads = _field(config, name, "n_head")
-    return gpt(
+    workload = gpt(
         name,
         layers=_field(config, name, "n_layer"),
         hidden=_field(config, name, "n_embd"),
@@ -159,7 +159,11 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
         post_norms=(bool(config.get("post_attention_norm")), bool(config.get("post_mlp_norm"))),
         norm_qk=norm_qk,
         experts=experts,
+        caps=(bool(config.get("attention_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
     )
+    size = _optional(config, name, "head_size") or workload.hidden // heads
+    turned = int(size * config.get("rotary_percentage", 0.25)) * (2 if config.get("rope_indices") else 1)
+    return replace(workload, tables=2 * workload.seq_length * turned)  # sines and cosines
 
 
 def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_length: int | None = None) -> Workload:
@@ -204,6 +208,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
         post_norms=(kind in _POST_NORMS, kind in _POST_NORMS),
         norm_qk=norm_qk,
         experts=experts,
+        caps=(bool(config.get("attn_logit_softcapping")), bool(config.get("final_logit_softcapping"))),
     )
 
 

@@ -47,7 +47,9 @@ class Layer:
         over: Of a norm: the axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so
             that only its weight, of ``out_features`` values, is anybody else's business.
         moves: Of a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
-        heads: Of an attention layer.
+        heads: Of an attention layer, and of what takes queries, keys and values apart for it.
+        scores: Of attention whose scores are capped, so that they are kept: tokens of a sequence.
+        capped: Of a loss whose logits are capped.
         input_grad: False for a layer whose input needs no gradient.
         uneven: out_features need not divide over its axis (a head over a vocabulary).
         experts: So many equal layers beside each other, each with ``rows`` rows a token.
@@ -56,6 +58,7 @@ class Layer:
             Of attention: the groups.
         shares_input: Its input is that of an earlier layer, which keeps it.
         kept: Of a pointwise layer: tensors of its width that it keeps for backward.
+        of_product: Of a norm: its input is a product's result, in the dtype of products.
     """
 
     kind: str
@@ -76,6 +79,9 @@ class Layer:
     kv_groups: int = 0
     shares_input: bool = False
     kept: int = 0
+    scores: int = 0
+    capped: bool = False
+    of_product: bool = False
 
     def kv_copies(self, ranks: int) -> int:
         """How many neighbours along x hold the same keys and values."""
@@ -114,6 +120,7 @@ class Workload:
         heads: Attention heads: x must divide them (0: no such limit).
         kv_heads: Key-value groups: x must divide them, or be a multiple (neighbours share a group then).
         vocab: Vocabulary (0: none).
+        tables: Values of rotary tables, which every rank holds whole.
         trained_as: What ``axo train --model`` calls it; empty: no model that it knows.
     """
 
@@ -125,6 +132,7 @@ class Workload:
     kv_heads: int = 0
     vocab: int = 0
     trained_as: str = ""
+    tables: int = 0
 
     def unrolled(self) -> Iterator[Block]:
         """Yield the blocks in forward order, repeats written out."""
@@ -250,7 +258,7 @@ def _norms_of_heads(which: str, norm: str, head_size: int, heads: int, kv_heads:
         return ()
     over, width = ("x", 0) if which == "all" else ("", head_size)
     return tuple(
-        Layer("norm", f"attn.{name}", count * head_size, width, norm=norm, over=over)
+        Layer("norm", f"attn.{name}", count * head_size, width, norm=norm, over=over, shares_input=True)
         for name, count in (("norm_q", heads), ("norm_k", kv_heads))
     )
 
@@ -277,6 +285,7 @@ def gpt(
     parallel: bool = False,
     experts: Experts | None = None,
     checkpointed: bool = True,
+    caps: tuple[bool, bool] = (False, False),
 ) -> Workload:
     """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
 
@@ -291,16 +300,17 @@ def gpt(
         norm_qk: Norms of queries and keys: "" for none, "heads": of each head, "all": of all of them together.
         parallel: Attention and MLP read the same input (parallel residual).
         experts: The MLP is a mixture of experts, but in the first ``experts.dense_blocks`` blocks.
+        caps: Whether the scores of attention, and the logits, are capped (Gemma 2).
     """
     kv_heads = kv_heads or heads
     intermediate = intermediate or 4 * hidden
     head_size = head_size or hidden // heads
     inner = heads * head_size
     qkv = (heads + 2 * kv_heads) * head_size
-    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias)]
+    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias, shares_input=norms == 1)]
     if gated:
         fc = [
-            Layer("linear", "mlp.fc_1", hidden, intermediate, bias),
+            Layer("linear", "mlp.fc_1", hidden, intermediate, bias, shares_input=norms == 1),
             Layer("linear", "mlp.fc_2", hidden, intermediate, bias, shares_input=True),
         ]
     keys = 2 * kv_heads * head_size
@@ -325,15 +335,17 @@ def gpt(
                 kv_groups=kv_heads,
             ),
             # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
-            Layer("pointwise", "attn.split", qkv, moves=SPLIT, kept=int(kv_heads == heads)),
+            Layer(
+                "pointwise", "attn.split", qkv, moves=SPLIT, heads=heads, kv_groups=kv_heads, kept=int(bool(norm_qk))
+            ),
             *_norms_of_heads(norm_qk, norm, head_size, heads, kv_heads),
-            Layer("attention", "attn", inner, heads=heads, kv_groups=kv_heads),
+            Layer("attention", "attn", inner, heads=heads, kv_groups=kv_heads, scores=seq_length * caps[0]),
             Layer("linear", "attn.proj", inner, hidden, bias, transposed=True),
-            *([Layer("norm", "post_attention_norm", hidden, norm=norm)] if post_norms[0] else []),
+            *([Layer("norm", "post_attention_norm", hidden, norm=norm, of_product=True)] if post_norms[0] else []),
             Layer("pointwise", "residual_1", hidden, transposed=True, moves=RESIDUAL),
             *([Layer("norm", "norm_2", hidden, norm=norm, shares_input=parallel)] if norms == 2 else []),
             *mlp,
-            *([Layer("norm", "post_mlp_norm", hidden, norm=norm)] if post_norms[1] else []),
+            *([Layer("norm", "post_mlp_norm", hidden, norm=norm, of_product=True)] if post_norms[1] else []),
             Layer("pointwise", "residual_2", hidden, transposed=True, moves=RESIDUAL),
         )
 
@@ -350,7 +362,7 @@ def gpt(
                 (
                     Layer("norm", "ln_f", hidden, norm=norm),
                     Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True),
-                    Layer("loss", "loss", hidden, vocab),
+                    Layer("loss", "loss", hidden, vocab, capped=caps[1]),
                 )
             ),
         ),

@@ -204,7 +204,7 @@ def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, or
         ]
         if len(ranks) < 2:
             continue  # one rank has both: the parameter is the same there
-        tied = comms.pipeline.split(0 if comms.stage in ranks else -1, comms.stage, name="tied", axis="pipeline")
+        tied = comms.among(ranks, "tied")
         held_here = {ranks[0]: 0, ranks[1]: last}.get(comms.stage)
         here = [name for name in called if _stage_of(name, home) == held_here]
         renamed |= dict.fromkeys(here, called[0])

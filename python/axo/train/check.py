@@ -56,7 +56,7 @@ def check(config: TrainConfig) -> None:
             f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
         )
     if config.pipeline > 1:
-        _check_pipeline(config, model.n_layer, rows.count // config.accumulate)
+        check_pipeline(config, model.n_layer)
     vocabulary = data.BYTE_VOCABULARY
     if config.tokenizer is not None:
         vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
@@ -74,8 +74,14 @@ def check(config: TrainConfig) -> None:
         open_batches(config, data.ByteCorpus(files))
 
 
-def _check_pipeline(config: TrainConfig, blocks: int, rows: int) -> None:
-    """Check the options of stages; ``rows`` are a rank's in one piece."""
+def check_pipeline(config: TrainConfig, blocks: int) -> None:
+    """Check the options of stages of a model of so many blocks.
+
+    Raises:
+        ValueError: They do not go together.
+    """
+    parts = arrangement_of("train", config.algorithm).row_parts(config.grid)
+    rows = config.batch_size // parts // config.accumulate  # of a rank, in one piece
     pipeline.check_algorithm(config.schedule, config.algorithm)
     stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
     cuts = config.stage_cuts

@@ -73,15 +73,19 @@ class Trainer:
         config: The run.
         comms: Communicators of the run's grid.
         batches: Its data.
-        model: This rank's shards; None: they are built here.
+        built: This rank's shards, and its stages where there are several; None: they are built here.
     """
 
     def __init__(
-        self, config: TrainConfig, comms: axo.Communicators, batches: data.Batches, model: GPT | None = None
+        self,
+        config: TrainConfig,
+        comms: axo.Communicators,
+        batches: data.Batches,
+        built: tuple[GPT, list[torch.nn.Module]] | None = None,
     ) -> None:
         self.config, self.comms, self.batches = config, comms, batches
         offload = offload_of(config)
-        self.model, modules = build_model(config, comms) if model is None else (model, [])
+        self.model, modules = built or build_model(config, comms)
         self.rows = data.rank_rows(config.batch_size, comms.grid, comms.coords, comms.arrangement)
         self.loss = axo.nn.CrossEntropyLoss(
             reduction="sum", comms=comms, columns=self.model.config.padded_vocab_size, inplace_backward=True
@@ -244,7 +248,7 @@ def overlap_of(config: TrainConfig) -> axo.Overlap:
 
 
 def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
-    """Build this rank's shards on the meta device: shapes without values.
+    """Build this rank's shards of the whole model on the meta device: shapes without values.
 
     Raises:
         ValueError: The plan cannot split this configuration on this grid.
@@ -256,6 +260,18 @@ def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
     return model
 
 
+def build_stages(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, list[torch.nn.Module]]:
+    """Build this rank's shards on the meta device, of its stages alone where there are several, and the stages.
+
+    Raises:
+        ValueError: As for :func:`build_model`, or the cuts do not give each stage a block.
+    """
+    model = build_shards(config, comms)
+    if config.pipeline == 1:
+        return model, []
+    return model, pipeline.split(model, comms, config.stage_cuts, **pipeline.layout(config.schedule))
+
+
 def build_model(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, list[torch.nn.Module]]:
     """Build the run's model as this rank's shards; the whole model never exists on a rank.
 
@@ -265,10 +281,7 @@ def build_model(config: TrainConfig, comms: axo.Communicators) -> tuple[GPT, lis
     Raises:
         ValueError: The plan cannot split this configuration on this grid.
     """
-    model = build_shards(config, comms)
-    modules: list[torch.nn.Module] = []
-    if config.pipeline > 1:
-        modules = pipeline.split(model, comms, config.stage_cuts, **pipeline.layout(config.schedule))
+    model, modules = build_stages(config, comms)
     torch.manual_seed(config.seed)
     axo.init_weights(model, model._init_weights, offload=offload_of(config))  # LitGPT's own, layer by layer
     finish_model(model, config)

@@ -1,0 +1,216 @@
+"""Is the planner's memory right? Twelve models on six grids in three precisions, with and without recomputation.
+
+    axo bench memory --seconds 300 --json bench/results/memory.jsonl     again, until it says that all is measured
+
+A step of ``axo train`` runs on tensors with values, as the first of eight ranks whose peers are not there, and every
+storage is followed from its first tensor to its end (``axo.dryrun.measure``; ``tests/dryrun`` holds it to real ranks).
+Measured are the bytes that are kept for backward when that begins, the weights, the moments, the gradients and what
+they wait in, gathered weights, and all together at the fullest moment. Beside them stands what ``axo plan`` counts
+(without the allocator's share and the reserve), and for every --dry-th case what ``axo dryrun`` says.
+
+Over the cases go, in turn: gathered weights kept, ZeRO-2, ZeRO-1 with two micro-batches. A line of the file is a case;
+what stands there is not measured again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from axo import dryrun
+from axo.grid import Grid
+from axo.perf import memory, readers
+from axo.perf.layer_time import PRECISIONS, Run
+from axo.train import models
+from axo.train.config import TrainConfig
+
+from .lib.table import environment
+
+SEQUENCES, LENGTH = 16, 128
+_SIZES = {"n_layer": 2, "n_embd": 256, "n_head": 8, "padded_vocab_size": 2000, "block_size": LENGTH}
+_GATED, _PLAIN = {"intermediate_size": 768}, {"intermediate_size": 1024}
+MODELS: dict[str, dict[str, Any]] = {  # families of LitGPT, small
+    "Llama-3-8B": {"n_query_groups": 2} | _GATED,
+    "Llama-2-7b-hf": {"n_query_groups": 8} | _GATED,
+    "Mistral-7B-v0.1": {"n_query_groups": 4} | _GATED,  # a window of attention
+    "pythia-160m": _PLAIN,  # branches in parallel, biases
+    "phi-2": _PLAIN,  # branches in parallel that share a norm, a bias of the head
+    "falcon-7b": {"n_query_groups": 1} | _PLAIN,
+    "Gemma-2b": {"n_query_groups": 1, "head_size": 48} | _GATED,  # a tied head
+    "Gemma-2-2b": {"n_query_groups": 4, "head_size": 48} | _GATED,  # norms behind the branches, capped scores
+    "Gemma-3-1b-it": {"n_query_groups": 1, "head_size": 48} | _GATED,
+    "Qwen2.5-0.5B": {"n_query_groups": 2} | _GATED,  # biases of queries, keys and values
+    "Qwen3-0.6B": {"n_query_groups": 4, "head_size": 48} | _GATED,  # norms of queries and keys
+    "OLMo-2-1124-7B": {"n_query_groups": 8} | _GATED,  # the same over all heads, no norms before the branches
+}
+GRIDS = ("2x2x2x1", "1x1x8x1", "8x1x1x1", "1x2x2x2", "1x1x4x2", "4x1x1x2")
+RECOMPUTED = ("none", "selective", "full")
+WAYS = (("all", 0, 1), ("none", 0, 1), ("none", 2, 1), ("all", 1, 2))  # gathered weights kept, ZeRO, micro-batches
+GOAL = 0.05
+JUDGED = ("saved", "weights", "optimizer", "gradients", "gathered", "peak")
+
+
+class Case(NamedTuple):
+    """One step."""
+
+    model: str
+    grid: str
+    precision: str
+    recomputed: str
+    way: tuple[str, int, int]
+
+    def config(self) -> TrainConfig:
+        """The step as ``axo train`` takes it."""
+        cache, zero, accumulate = self.way
+        return TrainConfig(
+            model=self.model, model_overrides=_SIZES | MODELS[self.model], grid=Grid.parse(self.grid),
+            batch_size=SEQUENCES, seq_len=LENGTH, precision=self.precision, recompute=self.recomputed != "none",
+            recompute_keeps="products" if self.recomputed == "selective" else "nothing",
+            gather_cache=cache, zero=zero, accumulate=accumulate,
+        )  # fmt: skip
+
+
+def cases() -> list[Case]:
+    """All of them; each group (a model, a grid, ...) has every way in it."""
+    each = product(MODELS, GRIDS, PRECISIONS, RECOMPUTED)
+    return [Case(*one, WAYS[(number + number // 9 + number // 54) % 4]) for number, one in enumerate(each)]
+
+
+def planned(case: Case) -> dict[str, float]:
+    """Bytes by kind as the planner counts them."""
+    config = case.config()
+    fields = vars(models.resolve(config.model, config.model_overrides))
+    workload = readers.from_litgpt(fields, seq_length=LENGTH).with_checkpointing(config.recompute)
+    run = Run(
+        SEQUENCES * LENGTH,
+        cached_gathers=float(config.gather_cache == "all"),
+        micro_batches=config.accumulate,
+        zero=config.zero,
+        selective=case.recomputed == "selective",
+        **PRECISIONS[case.precision],
+    )
+    held = memory.estimate(workload, config.grid, run)
+    read = held.gathered
+    if run.cached_gathers:  # the head's too, and while a block is gathered ahead the cast shards of it
+        (last,) = (layer for layer in workload.blocks[-1].layers if layer.kind == "linear")
+        read += memory.read([last], config.grid, run)
+        if run.itemsize != run.weights and config.grid.z > 1:
+            linear = [layer for layer in workload.blocks[1].layers if layer.kind == "linear"]
+            read += memory.read(linear, config.grid, run) / config.grid.z
+    return {
+        "saved": held.saved, "weights": held.weights, "optimizer": held.optimizer, "gradients": held.gradients,
+        "gathered": read, "peak": max(held.moments.values()),
+    }  # fmt: skip
+
+
+def of(record: dryrun.Record) -> dict[str, float]:
+    """The same as they were measured."""
+    ends = record.peaks["optimizer"].by_kind
+    return {
+        "saved": record.saved, "weights": record.held["weights"], "optimizer": record.held["optimizer"],
+        "gradients": ends["gradients"], "gathered": record.most["gathered weights"],
+        "peak": record.peak.total,
+    }  # fmt: skip
+
+
+def measure(case: Case, dry: bool) -> dict[str, Any]:
+    """One line of the results."""
+    config = case.config()
+    found = dryrun.measure(config)
+    line: dict[str, Any] = {"case": list(case), "measured": of(found), "kinds": found.peak.by_kind, "most": found.most}
+    if dry:
+        line["dry_run"] = of(dryrun.run(config))
+    return line
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what is left, then print the errors by group. Returns the number of cases whose peak misses the goal."""
+    parser = argparse.ArgumentParser(prog="axo bench memory", description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further case after this time")
+    parser.add_argument("--dry", type=int, default=6, help="run every N-th case without values too; 0: none")
+    parser.add_argument("--every", type=int, default=1, help="only every N-th case")
+    parser.add_argument("--json", type=Path, default=Path("runs/memory.jsonl"), help="JSON lines, a case each")
+    options = parser.parse_args(arguments)
+    wanted = cases()[:: options.every]
+    lines = read(options.json)
+    left = [
+        (number, case) for number, case in enumerate(wanted) if json.dumps(case) not in {key(line) for line in lines}
+    ]
+    deadline = time.time() + options.seconds
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported needs no more looking through
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    with options.json.open("a") as file, ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        if not lines:
+            file.write(json.dumps(environment(torch.device("cpu")) | {"bench": "memory"}) + "\n")
+        while left and time.time() < deadline:
+            now, left = left[:24], left[24:]
+            dry = [options.dry > 0 and number % options.dry == 0 for number, _ in now]
+            for line in pool.map(measure, [case for _, case in now], dry):
+                file.write(json.dumps(line) + "\n")
+                lines.append(line)
+            file.flush()
+    if left:
+        print(f"{len(left)} of {len(wanted)} cases are not measured yet; run the same command again")
+    return report(lines)
+
+
+def key(line: dict[str, Any]) -> str:
+    """What tells a case from others."""
+    return json.dumps(line["case"])
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The cases that were measured."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if "case" in line]
+
+
+def report(lines: list[dict[str, Any]]) -> int:
+    """Print the worst and the mean error of each kind and group."""
+    errors: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    worst: list[tuple[float, str, float]] = []
+    dry = [0.0]
+    for line in lines:
+        case = Case(*line["case"][:4], tuple(line["case"][4]))
+        expected = planned(case)
+        for kind in JUDGED:
+            real = line["measured"][kind]
+            if real < 1 or (kind == "gathered" and case.way[0] != "all"):  # else the moment decides which are there
+                continue
+            error = expected[kind] / real - 1
+            for group in ("all", *map(str, case)):
+                errors[group][kind].append(error)
+            if kind == "peak":
+                worst.append((abs(error), " ".join(map(str, case)), error))
+        if "dry_run" in line:
+            dry += [abs(line["dry_run"][kind] / max(1, line["measured"][kind]) - 1) for kind in ("saved", "peak")]
+    print(f"{'worst error (mean)':24}" + "".join(f"{kind:>18}" for kind in JUDGED) + "   peaks within 5%")
+    for group, kinds in errors.items():
+        cells = []
+        for kind in JUDGED:
+            found = kinds[kind] or [0.0]
+            cells.append(f"{max(found, key=abs):+8.1%} ({statistics.fmean(map(abs, found)):.1%})")
+        within = sum(abs(error) <= GOAL for error in kinds["peak"])
+        print(f"{group:24}" + "".join(f"{cell:>18}" for cell in cells) + f"   {within} of {len(kinds['peak'])}")
+    missed = [one for one in worst if one[0] > GOAL]
+    for _, what, error in sorted(missed, reverse=True)[:12]:
+        print(f"  {error:+.1%}  {what}")
+    print(f"the dry run against what was measured, {len(dry) // 2} cases: at most {max(dry):.2%}")
+    return len(missed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
