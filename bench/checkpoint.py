@@ -12,7 +12,6 @@ free core that costs more.
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import statistics
@@ -27,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 
-from .lib.arguments import numbers
+from .lib.arguments import Parser, numbers
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -46,7 +45,7 @@ RIVALS = ("axo", "without checksums", "dcp")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a load is wrong."""
-    parser = argparse.ArgumentParser(prog="axo bench checkpoint", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench checkpoint", description=__doc__.splitlines()[0])
     parser.add_argument("--mb", default="256", help="sizes of the model in MB (1e6 bytes), comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", default=None, help="where to write (default: the system's temporary folder)")

@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from . import mpi
 from .lib import collective_calls as calls_of
+from .lib.arguments import Parser
 from .lib.collective_calls import BUS_FACTOR
 from .lib.table import Table, environment
 
@@ -50,7 +51,7 @@ ROUND_BYTES = 16 << 20  # moved by one rival in one round, where calls are small
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
-    parser = argparse.ArgumentParser(prog="axo bench collectives", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench collectives", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2", help="numbers of ranks, comma-separated")
     parser.add_argument("--ops", default=DEFAULT_OPS, help=f"operations, comma-separated, of {', '.join(BUS_FACTOR)}")
     parser.add_argument("--sizes", default="1K,64K,1M,16M,64M", help="bytes, with K, M or G")
@@ -109,8 +110,11 @@ def cases_of(options: argparse.Namespace, ranks: int) -> Any:
 
 def parse_size(text: str) -> int:
     units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    unit = units.get(text[-1].upper(), 1)
-    return int(text[:-1] if unit > 1 else text) * unit
+    unit = units.get(text[-1:].upper(), 1)
+    count = text[:-1] if unit > 1 else text
+    if not (count.isascii() and count.isdigit()):
+        raise ValueError(f"size {text!r} is not a number of bytes; write 4096, 64K, 1M or 1G")
+    return int(count) * unit
 
 
 def free_memory() -> int:

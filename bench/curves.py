@@ -9,7 +9,6 @@ is the largest difference of a logged loss from stock's, in fp32: 1e-4 at most.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import os
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 import yaml
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 GRIDS = ("2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2", "2x1x2x1", "2x2x2x1")
@@ -35,7 +35,7 @@ COLUMNS = {"run": "s", "first_loss": ".4f", "last_loss": ".4f", "apart": ".1e", 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all, print a line for each, draw them. Returns the number of grids whose losses are not stock's."""
-    parser = argparse.ArgumentParser(prog="axo bench curves", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench curves", description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--grids", default=",".join(GRIDS), help="comma-separated")
     parser.add_argument("--plot", type=Path, default=None, help="draw the curves here (PNG)")

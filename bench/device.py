@@ -14,7 +14,6 @@ What cannot run here gives a row that says "not measured", and why.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import threading
@@ -30,6 +29,7 @@ import torch.distributed as dist
 import axo
 from axo.comm.transports import meet
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
@@ -308,7 +308,7 @@ def measure(gpu: Any, table: Table) -> dict[str, bool | str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the number of failed verdicts."""
-    parser = argparse.ArgumentParser(prog="bench.device", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench.device", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/device"))
     parser.add_argument("--standin", action="store_true", help="on stand-ins for a GPU; times mean nothing")
     options = parser.parse_args(arguments)

@@ -34,6 +34,7 @@ from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
 from .lib import arguments
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -62,7 +63,7 @@ PEAKS = {
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
-    parser = argparse.ArgumentParser(prog="axo bench gemm", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench gemm", description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", default="", help="square sizes, comma-separated; some by default")
     parser.add_argument("--models", default="", help="models, comma-separated: gpt-5b ... gpt-640b, or 'all'")
     parser.add_argument("--grid", default="1x1x1", help="grids that cut the models' layers, comma-separated")

@@ -14,7 +14,6 @@ that has come to its end is not run again (``--fresh``: it is).
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from .lib.arguments import Parser
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
@@ -47,7 +48,7 @@ PARTS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; returns how many failed."""
-    parser = argparse.ArgumentParser(prog="axo bench gpu", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench gpu", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of everything together")
     parser.add_argument("--walk", action="store_true", help="walk through on stand-ins and a CPU")

@@ -15,7 +15,6 @@ Contestants take turns; the time is the median of rounds, by events of the GPU's
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -28,6 +27,7 @@ import torch
 import axo
 from axo.perf import machine
 
+from .lib.arguments import Parser
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
 from .lib.table import Table, environment
 
@@ -163,7 +163,7 @@ def profile(run: Callable[[], Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the number of failed verdicts."""
-    parser = argparse.ArgumentParser(prog="bench.gpu_step", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench.gpu_step", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--walk", action="store_true", help="toy sizes on the CPU; times mean nothing")

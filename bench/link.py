@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from .lib.arguments import Parser
 from .lib.link import rate, seconds
 from .lib.table import Table, environment
 
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
     from axo.launch import launch_local
 
-    parser = argparse.ArgumentParser(prog="axo bench link", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench link", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--limit", type=rate, default="200M", help="bytes a second that leave a host: 200M, 1.5G")

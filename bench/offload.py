@@ -28,6 +28,7 @@ from axo.offload.activations import SMALLEST
 from axo.offload.tier import tier_for
 
 from .lib import arguments
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 CASES = ("none", "optimizer", "activations", "optimizer,activations", "optimizer,parameters,activations")
@@ -86,7 +87,7 @@ class Run:
 
 def main(given: list[str] | None = None) -> int:
     """Run; returns 1 when a parameter differs."""
-    parser = argparse.ArgumentParser(prog="axo bench offload", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench offload", description=__doc__.splitlines()[0])
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1024)

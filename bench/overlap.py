@@ -34,6 +34,7 @@ from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error, replayed
 
 from .lib import arguments
+from .lib.arguments import Parser
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
@@ -58,7 +59,7 @@ COLUMNS = {
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a fused result differs from the serial one."""
-    parser = argparse.ArgumentParser(prog="axo bench overlap", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench overlap", description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
     parser.add_argument("--shares", default="0.2,0.4,0.8", help="communication over product, when simulated")
     parser.add_argument("--chunks", default="2,4,8")

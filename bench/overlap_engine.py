@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"overlap": "s", "grid": "s", "compute": ".1f", "comm": ".1f", "alone": ".1f", "off": ".1f", "on": ".1f"}
@@ -52,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when gradients differ."""
     from axo.launch import launch_local
 
-    parser = argparse.ArgumentParser(prog="axo bench overlap_engine", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench overlap_engine", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)

@@ -11,7 +11,6 @@ is passed. The JSON line has both curves.
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import statistics
 from pathlib import Path
@@ -20,6 +19,7 @@ import torch
 
 from axo.grid import Grid
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"grid": "s", "precision": "s", "steps": "d", "difference": ".1e", "limit": ".0e"}
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, or go on; returns 1 when the curves part, 2 when the run was stopped before its end."""
     from axo.train import TrainConfig, run
 
-    parser = argparse.ArgumentParser(prog="axo bench parity", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench parity", description=__doc__.splitlines()[0])
     parser.add_argument("--grid", default="2x2x2x1")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "32-true"])

@@ -38,6 +38,7 @@ from axo.overlap.weight_phase import WeightPhase
 from axo.perf.pipeline_schedule import KINDS, rank_of, simulate
 from axo.pipeline.actions import METHODS, Ran, record
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"ranks": "d", "schedule": "s", "contestant": "s", "step(ms)": ".1f", "bubble": ".3f", "model": ".3f"}
@@ -246,7 +247,7 @@ def bubbles(name: str, every: list[tuple[float, list[Ran]]], microbatches: int) 
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a gradient is wrong."""
-    parser = argparse.ArgumentParser(prog="axo bench pipeline", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench pipeline", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", default="2,4", help="of the pipeline; comma-separated")
     parser.add_argument("--schedules", default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="comma-separated")

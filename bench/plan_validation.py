@@ -14,7 +14,6 @@ placement. What is measured already stays in --state, so a run of limited time g
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -30,6 +29,7 @@ from axo.perf.calibrate import spearman
 from axo.perf.layer_time import Run
 from axo.perf.workload import Workload
 
+from .lib.arguments import Parser
 from .lib.link import rate
 from .lib.table import Table, environment
 
@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure what is left; once all is there, print it beside the predictions. Returns the number of goals missed."""
     from axo.launch import launch_local
 
-    parser = argparse.ArgumentParser(prog="axo bench plan_validation", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench plan_validation", description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=rate, default="8M", help="bytes a second that leave a host: 8M, 1.5G")
     parser.add_argument("--state", type=Path, default=Path("runs/plan_validation"), help="folder of what is measured")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further grid after this time")

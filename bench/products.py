@@ -230,10 +230,11 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a product is wrong."""
     import torch
 
+    from .lib.arguments import Parser
     from .lib.link import rate
     from .lib.table import Table, environment
 
-    parser = argparse.ArgumentParser(prog="axo bench products", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench products", description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
     parser.add_argument("--machine", default="perlmutter", help="for the prediction: as in axo plan")

@@ -22,7 +22,6 @@ clock that runs). Where a measurement is far below, the largest term says where 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterator
@@ -36,6 +35,7 @@ from axo_kernels.gemm.layout import Product
 from axo_kernels.gemm.tiles import HOPPER, TARGETS, Config, default_config, split_short
 from axo_kernels.tune.model_shapes import layers
 
+from .lib.arguments import Parser
 from .lib.table import Table
 
 MODELS = ("gpt-5b", "gpt-10b", "gpt-20b", "gpt-40b", "gpt-80b", "gpt-320b")
@@ -156,7 +156,7 @@ def products(grid: str, rows: int) -> Iterator[Product]:
 
 def main(given: list[str] | None = None) -> int:
     """Print the predictions, and for each configuration the geometric mean of its shares."""
-    parser = argparse.ArgumentParser(prog="bench.roofline", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench.roofline", description=__doc__.splitlines()[0])
     parser.add_argument("--grid", default="1x1x1", help="GxxGyxGz, which cuts the layers")
     parser.add_argument("--rows", type=int, default=4096, help="tokens of one data-parallel group")
     parser.add_argument("--json", type=Path, help="append JSON lines here")

@@ -24,6 +24,7 @@ import torch
 from axo.grid import Grid
 
 from .lib import step_models as models
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 from .step import COUNTED, LOSS_LIMIT, STEPS, batch, timed_step
 
@@ -33,7 +34,7 @@ COLUMNS |= {"efficiency": ".3f", "comm": ".2f", "loss": ".4f"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench."""
-    parser = argparse.ArgumentParser(prog="axo bench scaling", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench scaling", description=__doc__.splitlines()[0])
     parser.add_argument("--grids", default="1x1x1x1,2x1x1x1,1x2x1x1,1x1x2x1,1x1x1x2", help="comma-separated")
     parser.add_argument("--mode", default="weak", choices=["weak", "strong"])
     parser.add_argument("--hidden", default="256", help="sizes, comma-separated; a table row a grid and size")

@@ -19,7 +19,6 @@ and says nothing about speed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -33,6 +32,7 @@ from typing import Any
 
 import torch
 
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,7 +126,7 @@ PARTS = ("core", "kills", "memory", "threads", "device", "fuzz", "tables", "suit
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.soak", description=__doc__.splitlines()[0])
+    parser = Parser(prog="python -m bench.soak", description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--short", action="store_true", help="a sample of each part, which proves little")
     parser.add_argument("--json", type=Path, default=None, help="append a line for each proof to this file")

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from axo.perf.flops import narayanan
 
 from .lib import step_models as models
+from .lib.arguments import Parser
 from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
@@ -40,7 +41,7 @@ LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when losses disagree."""
-    parser = argparse.ArgumentParser(prog="axo bench step", description=__doc__.splitlines()[0])
+    parser = Parser(prog="axo bench step", description=__doc__.splitlines()[0])
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)

@@ -1,8 +1,18 @@
-"""What the command lines of the benches of products share: numbers, shapes and the device; a mistake is one line."""
+"""What the command lines of benches share: the parser, numbers, shapes and the device; a mistake is one line."""
 
 from __future__ import annotations
 
+import argparse
+from typing import NoReturn
+
 import torch
+
+
+class Parser(argparse.ArgumentParser):
+    """The parser of a bench: a mistake is one line, as for every command, not the usage of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def numbers(option: str, text: str, least: int = 1) -> list[int]:

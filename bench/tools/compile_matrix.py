@@ -17,7 +17,6 @@ What this cannot show: that a kernel is fast, or that the hardware does what the
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import inspect
 import json
@@ -51,6 +50,7 @@ from axo_kernels.gemm.tiles import (
     fused_candidates,
     resident,
 )
+from bench.lib.arguments import Parser
 from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -417,7 +417,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0; 1 when a check failed; 3 when time was up before the end.
     """
-    parser = argparse.ArgumentParser(prog="bench.tools.compile_matrix", description=__doc__.splitlines()[0])
+    parser = Parser(prog="bench.tools.compile_matrix", description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true", help="every configuration that the tuner may choose")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument(

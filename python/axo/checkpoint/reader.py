@@ -349,6 +349,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except Exception as error:  # pickle, zip, safetensors: each with classes of its own
         why = state.reason(error) if path.stat().st_size else "it is empty"
+        if isinstance(error, IndexError):  # the pickle reader's, of a file that is none
+            why = "torch.save did not write it"
         raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({why})") from None
     for key in ("model", "state_dict"):  # what litgpt and consolidate(optimizer=True), and what Lightning write
         if isinstance(values, Mapping) and isinstance(values.get(key), Mapping):

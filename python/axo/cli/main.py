@@ -7,11 +7,14 @@ and planning needs no torch. How commands end is in ``errors``.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
+from axo import __version__
 from axo.cli import bench, consolidate, dryrun, info, litgpt, plan, sample, train, tune
 from axo.cli.errors import Command
+from axo.cli.output import say
 
 app = typer.Typer(
     name="axo",
@@ -20,6 +23,23 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        say(f"axo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print Axo's version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Options of ``axo`` itself."""
+
+
 app.command()(train.train)
 app.command()(sample.sample)
 app.command()(consolidate.consolidate)

@@ -42,8 +42,10 @@ def check_file(path: Path) -> None:
     """Check that a result can be written to ``path``.
 
     Raises:
-        ValueError: It is a folder, or its folder does not exist.
+        ValueError: It is a folder, or its folder does not exist or is a file.
     """
+    if path.parent.exists() and not path.parent.is_dir():
+        raise ValueError(f"{str(path.parent)!r} is a file, not a folder; name another file")
     if not path.parent.is_dir():
         raise ValueError(f"folder {str(path.parent)!r} does not exist; make it, or name another file")
     if path.is_dir():

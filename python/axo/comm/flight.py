@@ -136,7 +136,8 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"flight file {path}: cannot be read ({error})") from None
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"flight file {path}: cannot be read ({why}); give files named axo-flight-PID.jsonl") from None
     if not text.strip():
         raise ValueError(f"flight file {path}: is empty; a rank writes its file on failure or on SIGUSR1")
     for number, row in enumerate(text.splitlines(), 1):

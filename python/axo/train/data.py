@@ -248,8 +248,10 @@ def rank_rows(batch_size: int, grid: Grid, coords: Coords, arrangement: Arrangem
         ValueError: ``batch_size`` does not divide over the axes that split rows.
     """
     ranks = arrangement.row_parts(grid)
-    if batch_size < 1 or batch_size % ranks:
-        near = sorted({max(1, batch_size // ranks) * ranks, -(-max(1, batch_size) // ranks) * ranks})
+    if batch_size < 1:
+        raise ValueError(f"batch: batch-size={batch_size} is out of range; it must be at least 1")
+    if batch_size % ranks:
+        near = sorted({max(1, batch_size // ranks) * ranks, -(-batch_size // ranks) * ranks})
         raise ValueError(
             f"batch: batch-size={batch_size} rows do not divide over {'*'.join(reversed(arrangement.rows))}={ranks} of"
             f" grid {grid}; "
