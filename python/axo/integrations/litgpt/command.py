@@ -92,6 +92,15 @@ for _kind in ("adapter", "adapter_v2"):
     PARALLEL[f"generate_{_kind}"] = dataclasses.replace(_ON_ONE_DEVICE, module=_module, launches=True)
 PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
+# Imported once, before local ranks are forked, instead of by each of them.
+_USED_BY_RANKS = (
+    "axo.checkpoint",
+    "axo.integrations.fabric.strategy",
+    "axo.integrations.litgpt.patches",
+    "axo.integrations.litgpt.strategy",
+    "axo.parallelize",
+    "axo.plans.litgpt.plan",
+)
 _TRAINERS = [name for name, command in PARALLEL.items() if command.trains]
 
 
@@ -127,6 +136,8 @@ def run(arguments: list[str]) -> None:
         return
     if name == "chat":
         conversation.keep_input()
+    for module in _USED_BY_RANKS:
+        importlib.import_module(module)
     restarts.run(
         _rank,
         grid.world_size * options.pipeline,
