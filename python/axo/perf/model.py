@@ -25,7 +25,7 @@ from typing import NamedTuple
 from axo.grid import AXES, Grid
 from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, layer_cost, optimizer_seconds
 from axo.perf.machine import Machine
-from axo.perf.workload import Block, Layer, Workload
+from axo.perf.workload import Block, Workload
 
 
 @dataclass
@@ -135,17 +135,19 @@ def predict(
     grid: Grid,
     machine: Machine,
     run: Run,
-    known: dict[tuple[int, Layer], LayerCost] | None = None,
+    known: dict[tuple[int, int], LayerCost] | None = None,
+    network: Network | None = None,
 ) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
 
     Args:
-        known: Costs by rows of a group and layer that other runs on this grid have found; more are put in.
+        known: Costs by rows of a group and ``id`` of a layer that other runs on this grid have found; more are put in.
+        network: Of this grid, if it is known.
 
     Returns:
         Products, exposed and total communication by axis, optimizer: seconds.
     """
-    network = Network(machine, grid)
+    network = network or Network(machine, grid)
     rows = run.group_rows(grid)
     step = StepTime()
     pieces = _Pieces(step, run, network, workload)
@@ -153,9 +155,9 @@ def predict(
     for block in workload.blocks:
         costs = []
         for layer in block.layers:
-            if (rows, layer) not in known:
-                known[rows, layer] = layer_cost(layer, grid, rows, run, machine, network, workload.seq_length)
-            costs.append(known[rows, layer])
+            if (rows, id(layer)) not in known:
+                known[rows, id(layer)] = layer_cost(layer, grid, rows, run, machine, network, workload.seq_length)
+            costs.append(known[rows, id(layer)])
         pieces.block(block, costs)
     pieces.finish()
     for axis in AXES:

@@ -29,7 +29,7 @@ from axo.perf.layer_time import PRECISIONS, LayerCost, Run
 from axo.perf.request import ALGORITHMS as ALGORITHMS
 from axo.perf.request import Request as Request
 from axo.perf.stages import Known, Stages, Timing
-from axo.perf.workload import Layer, Workload
+from axo.perf.workload import Workload
 
 DAY = 86400.0
 _TRAFFIC = {
@@ -227,7 +227,7 @@ def consider(request: Request, grid: Grid, stages: int = 1, known: Known | None 
         return _consider_stages(request, grid, stages, known)
     if not request.search:
         return _consider(request, grid, known)
-    costs: dict[tuple[int, Layer], LayerCost] = {}
+    costs: dict[tuple[int, int], LayerCost] = {}
     found = _ways(request, grid, known, costs)
     fitting = [one for one in found if not one.reason]
     best = min(fitting, key=lambda one: one.seconds, default=None)
@@ -239,7 +239,7 @@ def consider(request: Request, grid: Grid, stages: int = 1, known: Known | None 
     return best or min(found, key=lambda one: one.memory.total if one.memory else 0.0)
 
 
-def _ways(request: Request, grid: Grid, known: Known, costs: dict[tuple[int, Layer], LayerCost]) -> list[Candidate]:
+def _ways(request: Request, grid: Grid, known: Known, costs: dict[tuple[int, int], LayerCost]) -> list[Candidate]:
     """Every way of recomputation and ZeRO to run one grid, each with its best micro-batches."""
     found: list[Candidate] = []
     for recompute, selective in ((False, False), (True, True), (True, False)):
@@ -253,7 +253,7 @@ def _ways(request: Request, grid: Grid, known: Known, costs: dict[tuple[int, Lay
 
 
 def _offload_may_win(
-    request: Request, grid: Grid, best: Candidate | None, costs: dict[tuple[int, Layer], LayerCost]
+    request: Request, grid: Grid, best: Candidate | None, costs: dict[tuple[int, int], LayerCost]
 ) -> bool:
     """Whether a step with the optimizer in the host's memory may be faster than ``best``, which has it on the GPU.
 
@@ -280,7 +280,7 @@ def _consider(
     grid: Grid,
     known: Known,
     further: int = 0,
-    costs: dict[tuple[int, Layer], LayerCost] | None = None,
+    costs: dict[tuple[int, int], LayerCost] | None = None,
 ) -> Candidate:
     """Predict one grid with the fewest micro-batches that fit, or the best of up to ``further`` more doublings."""
     recompute = request.workload.checkpointed
@@ -302,7 +302,8 @@ def _consider(
             full = known.memory(request.workload, grid, replace(run, cached_gathers=1.0))
             run = replace(run, cached_gathers=_share_that_fits(request, full, held))
             held = known.memory(request.workload, grid, run)
-        time = model.predict(request.workload, grid, request.machine, run, costs)
+        network = known.network(request.machine, grid)
+        time = model.predict(request.workload, grid, request.machine, run, costs, network)
         if best is None or time.total < best.seconds:
             best = Candidate(grid, run, recompute, time, held)
         if further == 0 or run.cached_gathers == 1.0 or grid.z == 1:

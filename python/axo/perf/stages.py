@@ -136,7 +136,7 @@ class Known:
         self._kept: dict[tuple[object, ...], dict[int, float]] = {}
         self._costs: dict[tuple[int, ...], dict[int, LayerCost]] = {}
         self._data: dict[tuple[int, ...], dict[int, tuple[float, float]]] = {}
-        self._cuts: dict[Stages, Cut] = {}
+        self._cuts: dict[int, tuple[Cut, Stages]] = {}
         self._networks: dict[Grid, Network] = {}
         self._planned: dict[tuple[int, str], Stages | str] = {}
 
@@ -192,12 +192,14 @@ class Timing:
 
     def with_state(self, zero: int, *, offload: bool) -> Timing:
         """The same with another place for the optimizer's state, on which blocks do not depend."""
+        if (self.run.zero, self.run.offload) == (zero, offload):
+            return self
         other = copy.copy(self)
         other.run = replace(self.run, zero=zero, offload=offload)
         return other
 
     def _cut(self, stages: Stages) -> Cut:
-        found = self._cuts.get(stages)
+        found, _ = self._cuts.get(id(stages), (None, None))
         if found is None:
             of_stage = [self._blocks(stages, [stage]) for stage in range(stages.count)]
             of_rank = [self._blocks(stages, stages.of(rank)) for rank in range(stages.ranks)]
@@ -207,7 +209,8 @@ class Timing:
                 parameters = sum(times * self.layout.parameters[kind] for kind, times in of_rank[rank])
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))
-            found = self._cuts[stages] = Cut(of_stage, groups, full)
+            found = Cut(of_stage, groups, full)
+            self._cuts[id(stages)] = found, stages  # which so keeps its id
         return found
 
     def _blocks(self, stages: Stages, which: list[int]) -> Blocks:
