@@ -288,12 +288,17 @@ def _consider(
     reason = _impossible(request, grid)
     if reason:
         return Candidate(grid, run, recompute, reason=reason)
-    held = best = None
+    held, best, rows = None, None, 1
     runs = list(_runs(request, grid))
+    room = request.machine.memory_gib * memory.GIB
     for run in runs:
-        held = known.memory(request.workload, grid, run)
+        if held is not None and run is not runs[-1]:  # what is kept for backward goes with the rows
+            kept = 0.999 * held.kept * run.rows / rows
+            if (held.weights + held.optimizer + kept) * (1 + memory.SLACK) + memory.RESERVED > room:
+                continue
+        held, rows = known.memory(request.workload, grid, run), run.rows
         if not held.fits(request.machine):
-            if held.state > request.machine.memory_gib * memory.GIB:  # nor will any other
+            if held.state > room:  # nor will any other
                 run = runs[-1]
                 held = known.memory(request.workload, grid, run)
                 break
