@@ -104,8 +104,6 @@ def is_what_ranks_do(cases: list[TrainConfig], ranks: tuple[int, ...], per_rank:
             statistics = 8 * tokens + 64  # of the loss: they have values, which a dry run does not count
             assert abs(record.saved - measured.saved) <= max(statistics, 0.01 * measured.saved), case
             assert record.peak.total == pytest.approx(measured.peak.total, rel=0.015), case
-            if case.pipeline == 1:  # stages scatter all at their end, of which a recording takes two to be under way
-                assert record.most["gradients under way"] == measured.most["gradients under way"], case
 
 
 @pytest.mark.slow
