@@ -129,9 +129,10 @@ def parallelize(
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-    for module in model.modules() if fp8 else ():
-        if isinstance(module, Linear):
-            module.use_fp8(fp8)
+    if fp8 is not None:
+        for module in model.modules():
+            if isinstance(module, Linear):
+                module.use_fp8(fp8)
     attach(model, comms, overlap, zero=zero, reduce_dtype=reduce_dtype, same_inputs=True)
     if offload is not None:
         offload.attach(model, comms.device)

@@ -90,6 +90,8 @@ def test_time_and_memory_of_stages_by_hand() -> None:
     assert not held.accumulates
     middle = timing._memory(stages, timing._cut(stages).full[1])
     assert middle.messages == 2 * 8 * message and middle.kept == pytest.approx(3 * 8 * message)
+    uneven = timing.memory(Stages(4, "1f1b", (0, 4, 8, 28, 32)))
+    assert uneven.weights == pytest.approx(4 * 20 * block / 2), "a rank in the middle may be the fullest"
 
 
 def test_plans_with_stages() -> None:

@@ -141,6 +141,12 @@ class Communicator:
         """Set the time limit of operations and splits that begin from here on; return the one before, in seconds."""
         return 0.0 if self._core is None else self._core.set_timeout(int(seconds * 1000)) / 1000
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{self.name!r}: a communicator belongs to its process and is not pickled; of a parallel model every rank"
+            " calls model.state_dict() (whole tensors), axo.checkpoint.save(...) or axo.checkpoint.save_pretrained(...)"
+        )
+
     def close(self) -> None:
         """Wait for this rank's pending operations, leave the peers, release memory. May be called again."""
         if self._core is not None and not self._borrowed:

@@ -1,9 +1,9 @@
 """The fastest grid and stages for a training program: what ``--grid auto`` asks.
 
-A program runs its batch in pieces, one after the other (accumulation). Where there are stages each piece fills and
-empties the pipeline anew, so a step takes pieces * (the step of one piece, ``axo.perf.stages``). That counts optimizer
-and reduction of gradients once too often for each further piece: stages have to win clearly. Without stages the
-planner is asked about the whole batch.
+A program runs its batch in pieces, one after the other (accumulation). Without stages these are the planner's
+micro-batches. Where there are stages each piece fills and empties the pipeline anew, so a step takes pieces * (the step
+of one piece, ``axo.perf.stages``). That counts optimizer and reduction of gradients once too often for each further
+piece: stages have to win clearly.
 
 Not here: programs; what a grid costs (``axo.perf.planner``).
 """
@@ -31,7 +31,8 @@ class Choice:
     Attributes:
         best: The grid, and the stages if they are faster.
         seconds: Of a step of the whole batch.
-        plan: That ``best`` is of.
+        plan: That ``best`` is of: grids that run the batch in as many pieces.
+        fit, missed: Grids that suit the batch, in as many stages: how many fit in memory, how many do not.
         against: The fastest with stages where ``best`` has none, without where it has some: its name, seconds of a
             step; None where nothing of the kind fits.
         unsuited: Grids without stages over which the batch does not divide.
@@ -40,12 +41,14 @@ class Choice:
     best: Candidate
     seconds: float
     plan: Plan
+    fit: int
+    missed: int
     against: tuple[str, float] | None
     unsuited: int
 
     def tell(self) -> str:
         """Say what was compared: ``12 grids fit, 3 do not; in stages ... would take ...``."""
-        text = f"{len(self.plan.ranked)} grids fit, {len(self.plan.left_out)} do not"
+        text = f"{self.fit} grids fit, {self.missed} do not"
         text += f", {self.unsuited} do not suit the batch sizes" if self.unsuited else ""
         if self.against is None:
             return text
@@ -58,7 +61,7 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     """Find the fastest grid of the request's GPUs.
 
     Args:
-        request: Of the whole batch; its ``micro_batches`` are of runs without stages.
+        request: Of the whole batch; its ``micro_batches`` do not count.
         pieces: In how many pieces a step runs its batch on a grid; 0: the batch does not suit it.
         micro_batches: Of stages, in each piece; 0: those that are fastest.
 
@@ -68,6 +71,7 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     found: list[tuple[float, Plan, Candidate]] = []
     why: list[ValueError] = []
     unsuited = 0
+    suited: dict[int, list[Grid]] = {}  # by the number of stages
     for stages in request.pipeline:
         if request.gpus % stages:
             why.append(ValueError(f"plan: {request.gpus} ranks do not divide into pipeline={stages} stages"))
@@ -80,18 +84,23 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
             why.append(ValueError(f"the batch sizes suit no grid of {request.gpus // stages} ranks"))
         if stages == 1:
             unsuited = len(unsuitable)
-            groups = {1: [grid for grids in groups.values() for grid in grids]} if groups else {}
+        suited[stages] = [grid for grids in groups.values() for grid in grids]
         for count, grids in groups.items():
-            asked = replace(request, pipeline=(stages,), batch_tokens=request.batch_tokens // count)
+            fills, batches = (count, micro_batches) if stages > 1 else (1, count)
+            tokens = request.batch_tokens // fills
             try:
-                made = plan(asked if stages == 1 else replace(asked, micro_batches=micro_batches), grids)
+                made = plan(replace(request, pipeline=(stages,), batch_tokens=tokens, micro_batches=batches), grids)
             except ValueError as error:
                 why.append(error)
             else:
-                found.append((count * made.best.seconds, made, made.best))
+                found.append((fills * made.best.seconds, made, made.best))
     if not found:
+        if suited.get(1):  # the nearest miss of all: of other pieces too
+            plan(replace(request, pipeline=(1,), micro_batches=0), suited[1])
         raise why[0]
     seconds, made, best = min(found, key=lambda one: one[0])
     others = [(time, one.name) for time, _, one in found if (one.stages is None) != (best.stages is None)]
     against = min(others)[::-1] if others else None
-    return Choice(best, seconds, made, against, unsuited)
+    ranks = best.stages.ranks if best.stages is not None else 1
+    fit = sum(len(one.ranked) for _, one, _ in found if one.request.pipeline == (ranks,))
+    return Choice(best, seconds, made, fit, len(suited[ranks]) - fit, against, unsuited)

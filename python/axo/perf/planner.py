@@ -5,9 +5,9 @@ of the model, when the batch has fewer sequences than z * data, or when a rank w
 else take the fewest micro-batches that fit, predict (``axo.perf.model``), sort. Nothing is left out in silence: every
 grid keeps its reason.
 
-With ``search`` each grid is tried without recomputation, with selective and with full, with each ZeRO stage, with more
-micro-batches (which leave room to keep gathered weights) and with the optimizer in the host's memory, and the fastest
-that fits counts.
+With ``search`` each grid is tried without recomputation, with selective and with full, without ZeRO and with ZeRO-2,
+with more micro-batches (which leave room to keep gathered weights) and with the optimizer in the host's memory, and the
+fastest that fits counts.
 
 With ``pipeline`` each number of stages is tried with all grids of its share of the GPUs, cut by flops, with each of
 ``schedules`` and the smallest micro-batches.

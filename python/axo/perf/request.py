@@ -33,8 +33,8 @@ class Request:
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
         precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
         micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
-        search: Look beside the grid for the best of recomputation (none, full), ZeRO (0, 1, 2) and micro-batches;
-            else these are as ``workload`` and ``zero`` say, with the fewest micro-batches that fit.
+        search: Look beside the grid for the best of recomputation (none, selective, full), ZeRO (0, 2), micro-batches
+            and offload; else these are as said here, with the fewest micro-batches that fit.
         selective: Recomputation keeps the results of products and of attention.
         offload: The optimizer's state lies in the host's memory.
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.

@@ -205,7 +205,9 @@ class Timing:
             of_rank = [self._blocks(stages, stages.of(rank)) for rank in range(stages.ranks)]
             groups = [(count, blocks) for blocks, count in Counter(of_rank).items()]
             full = []
-            for rank in dict.fromkeys((0, min(1, stages.ranks - 1), stages.ranks - 1)):
+            # Of ranks with the same blocks the first has the most in flight.
+            firsts = {blocks: rank for rank, blocks in reversed(list(enumerate(of_rank)))}.values()
+            for rank in sorted({*firsts, min(1, stages.ranks - 1), stages.ranks - 1}):
                 parameters = sum(times * self.layout.parameters[kind] for kind, times in of_rank[rank])
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))

@@ -35,8 +35,10 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         raise ValueError(
             f"train: grid=auto plans {', '.join(_PLANNED)}, not precision={config.precision!r}; name a grid"
         )
-    if config.offload != "none":
-        raise ValueError(f"train: grid=auto plans without the lower tier; with offload={config.offload} name a grid")
+    if config.offload not in ("none", "optimizer"):
+        raise ValueError(
+            f"train: grid=auto plans an offload of the optimizer alone; with offload={config.offload} name a grid"
+        )
     try:
         on = machine.load(machine_name or machine.measured_here())
     except ValueError as error:
@@ -53,8 +55,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         gather={"all": "keep", "none": "drop"}.get(config.gather_cache, "auto"),
         zero=config.zero,
         precision=_PLANNED[config.precision],
-        micro_batches=config.accumulate,
         selective=selective,
+        offload=config.offload == "optimizer",
         pipeline=(config.pipeline,) if "pipeline" in given else stage_counts(ranks),
         schedules=(config.schedule,) if "schedule" in given else planner.SEARCHED,
     )

@@ -28,11 +28,12 @@ def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
     given = ["pretrain", "pythia-410m", *PLAN, "--ranks", "8", *BATCH, "--out_dir", str(tmp_path / "out")]
     run([*given, "--pipeline", "1"])
     workload = readers.read("pythia-410m", checkpointed=False)
-    request = planner.Request(workload, machine.load("perlmutter"), 8, 8 * workload.seq_length, gather="keep")
-    times = {}
+    on, times = machine.load("perlmutter"), {}
     for grid in Grid.all(8):
+        pieces = 8 // (4 * grid.z * grid.data)
+        request = planner.Request(workload, on, 8, 8 * workload.seq_length, gather="keep", micro_batches=pieces)
         candidate = planner.consider(request, grid)
-        if not candidate.reason and grid.z * grid.data <= 2:
+        if pieces and not candidate.reason:
             times[str(grid)] = candidate.time.total
     assert len(times) > 3 and launched == [(8, min(times, key=times.get), 1, "", 0)]
     said = capsys.readouterr().out
@@ -56,7 +57,8 @@ def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
                     continue
                 tokens = rows * workload.seq_length // (pieces if stages > 1 else 1)
                 request = planner.Request(
-                    workload, on, ranks, tokens, gather="keep", micro_batches=8 if more else 0,
+                    workload, on, ranks, tokens, gather="keep",
+                    micro_batches=(8 if more else 0) if stages > 1 else pieces,
                     schedules=("gpipe",) if more else planner.SEARCHED,
                 )  # fmt: skip
                 one = planner.consider(request, grid, stages)

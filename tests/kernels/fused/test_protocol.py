@@ -224,7 +224,7 @@ def check_the_next_operation_tells():
         for strategy in ("serial", "split", "signal"):
             all_gather_matmul(x, w, comm, strategy="signal", chunks=2)
             comm.poll()
-            epoch += 1 + (operation is all_gather_matmul and strategy != "serial")
+            epoch += 1 + (operation is all_gather_matmul and strategy == "signal")
             [workspace] = [each for each in comm.workspaces.all() if each.name.startswith("all_gather")]
             wait_flag_kernel[(1,)](workspace.flags[1:], workspace.epoch + 1, workspace.status, 3, 1)
             told = rf"all_gather_matmul b: rank 0 of 1 waited 5 s for chunk 1 of epoch {int(workspace.epoch) + 1}; "
