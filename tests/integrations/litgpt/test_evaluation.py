@@ -62,7 +62,7 @@ def base(folder):
     return folder / "judged"
 
 
-def evaluate(lm_eval, checkpoint, out, grid=None):
+def evaluate(lm_eval, checkpoint, out, grid=None, asked=None):
     """One rank of ``litgpt evaluate``: what it printed of results."""
     import contextlib
     import io
@@ -81,7 +81,7 @@ def evaluate(lm_eval, checkpoint, out, grid=None):
         )
 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        _run(start, "evaluate", grid)
+        _run(start, "evaluate", grid, **(asked or {}))
     return printed.getvalue()
 
 
@@ -108,13 +108,15 @@ def numbers(answers):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("grid", ["2x1x1x1", "2x2x2x1"])
-def test_a_model_on_a_grid_is_judged_as_by_stock_litgpt(lm_eval, base, grid):
+@pytest.mark.parametrize("grid, algorithm", [("2x1x1x1", "axonn"), ("2x2x2x1", "axonn"), ("2x2x1x1", "tesseract")])
+def test_a_model_on_a_grid_is_judged_as_by_stock_litgpt(lm_eval, base, grid, algorithm):
     """Choices, text that is generated in batches of unequal lengths, and perplexity. Rank 0 alone prints and writes."""
     if not (base / "stock").exists():
         run_ranks(evaluate, 1, lm_eval, base, "stock", timeout=180)
     ranks, environment = ranks_of(grid)
-    printed = run_ranks(evaluate, ranks, lm_eval, base, grid, grid, env=environment, timeout=180)
+    printed = run_ranks(
+        evaluate, ranks, lm_eval, base, grid, grid, {"algorithm": algorithm}, env=environment, timeout=180
+    )
     assert ["|choose" in text for text in printed] == [True] + [False] * (ranks - 1)
     (expected, answers), (results, mine) = judged(base, "stock"), judged(base, grid)
     assert results.keys() == expected.keys() == set(TASKS)

@@ -187,6 +187,18 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
         run_command(arguments)
 
 
+def test_serving_on_another_accelerator_is_refused(monkeypatch):
+    from jsonargparse import Namespace
+
+    from axo.integrations.litgpt.checks import check_on_one_device
+
+    monkeypatch.setenv("LT_ACCELERATOR", "cpu")
+    for accelerator in ("auto", "cpu"):
+        check_on_one_device(Namespace(accelerator=accelerator))
+    with pytest.raises(ValueError, match=r"--accelerator cuda is not what the ranks use \(cpu\)"):
+        check_on_one_device(Namespace(accelerator="cuda"))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [["finetune_lora", "folder", "--quantize", "bnb.nf4"], ["serve", "folder"], ["evaluate"], ["merge_lora", "folder"]],

@@ -10,13 +10,14 @@ import signal
 import socket
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.integrations.runs import NOT_TORCHRUN
 from tests.integrations.support import LLAMA, installed
 from tests.integrations.trainer import _run, chat, generate, ranks_of, write_base
-from tests.launcher import Command, run_ranks
+from tests.launcher import Command, rank_outcomes, run_ranks
 
 PROMPTS = ["line 7: ", "the quick brown fox", "0"]
 NEW = 12
@@ -134,9 +135,12 @@ def test_a_server_on_a_grid_answers_as_stock_litgpt(litserve, base, expected, gr
         (b"[1]", "no prompt"),
         ({"question": "what?"}, "no prompt"),
         ({"prompt": "x" * 300}, f"the model takes {LLAMA['block_size']} in all"),
+        ({"prompt": "\ud800"}, "cannot be read"),
+        (b"[" * 100_000, "cannot be read"),
     ):
         status, answer = server.post(body)
         assert status == 400 and words in answer
+    assert server.post({"prompt": "x" * (1 << 20)})[0] == 413
     assert server.get("/nothing")[0] == 404
     for prompt in PROMPTS:
         server.leave({"prompt": prompt})
@@ -162,6 +166,85 @@ def test_a_server_streams_and_ends_when_a_rank_dies(litserve, base, expected):
     assert "rank 1 was killed by SIGKILL" in printed
 
 
+def follow(litserve, errors):
+    """What a rank makes of a request at which rank r fails with errors[r], and of the next one."""
+    import sys
+
+    import torch
+
+    import axo
+
+    sys.path.insert(0, litserve)
+    from axo.integrations.litgpt.serving import Served
+
+    comms = axo.connect("2x1x1x1")
+
+    def predict(asked):
+        error = errors[comms.rank] if asked == "first" else None
+        if error is not None:
+            raise error
+        if not isinstance(errors[1], ValueError):
+            comms.x.all_reduce(torch.ones(1))  # for which the rank that fails does not come
+        return asked
+
+    strategy = SimpleNamespace(comms=comms)
+    llm = SimpleNamespace(fabric=SimpleNamespace(strategy=strategy, device=torch.device("cpu")))
+    served = Served(1, SimpleNamespace(llm=llm, predict=predict))
+    for asked in ("first", "second"):
+        served._follow((asked,), {})
+    return comms.rank
+
+
+@pytest.mark.parametrize(
+    "errors, ends",
+    [
+        ([ValueError("top_p"), ValueError("top_p")], None),
+        ([None, ValueError("odd")], ["PeerLost", "Error"]),
+        ([None, MemoryError("no more")], ["PeerLost", "MemoryError"]),
+    ],
+)
+def test_what_one_rank_alone_fails_at_ends_all(litserve, errors, ends):
+    """At once and with its cause. What every rank fails at is of the request."""
+    outcomes = rank_outcomes(follow, 2, litserve, errors)
+    assert [outcome.error or None for outcome in outcomes] == (ends or [None, None])
+    if ends:
+        assert "rank 1" in outcomes[0].message and outcomes[0].seconds < 60
+        assert str(errors[1]) in outcomes[1].message
+
+
+def keyless(litserve):
+    """Answers to a client with another key and to one with the server's."""
+    import asyncio
+    import sys
+
+    sys.path.insert(0, litserve)
+    from axo.integrations.litgpt import serving
+
+    serving.LIT_SERVER_API_KEY = "secret"
+
+    async def body():
+        return b"x"
+
+    async def call_next(request):
+        return SimpleNamespace(status_code=200)
+
+    async def answers():
+        server = SimpleNamespace(_wrong=lambda body: None)
+        for headers in ({}, {"X-API-Key": "other"}, {"X-API-Key": "secret"}):
+            read = body if headers.get("X-API-Key") == "secret" else None  # else it must not be read
+            request = SimpleNamespace(method="POST", headers=headers, body=read)
+            yield (await serving._Server._checked(server, request, call_next)).status_code
+
+    async def collect():
+        return [status async for status in answers()]
+
+    return asyncio.run(collect())
+
+
+def test_a_client_without_the_key_is_refused_before_its_body_is_read(litserve):
+    assert run_ranks(keyless, 1, litserve) == [[401, 401, 200]]
+
+
 @pytest.mark.soak
 def test_a_server_speaks_openais_language(litserve, base):
     """Ctrl-C ends it. Each request may ask for its own number of tokens."""
@@ -174,6 +257,7 @@ def test_a_server_speaks_openais_language(litserve, base):
     assert server.post({"model": "small"}, path)[0] == 422
     status, answer = server.post(question | {"top_p": 7}, path)
     assert status == 400 and "top_p must be in [0, 1], got 7" in answer
+    assert server.post(question | {"temperature": 1e-40}, path)[0] == 400
     assert server.post(question | {"max_completion_tokens": -3}, path)[0] in (400, 422)
     assert server.post(question, path)[0] == 200
     os.kill(server.command.pid, signal.SIGINT)

@@ -132,6 +132,12 @@ def check_on_one_device(options: Any) -> None:
     """
     if options.get("generate_strategy") is not None:
         raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
+    used = os.environ.get("LT_ACCELERATOR", "cpu")
+    if options.get("accelerator", "auto") not in ("auto", used):
+        raise ValueError(
+            f"litgpt: --accelerator {options.accelerator} is not what the ranks use ({used}); leave it out, or set"
+            f" LT_ACCELERATOR={options.accelerator}"
+        )
     if "tasks" in options and options.tasks is None:
         raise ValueError("litgpt: --tasks is missing; axo litgpt evaluate without a grid lists all tasks")
     if not isinstance(options.get("batch_size", 1), int):

@@ -31,7 +31,8 @@ def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any
             if fabric.global_rank == 0:
                 fabric.barrier()  # what it reads has been exported
             alone(super().__init__)(*args, **options)
-            axo.parallelize(self.model, fabric.strategy.comms, plan="auto")
+            strategy = fabric.strategy
+            axo.parallelize(self.model, strategy.comms, plan="auto", algorithm=strategy.arrangement.name)
 
     if fabric.global_rank:
         fabric.barrier()

@@ -8,8 +8,10 @@ split over the grid. On rank 0 LitServe's server and its loop over requests run 
 
 LitServe itself gives both to processes of their own; so no process and no open port outlives rank 0 here.
 
-An answer is computed to its end although its client has gone away: then all ranks stand at the same place. A request
-that fails does so alike on all ranks, and they go on with the next; an error of the communication ends them all.
+An answer is computed to its end although its client has gone away: then all ranks stand at the same place. After each
+the ranks agree: a ValueError is of the request, so on every rank, and they go on with the next. A ValueError on some
+ranks only, and any other error, ends the rank that has it, and with it the server: a rank may be in the middle of an
+operation for which the others wait.
 """
 
 from __future__ import annotations
@@ -25,21 +27,29 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import uvicorn
 from fastapi import HTTPException
 from fastapi.responses import JSONResponse
 from litserve import LitServer
 from litserve.loops.base import _SENTINEL_VALUE as _END
+from litserve.middlewares import MaxSizeMiddleware
+from litserve.server import LIT_SERVER_API_KEY
 from litserve.specs.openai import ChatCompletionRequest
 from litserve.transport.process_transport import MPQueueTransport
 from litserve.utils import WorkerSetupStatus, wrap_litserve_start
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware.base import BaseHTTPMiddleware
 
-from axo.errors import Error
+from axo.comm.connect import Communicators
+from axo.errors import Error, PeerLost
 from axo.nn.generator import source_generator
 
 _TOLD_EVERY = 10.0  # seconds: ranks that wait for a request hear from each other, so that a lost one is noticed
 _STOPS_WITHIN = 5.0  # seconds that the HTTP thread gets at the end
+_BYTES_A_TOKEN = 64  # of a body, at most; and any body may have _SMALL_BODY
+_SMALL_BODY = 1 << 20
+_COLDEST = 1e-3  # colder, logits may overflow, and there is nothing to draw from
 
 
 class Served:
@@ -60,7 +70,7 @@ class Served:
 
         Raises:
             ValueError: The port is in use.
-            axo.errors.Error: Another rank was lost.
+            axo.errors.Error: Another rank was lost, or failed where others did not.
         """
         api = self._api
         listener = _listen(port) if self._server is not None else None
@@ -77,30 +87,60 @@ class Served:
             try:
                 for _ in _answer(self._api, self._api.predict, arguments, options):
                     pass
-            except Error:
-                raise
-            except Exception:
-                pass  # of the request, so on every rank; rank 0 tells the client
+            except ValueError:
+                pass  # of the request, on every rank; rank 0 tells the client
 
 
 def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any) -> Iterator[Any]:
     """What ``predict`` gives, piece by piece, with random numbers that all ranks draw alike.
 
     To its end in any case: the ranks do it together.
+
+    Raises:
+        ValueError: Every rank raises it.
+        axo.errors.Error: Only some ranks failed; or as :func:`_agree`.
     """
     fabric = api.llm.fabric
-    with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
-        made = predict(*arguments, **options)
-        if not inspect.isgenerator(made):
-            yield made
-            return
-        try:
-            # "yield from" would end it too, unfinished, when nobody asks for more.
-            for piece in made:  # noqa: UP028
-                yield piece
-        finally:
-            for _ in made:
-                pass
+    comms = fabric.strategy.comms
+    try:
+        with source_generator(comms, fabric.device, all_stages=True):
+            made = predict(*arguments, **options)
+            if inspect.isgenerator(made):
+                try:
+                    # "yield from" would end it too, unfinished, when nobody asks for more.
+                    for piece in made:  # noqa: UP028
+                        yield piece
+                finally:
+                    for _ in made:
+                        pass
+            else:
+                yield made
+    except ValueError as error:
+        _agree(comms, error)
+        raise
+    except GeneratorExit:  # nobody asks for more
+        _agree(comms, None)
+        raise
+    _agree(comms, None)
+
+
+def _agree(comms: Communicators, error: ValueError | None) -> None:
+    """Go on only if all ranks have failed at a request, or none. Every rank comes here.
+
+    Raises:
+        PeerLost: Another rank failed, this one did not.
+        axo.errors.Error: This rank failed, another did not.
+    """
+    everyone = comms.everyone
+    failed = torch.zeros(everyone.size, dtype=torch.int32)
+    failed[everyone.rank] = error is not None
+    failed = everyone.all_reduce(failed.to(comms.device))
+    ranks = failed.nonzero().flatten().tolist()
+    if not 0 < len(ranks) < everyone.size:
+        return
+    if error is not None:
+        raise Error(f"this rank failed at a request that others answered: {type(error).__name__}: {error}") from error
+    raise PeerLost(f"rank {ranks[0]} failed at a request that this rank answered", ranks[0])
 
 
 def _listen(port: int) -> socket.socket:
@@ -146,6 +186,8 @@ class _Server(LitServer):
         # LitServe reads the names of its arguments
         api.predict = functools.update_wrapper(functools.partial(self._told), api.predict)
         self.app.add_middleware(BaseHTTPMiddleware, dispatch=self._checked)
+        most = max(_SMALL_BODY, _BYTES_A_TOKEN * api.llm.config.block_size)
+        self.app.add_middleware(MaxSizeMiddleware, max_size=most)  # around the other
         os.environ["LITSERVE_WORKER_ID"] = "0"
         with wrap_litserve_start(self):
             http = uvicorn.Server(uvicorn.Config(self.app, log_level="info", timeout_graceful_shutdown=1))
@@ -191,21 +233,34 @@ class _Server(LitServer):
             told = True
             yield from _answer(api, self._predict, arguments, options)
         except Exception as error:
-            if told and not isinstance(error, Error):
-                raise HTTPException(400 if isinstance(error, ValueError) else 500, str(error)) from None
+            if told and isinstance(error, ValueError):
+                raise HTTPException(400, str(error)) from None
             self._failure = error  # LitServe's loop would go on
             self._requests.put(_END)
-            raise
+            raise HTTPException(500, str(error)) from None
 
     async def _checked(self, request: Any, call_next: Any) -> Any:
         if request.method == "POST":
-            wrong = self._wrong(await request.body())
+            if LIT_SERVER_API_KEY and request.headers.get("X-API-Key") != LIT_SERVER_API_KEY:
+                return JSONResponse({"detail": "the header X-API-Key is not there, or not the server's key"}, 401)
+            try:
+                body = await request.body()
+            except HTTPException as error:  # it is too large
+                return JSONResponse({"detail": error.detail}, error.status_code)
+            wrong = await run_in_threadpool(self._wrong, body)
             if wrong is not None:
-                return JSONResponse({"detail": wrong}, 400)
+                # What is said may quote what cannot be sent.
+                return JSONResponse({"detail": wrong.encode(errors="backslashreplace").decode()}, 400)
         return await call_next(request)
 
     def _wrong(self, body: bytes) -> str | None:
         """What is wrong with a request; None: nothing, or what LitServe itself finds."""
+        try:
+            return self._found_wrong(body)
+        except Exception as error:  # of a chat template, a tokenizer, a parser: it reads what the client sent
+            return f"the request cannot be read: {type(error).__name__}: {error}"
+
+    def _found_wrong(self, body: bytes) -> str | None:
         api, llm = self.lit_api, self.lit_api.llm
         try:
             given = json.loads(body)
@@ -218,6 +273,8 @@ class _Server(LitServer):
             except ValueError:
                 return None
             new = given.max_completion_tokens or new
+            if 0 < (given.temperature or 0) < _COLDEST:
+                return f"temperature must be 0 or at least {_COLDEST}, got {given.temperature}"
         elif not isinstance(given, dict) or "prompt" not in given:
             return 'the request has no prompt; send {"prompt": "..."}'
         tokens = len(llm.preprocessor.encode(llm.prompt_style.apply(api.decode_request(given))))
