@@ -243,6 +243,43 @@ def test_modules_used_twice_skipped_and_out_of_order():
     assert all(run_ranks(routes, 4, "1x1x4x1"))
 
 
+def repeats(grid):
+    """Of each weight asked for, whether it was on its way: layers of one block in turn, three passes in evaluation."""
+    from axo.overlap.gathers import Gathers
+
+    comms = axo.connect(grid)
+    layers = torch.nn.ModuleList(axo.nn.Linear(8, 8, comms=comms) for _ in range(2))
+    net = torch.nn.ModuleList([layers])
+    x, first, steps, found, ask = torch.randn(4, 8), layers[0], False, [], Gathers._ask
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = net
+
+        def forward(self, x):
+            x = layers[1](first(x))
+            if steps:
+                first.matmul.exchange.engine.gathers.outdate()
+            return layers[1](first(layers[1](first(x))))
+
+    model = Net()
+    axo.overlap.attach(model, comms, axo.Overlap(gather_cache="none"))
+    Gathers._ask = lambda self, route, *args: (found.append(route in self._ahead), ask(self, route, *args))[1]
+    with torch.no_grad():
+        model(x)
+        model(x)
+        steps = True
+        model(x)
+    return found
+
+
+def test_layers_that_repeat_in_a_block_are_gathered_ahead_each_time():
+    first, known = [False] * 6, [False] + [True] * 5
+    after_a_step = [False, True, False, True, True, True]
+    assert run_ranks(repeats, 2, "1x1x2x1") == [first + known + after_a_step] * 2
+
+
 def selective_checkpoints(grid):
     comms = axo.connect(grid)
     config = Config(**LLAMA)

@@ -34,6 +34,7 @@ from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathered, version_of
 from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
+from axo.overlap.quantized import QuantizedWeight
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice
 
@@ -73,7 +74,8 @@ class DistributedMatmul:
 
     def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """(..., k/Gin) -> (..., n/Gout)."""
-        if self.exchange.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
+        alone = self.exchange.comms.grid.world_size == 1 and self.exchange.weight_phase is None
+        if alone and not isinstance(weight, QuantizedWeight):  # autograd would keep what is made dense
             return self.products.alone(input, weight, bias)
         return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
 

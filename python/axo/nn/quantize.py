@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from axo.nn.embedding import Embedding
@@ -21,6 +22,7 @@ def quantize(model: nn.Module, kind: str) -> None:
     Raises:
         ValueError: A weight is trained, or split over z.
     """
+    quantized: dict[torch.Tensor, QuantizedWeight] = {}  # by what they stand for: layers may share one
     tables = {id(part.weight) for part in model.modules() if isinstance(part, Embedding)}
     for layer in model.modules():
         if not isinstance(layer, Linear) or id(layer.weight) in tables:
@@ -28,9 +30,10 @@ def quantize(model: nn.Module, kind: str) -> None:
         old = layer.weight
         if layer.comms.grid.z > 1:
             raise ValueError(f"{layer.label()}: a quantized weight is not split over z; use a grid with z=1")
-        if old.requires_grad and layer.training:
+        if old.requires_grad:
             raise ValueError(f"{layer.label()}: a weight that is trained is not quantized; freeze it first")
-        new = QuantizedWeight(old, kind)
-        new.placement = layer.placements["weight"]
-        layer.weight = new
-        old.data = old.new_empty(0)
+        if old not in quantized:
+            quantized[old] = QuantizedWeight(old, kind)
+            quantized[old].placement = layer.placements["weight"]
+            old.data = old.new_empty(0)
+        layer.weight = quantized[old]

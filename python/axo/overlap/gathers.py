@@ -94,7 +94,7 @@ class Gathers:
         self._asked: list[Route] = []  # of this pass, in order
         self._orders: dict[str, tuple[list[Route], list[int]]] = {}  # the routes; of each, how far to look ahead
         self._position = 0
-        self._reach = 0  # in the order: what comes before has been issued
+        self._reach = 0  # in the order: what comes before has been issued, of routes that repeat the next use
         self._ahead: dict[Route, Gathered] = {}
         self._steps = 0
         self._last: dict[Route, weakref.ref[Gathered]] = {}  # the weight gathered last, if somebody keeps it
@@ -106,6 +106,7 @@ class Gathers:
         self._held.clear()
         self._between.clear()
         self._ahead.clear()
+        self._reach = self._position  # what was issued ahead is gone
 
     # --- passes ---------------------------------------------------------------------------------------------------
 
@@ -249,6 +250,8 @@ class Gathers:
             return  # out of turn
         self._position = at + 1
         start, self._reach = max(at + 1, self._reach), max(reach[at], self._reach)
+        if route in order[at + 1 : start]:  # its repeats were issued as one, which is used now
+            self._issue([route])
         for _, batch in itertools.groupby(order[start : self._reach], key=lambda other: other.together):
             self._issue(list(batch))
 

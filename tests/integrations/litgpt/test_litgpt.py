@@ -13,7 +13,7 @@ from jsonargparse import CLI, capture_parser
 
 from axo.grid import AXES
 from axo.integrations.litgpt import early
-from axo.integrations.litgpt.command import PARALLEL
+from axo.integrations.litgpt.command import PARALLEL, _is_litgpts_alone
 from tests.integrations.support import LLAMA, distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
 from tests.launcher import run_ranks
@@ -318,6 +318,35 @@ def test_what_is_read_without_litgpt_is_what_its_parser_reads(name, tmp_path):
     parsed = capture_parser(lambda: CLI(function)).parse_args(arguments)
     for key in ("train", "eval", "prompt", "precision", "logger_name", "quantize", "resume", next(iter(known))):
         assert str(read.get(key)) == str(parsed.get(key)), key
+
+
+@pytest.mark.parametrize(("name", "option"), [("pretrain", "initial_checkpoint_dir"), ("pretrain", "out_dir")])
+def test_null_is_read_as_litgpts_parser_reads_it(name, option):
+    """None for a folder that may be left out, a folder of that name for one that may not."""
+    command = PARALLEL[name]
+    arguments = ["pythia-14m", f"--{option}", "null"]
+    read = early.read(name, command.module, command.function, arguments)
+    parsed = capture_parser(lambda: CLI(command.load())).parse_args(arguments)
+    assert str(read[option]) == str(parsed[option])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "alone"),
+    [
+        ("folder", False),
+        ("folder --quantize bnb.nf4", True),
+        ("folder --quantize null", False),
+        ("folder --config qlora.yaml", True),
+        ("folder --config lora.yaml", False),
+        ("folder --lora_r", False),
+        ("folder --quantize=bnb.nf4 --lora_r", True),
+    ],
+)
+def test_without_a_grid_what_quantizes_is_litgpts_own(arguments, alone, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "qlora.yaml").write_text("quantize: bnb.nf4\nlora_r: 4\n")
+    (tmp_path / "lora.yaml").write_text("quantize:\nlora_r: 4\n")
+    assert _is_litgpts_alone("finetune_lora", arguments.split()) is alone
 
 
 def test_a_folder_of_data_that_is_not_there_is_one_message():

@@ -121,8 +121,7 @@ def run(arguments: list[str]) -> None:
     if name == "architectures":
         _tell_architectures(arguments[1:], options)
         return
-    alone = name not in PARALLEL or PARALLEL[name].wants is not None or _quantizes(arguments)
-    if name not in PARALLEL or (options == Options(Grid()) and alone):
+    if name not in PARALLEL or (options == Options(Grid()) and _is_litgpts_alone(name, arguments[1:])):
         _stock(arguments)
         return
     _tell_rank_of_slurm()
@@ -245,8 +244,16 @@ def _tell_rank_of_slurm() -> None:
         os.environ["LOCAL_WORLD_SIZE"] = os.environ.get("SLURM_NTASKS_PER_NODE", tasks)
 
 
-def _quantizes(arguments: list[str]) -> bool:
-    """Without a grid a command that quantizes layers is litgpt's alone."""
+def _is_litgpts_alone(name: str, arguments: list[str]) -> bool:
+    """Without a grid so is a command that wants another package, or that quantizes layers."""
+    from axo.integrations.litgpt import early
+
+    command = PARALLEL[name]
+    if command.wants is not None:
+        return True
+    options = early.read(name, command.module, command.function, arguments)
+    if options is not None:
+        return options.get("quantize") is not None
     return any(argument.split("=")[0] == "--quantize" for argument in arguments)
 
 

@@ -90,6 +90,7 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
     groups = {
         name: {field.name for field in fields(value)} for name, value in parameters.items() if is_dataclass(value)
     }
+    may_be_none = {name for name, default in parameters.items() if default is None} - {first}
     for name, text in _given(arguments, first):
         if name in _PARSERS_OWN or text is None:
             return None
@@ -99,7 +100,10 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
                 return None
             given = list(_flat(content, groups))
         else:
-            given = [(name, text if name.endswith(("_dir", "_name")) else _value(text))]
+            value = _value(text)
+            if name.endswith(("_dir", "_name")) and not (value is None and text and name in may_be_none):
+                value = text
+            given = [(name, value)]
         for key, value in given:
             group, _, field = key.partition(".")
             if group not in parameters or (field and field not in groups.get(group, {field})):

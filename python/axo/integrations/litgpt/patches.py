@@ -369,6 +369,8 @@ def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
         else:
             stock(fabric, model, checkpoint_path, strict=strict)
         if run.quantized and not any(parameter.is_meta for parameter in model.parameters()):
+            if not all(part.training for part in model.modules()):  # Fabric's wrapper itself is never in evaluation
+                model.requires_grad_(False)
             quantize(model, run.quantized)
 
     return load

@@ -1,0 +1,75 @@
+"""Quantized layers, with sixteen bits in place of bitsandbytes' four: what is kept, shared and refused."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import axo
+import axo.nn.quantize
+from axo.overlap.quantized import QuantizedWeight
+from tests.launcher import run_ranks
+
+
+class Halved(QuantizedWeight):
+    @staticmethod
+    def __new__(cls, weight, kind):
+        return cls._of(weight.detach().half(), SimpleNamespace(shape=weight.shape), weight.dtype)
+
+    def dense(self):
+        return self.codes.to(self.dtype)
+
+
+def layers_of(comms, frozen=True):
+    axo.nn.quantize.QuantizedWeight, QuantizedWeight.dense = Halved, Halved.dense
+    made = torch.nn.ModuleList(axo.nn.Linear(24, 40, comms=comms) for _ in range(2))
+    return made.requires_grad_(not frozen)
+
+
+def kept(grid):
+    """What a recorded forward keeps as large as the weight and dense; and how far its gradient is from torch's."""
+    layer = layers_of(axo.connect(grid))[0]
+    reference = torch.nn.Linear(24, 40).requires_grad_(False)
+    reference.load_state_dict({"weight": layer.weight.half().float(), "bias": layer.bias})
+    axo.nn.quantize.quantize(layer, "nf4")
+    sizes, x = [], torch.randn(3, 24, requires_grad=True)
+
+    def pack(tensor):
+        if not isinstance(tensor, QuantizedWeight):
+            sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = layer(x)
+    torch.testing.assert_close(output, reference(x))
+    mine, theirs = (torch.autograd.grad(module(x).square().sum(), x)[0] for module in (layer, reference))
+    torch.testing.assert_close(mine, theirs)
+    return 24 * 40 in sizes
+
+
+def test_nothing_dense_is_kept_for_backward_on_one_rank():
+    assert run_ranks(kept, 1, "1x1x1x1") == [False]
+
+
+def shared(grid):
+    layers = layers_of(axo.connect(grid))
+    layers[1].weight = layers[0].weight
+    before = layers[0].weight.half().float()
+    axo.nn.quantize.quantize(layers, "nf4")
+    return layers[0].weight is layers[1].weight and torch.equal(layers[1].weight.dense(), before)
+
+
+def test_layers_that_share_a_weight_share_the_quantized_one():
+    assert run_ranks(shared, 1, "1x1x1x1") == [True]
+
+
+def trained(grid):
+    layers = layers_of(axo.connect(grid), frozen=False)
+    for training in (True, False):
+        with pytest.raises(ValueError, match="a weight that is trained is not quantized; freeze it first"):
+            axo.nn.quantize.quantize(layers.train(training), "nf4")
+    return True
+
+
+def test_a_trained_weight_is_refused_in_evaluation_too():
+    assert run_ranks(trained, 1, "1x1x1x1") == [True]
