@@ -117,17 +117,24 @@ class DeviceAxoCommunicator(AxoCommunicator):
 
     @property
     def reserved_units(self) -> int:
-        """What its operations take at most: its own cap (:meth:`capped`), else what the communicators of this rank are
+        """What operations take at most: its own cap (:meth:`capped`) beside what the communicators of this rank are
         capped at together (``DeviceOptions(max_ctas=...)``)."""
-        return self._channels or self.communicator.reserved_ctas or uncapped()
+        return self._channels + self.held_units or uncapped()
+
+    @property
+    def held_units(self) -> int:
+        return self.communicator.reserved_ctas
 
     @property
     def caps(self) -> tuple[int, ...]:
-        return CAPS
+        """None where the environment says how many: NCCL then ignores a communicator's own cap."""
+        return () if os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS") else CAPS
 
     def capped(self, channels: int) -> FusedCommunicator:
         if channels in (0, self._channels):
             return self
+        if not self.caps:
+            return super().capped(channels)
         if channels not in self._capped:
             made = DeviceAxoCommunicator(self.communicator.capped(channels), self.timeout, self.op, channels)
             made.ran = self.ran

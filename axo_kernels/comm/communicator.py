@@ -216,9 +216,14 @@ class FusedCommunicator:
         """Numbers of channels to try for its operations beside a product; none where they cannot be capped."""
         return ()
 
+    @property
+    def held_units(self) -> int:
+        """Multiprocessors that a product leaves to other communication beside its own capped one."""
+        return 0
+
     def capped(self, channels: int) -> FusedCommunicator:
-        """The same ranks, each operation on ``channels`` channels at most, which is then ``reserved_units``; 0: as it
-        is. Collective at the first call for a number."""
+        """The same ranks, each operation on ``channels`` channels at most; ``reserved_units`` is then that and
+        ``held_units``; 0: as it is. Collective at the first call for a number."""
         if channels:
             raise ValueError(f"{type(self).__name__}: channels={channels}: its operations cannot be capped; use 0")
         return self

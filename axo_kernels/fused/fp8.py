@@ -14,6 +14,7 @@ scaling), blocks of scales, and fused kernels.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -64,7 +65,11 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
 def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
     """``(M, K)`` with scales ``()`` or ``(M, 1)``, ``(K, N)`` with ``()`` or ``(1, N)`` -> ``(M, N)``, sums in fp32."""
     if not runs(a.data.device):
-        return ((a.data.float() @ b.data.float()) * a.scale * b.scale).to(out_dtype)
+        kind = a.data.device.type
+        cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+        # the sums of unscaled numbers are beyond fp16
+        with torch.autocast(kind, enabled=False) if cast else nullcontext():
+            return ((a.data.float() @ b.data.float()) * a.scale * b.scale).to(out_dtype)
     for size, name in ((a.data.shape[1], "K"), (b.data.shape[1], "N")):
         if size % MULTIPLE:
             up = -(-size // MULTIPLE) * MULTIPLE

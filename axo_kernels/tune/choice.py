@@ -154,12 +154,13 @@ def fused_choices(
     choose: Callable[[Product, torch.device], Choice],
     reserved: int = 0,
     caps: tuple[int, ...] = (),
+    held: int = 0,
 ) -> list[Choice]:
     """Candidates for a fused operation: torch's own, then the collective; what ``choose`` gives for the plain product,
     serial and in chunks; ``signal`` with a few tiles, each with the collectives at every one of ``caps`` channels.
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
-    more multiprocessors than it leaves to the communication: the cap, or ``reserved`` where there are no ``caps``).
+    more multiprocessors than it leaves to the communication: the cap and ``held``, or ``reserved`` without ``caps``).
     """
     whole = product
     if operation.startswith("all_gather"):
@@ -177,16 +178,17 @@ def fused_choices(
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
-        fit = [cap for cap in caps or (0,) if target.units > (cap or reserved)]
+        fit = [cap for cap in caps or (0,) if target.units > (cap + held if cap else reserved)]
         for config in fused_candidates(target, whole, _described(whole))[:_FUSED_TILES] if fit else ():
             signal = Choice("triton", product.layout, config, "signal")
             found += [replace(signal, chunks=chunks, channels=cap) for chunks in counts for cap in fit]
     return found
 
 
-def fused_name(operation: str, gather: str, size: int, product: Product) -> str:
-    """What a fused operation is called in the cache."""
-    return f"{operation} {gather if operation.startswith('all_gather') else ''} size={size} {product.name}"
+def fused_name(operation: str, gather: str, size: int, product: Product, caps: tuple[int, ...] = ()) -> str:
+    """What a fused operation is called in the cache; one that was chosen among ``caps`` is no choice without them."""
+    name = f"{operation} {gather if operation.startswith('all_gather') else ''} size={size} {product.name}"
+    return f"{name} caps={','.join(map(str, caps))}" if caps else name
 
 
 def _described(product: Product) -> bool:

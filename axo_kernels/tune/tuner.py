@@ -168,10 +168,12 @@ class Tuner:
             return Choice("vendor", product.layout)
         run = partial(run_fused, operation, gather, on, product.layout)
         return self._decide(
-            fused_name(operation, gather, on.size, product),
+            fused_name(operation, gather, on.size, product, on.caps),
             product,
             device,
-            lambda: fused_choices(operation, product, device, gather, on.size, self.choose, on.reserved_units, on.caps),
+            lambda: fused_choices(
+                operation, product, device, gather, on.size, self.choose, on.reserved_units, on.caps, on.held_units
+            ),
             run,
         )
 

@@ -296,6 +296,47 @@ def errors(folder):
     assert not gpu.violations()
 
 
+def test_capped_communicators_share_the_fate_of_their_parent():
+    """Against a core that writes down what it is told: all are told, and all are closed though one's close fails."""
+    log = []
+
+    class Core:
+        rank, size, transport = 0, 2, "nccl"
+
+        def __init__(self, name):
+            self.name = name
+
+        def capped(self, max_ctas, name):
+            return Core(str(max_ctas))
+
+        def abort(self, reason):
+            log.append((self.name, reason))
+
+        def give_up(self, error):
+            log.append((self.name, "ValueError" in error))
+
+        def set_timeout(self, milliseconds):
+            log.append((self.name, milliseconds))
+            return 7000
+
+        def shutdown(self):
+            log.append((self.name, "shutdown"))
+            if self.name == "8" and log.count(("8", "shutdown")) == 1:
+                raise axo.PeerLost("rank 1 has died")
+
+    comm = axo.DeviceCommunicator(Core("whole"), name="x", axis="x", device=torch.device("cpu"))
+    comm.capped(4), comm.capped(8)
+    assert comm.set_timeout(3.0) == 7.0
+    comm.abort("enough")
+    comm.give_up(ValueError("no"))
+    names = ("whole", "4", "8")
+    assert log == [(name, told) for told in (3000, "enough", True) for name in names]
+    log.clear()
+    with pytest.raises(axo.PeerLost, match="rank 1 has died"):
+        comm.close()
+    assert log == [("8", "shutdown"), ("4", "shutdown"), ("whole", "shutdown")]
+
+
 def dying(folder):
     """A killed peer is named though nothing but its process tells of it."""
     _, comms = connected(folder, "3x1x1x1")

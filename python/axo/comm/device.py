@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
@@ -174,10 +174,27 @@ class DeviceCommunicator(Communicator):
             self._capped[max_ctas] = made
         return self._capped[max_ctas]
 
+    def abort(self, reason: str) -> None:
+        super().abort(reason)
+        for made in tuple(self._capped.values()):
+            made.abort(reason)
+
+    def give_up(self, error: BaseException) -> None:
+        super().give_up(error)
+        for made in tuple(self._capped.values()):
+            made.give_up(error)
+
+    def set_timeout(self, seconds: float) -> float:
+        before = super().set_timeout(seconds)
+        for made in tuple(self._capped.values()):
+            made.set_timeout(seconds)
+        return before
+
     def close(self) -> None:
-        for made in self._capped.values():
-            made.close()
-        super().close()
+        with ExitStack() as last_first:  # all are closed, whichever raises
+            last_first.callback(super().close)
+            for made in self._capped.values():
+                last_first.callback(made.close)
 
     def follow(self) -> None:
         """Let this communicator's stream go on after what the current stream has been given so far."""

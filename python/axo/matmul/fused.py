@@ -116,7 +116,7 @@ class FusedProducts:
         if self._tuner is None and axis != "z":  # the ranks of a line along x or y have the same rows
             if not product.flops:
                 return None
-            name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product)
+            name = self._name(kind, axis, product)
             if name not in self._sites:
                 self._sites[name] = self._kept(name, product, device)
             found = self._sites[name]
@@ -129,13 +129,16 @@ class FusedProducts:
                 if not largest.flops:
                     return None
                 if self._tuner is None:
-                    name = fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), largest)
+                    name = self._name(kind, axis, largest)
                     self._sites[site] = self._kept(name, largest, device)
                 else:
                     chosen = self._tuner.choose_fused(OPERATION[kind], largest, device, _GATHERED, on=self.on(axis))
                     self._sites[site] = _fused(chosen)
             found = self._sites[site] if product.flops or axis == "z" else None  # empty on the whole line of x or y
         return found if found is None or found.chunks <= self._travelling(kind, product, axis) else None
+
+    def _name(self, kind: str, axis: str, product: Product) -> str:
+        return fused_name(OPERATION[kind], _GATHERED, self._comms.grid.size(axis), product, self.on(axis).caps)
 
     def _kept(self, name: str, product: Product, device: torch.device) -> Choice | None:
         """What rank 0 had on disk, where it can run here."""

@@ -78,6 +78,8 @@ class Stream:
 
 @pytest.fixture
 def recorder(monkeypatch):
+    for name in ("NCCL_MAX_CTAS", "NCCL_MIN_CTAS"):
+        monkeypatch.delenv(name, raising=False)
     recorder = Recorder()
     monkeypatch.setattr(module.torch.cuda, "current_stream", lambda device: Stream(recorder.log))
     monkeypatch.setattr(module.torch.cuda, "ExternalStream", lambda handle, device: handle)
@@ -94,7 +96,6 @@ def test_what_a_communicator_on_gpus_lacks_is_named():
 
 def test_what_the_library_may_take_is_left_to_it(recorder, monkeypatch):
     """Capped by the communicators, else by the environment, else NCCL's most."""
-    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
     comm = adapt(recorder)
     assert comm.reserved_units == 6
     recorder.reserved_ctas = 0
@@ -110,7 +111,9 @@ def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
     assert comm.caps == (4, 8, 16) and comm.capped(0) is comm
     eight = comm.capped(8)
     assert comm.capped(8) is eight and eight.capped(8) is eight and recorder.log == ["capped at 8"]
-    assert (eight.reserved_units, comm.reserved_units) == (8, 6) and eight.ran is comm.ran
+    assert (eight.reserved_units, comm.reserved_units) == (8 + 6, 6) and eight.ran is comm.ran
+    eight.communicator.reserved_ctas = 0  # as where nobody has capped the axes
+    assert eight.reserved_units == 8
     assert Way("signal", 2, channels=8).on(comm) is eight and Way("signal", 2).on(comm) is comm
     workspace = eight.workspaces.get("op", chunk_order("all_reduce", 8, 2, 0, 2), "key", torch.device("cpu"))
     workspace.status.copy_(torch.tensor([1, 0, 3, 2], dtype=torch.int32))
@@ -118,6 +121,16 @@ def test_a_capped_communicator_leaves_free_what_it_takes(recorder):
         comm.poll()
     with pytest.raises(ValueError, match="SoloCommunicator: channels=8: its operations cannot be capped; use 0"):
         adapt(None).capped(8)
+
+
+@pytest.mark.parametrize("name", ["NCCL_MAX_CTAS", "NCCL_MIN_CTAS"])
+def test_no_cap_is_tried_where_the_environment_overrides_it(recorder, monkeypatch, name):
+    comm = adapt(recorder)
+    monkeypatch.setenv(name, "8")
+    assert comm.caps == () and comm.capped(0) is comm
+    with pytest.raises(ValueError, match="channels=4: its operations cannot be capped; use 0"):
+        comm.capped(4)
+    assert recorder.log == []
 
 
 def test_the_stream_waits_for_flags_and_compute_for_the_works(recorder):

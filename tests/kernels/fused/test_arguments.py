@@ -147,6 +147,8 @@ def test_signal_leaves_room_for_the_communication(monkeypatch):
         found = choice.fused_choices(*asked, reserved=32, caps=(4, 8, 16))
         assert {each.channels for each in found if each.strategy == "signal"} == ({4, 8, 16} if there else set())
         assert all(choice.from_json(each.to_json()) == each for each in found)
+        held = choice.fused_choices(*asked, reserved=120, caps=(4, 8, 16), held=120)
+        assert {each.channels for each in held if each.strategy == "signal"} == ({4, 8} if there else set())
     assert any(each.name.endswith(" signal/2 on 8 channels") for each in found)
     for wrong in (-1, True, 1.5, "4"):
         assert choice.from_json({**found[-1].to_json(), "channels": wrong}) is None

@@ -11,12 +11,12 @@ import torch
 
 import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
-from axo_kernels import Tuner
+from axo_kernels import FusedCommunicator, Tuner
 from axo_kernels.gemm.layout import LAYOUTS, Product, stored_shapes
 from axo_kernels.gemm.matmul import matmul_reference
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
-from axo_kernels.tune.choice import Choice, from_json, vendor_choices
+from axo_kernels.tune.choice import Choice, from_json, fused_name, vendor_choices
 from axo_kernels.tune.timing import Timing, paired, relative_error
 from axo_kernels.tune.tuner import runner
 from tests.launcher import run_ranks
@@ -327,6 +327,20 @@ def test_fused_choices_need_a_communicator(cache):
         Tuner("cached", cache=cache).choose_fused("matmul_all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
     with pytest.raises(ValueError, match="use one of all_gather_matmul"):
         Tuner("cached", cache=cache).choose_fused("all_reduce", Product("NT", 4, 4, 4, torch.float32), CPU)
+
+
+def test_a_choice_among_caps_is_a_miss_without_them_and_the_reverse(tmp_path):
+    """Both kinds of communicator read one file; each takes what was chosen for its own kind."""
+    product, operation = Product("NT", 64, 64, 64, torch.float32), "matmul_all_reduce"
+    plain, capping = FusedCommunicator(0, 2), type("Capping", (FusedCommunicator,), {"caps": (4, 8)})(0, 2)
+    kept = Choice("vendor", "NT", strategy="split", chunks=2)
+    for written in (plain, capping):
+        cache = Cache("a device", VERSIONS, tmp_path / type(written).__name__)
+        cache.put({fused_name(operation, "b", 2, product, written.caps): kept.to_json()})
+        for read in (plain, capping):
+            tuner = Tuner("cached", cache=cache, comm=FusedCommunicator(0, 1))
+            found = tuner.choose_fused(operation, product, CPU, on=read)
+            assert found == (kept if read is written else Choice("vendor", "NT"))
 
 
 def products_measured():
