@@ -62,7 +62,7 @@ def override(field: str) -> list[str]:
         (["--grid", "auto"], "grid=auto does not know how many ranks to start; add --ranks N, or use torchrun"),
         (["--grid", "auto", "--ranks", "2"], "there is no machine.yaml here; add --mach"),
         (["--grid", "auto", "--ranks", "2", "--precision", "32-true"], "not precision='32-true'; name a grid"),
-        (["--grid", "auto", "--ranks", "2", "--offload", "optimizer"], "with offload=optimizer name a grid"),
+        (["--grid", "auto", "--ranks", "2", "--offload", "activations"], "with offload=activations name a grid"),
         (["--out", ""], "out is empty; name the folder of the run"),
         (["--out", "file/x"], "out=file/x cannot be written: "),
         (["--out", "link"], "out=link is a link to /nowhere, which does not exist"),

@@ -40,7 +40,6 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         raise ValueError(f"litgpt: --grid auto plans training steps, and {command} takes none; name a grid")
     ranks = _ranks(asked, rank)
     machine = _machine(asked.machine)
-    from axo.offload.options import Offload
     from axo.perf import machine as machines
     from axo.perf import planner, readers
     from axo.perf.choice import choose as fastest
@@ -51,8 +50,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
     alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks.check_stages
-    offload = Offload.parse(asked.offload)
-    if offload.parameters or offload.activations != "none":
+    if asked.offload not in ("none", "optimizer"):
         raise ValueError(
             f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"
         )
@@ -62,7 +60,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         ranks,
         train.global_batch_size * workload.seq_length,
         gather="keep",
-        offload=offload.optimizer,
+        offload=asked.offload == "optimizer",
         pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
         schedules=(asked.schedule,) if asked.schedule else planner.SEARCHED,
     )
