@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,7 +126,7 @@ class DeviceAxoCommunicator(AxoCommunicator):
     def held_units(self) -> int:
         return self.communicator.reserved_ctas
 
-    @property
+    @cached_property  # it is asked for at every fused product
     def caps(self) -> tuple[int, ...]:
         """None where the environment says how many: NCCL then ignores a communicator's own cap."""
         return () if os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS") else CAPS
