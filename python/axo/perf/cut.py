@@ -17,6 +17,29 @@ from axo.perf.pipeline_schedule import rank_of
 from axo.perf.workload import Block, Workload
 
 
+def read(text: str) -> str | list[int]:
+    """Return the cuts that a command line names: ``"even"``, ``"planner"``, or the numbers of ``"3,7"``.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if text in ("even", "planner"):
+        return text
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise ValueError(f"cuts={text!r} is not even, planner, or numbers of blocks such as 3,7")
+    return list(map(int, parts))
+
+
+def check(blocks: int, stages: int, cuts: str | Sequence[int]) -> None:
+    """Check cuts that ``split`` is to get; the planner's fit any model that has a block for each stage.
+
+    Raises:
+        ValueError: They do not give each stage a block.
+    """
+    bounds_of(blocks, stages, "even" if cuts == "planner" else cuts)
+
+
 def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
     """Where each stage begins, and the end: ``stages + 1`` numbers of blocks.
 

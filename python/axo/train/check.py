@@ -17,7 +17,7 @@ import torch
 from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
-from axo.perf.cut import bounds_of
+from axo.perf import cut
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
 from axo.train.config import KEPT, PRECISIONS, TrainConfig
@@ -84,8 +84,7 @@ def check_pipeline(config: TrainConfig, blocks: int) -> None:
     rows = config.batch_size // parts // config.accumulate  # of a rank, in one piece
     pipeline.check_algorithm(config.schedule, config.algorithm)
     stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
-    cuts = config.stage_cuts
-    bounds_of(blocks, stages, "even" if cuts == "planner" else cuts)
+    cut.check(blocks, stages, config.stage_cuts)
     pipeline.check_microbatches(config.schedule, config.microbatches, config.pipeline)
     if rows % config.microbatches:
         raise ValueError(

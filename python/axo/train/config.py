@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from axo.grid import Grid
+from axo.perf import cut
 
 KEPT = ("nothing", "products")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
@@ -157,12 +158,10 @@ class TrainConfig:
         Raises:
             ValueError: They are neither known words nor numbers.
         """
-        if self.cuts in ("even", "planner"):
-            return self.cuts
-        parts = [part.strip() for part in self.cuts.split(",")]
-        if not all(part.isdecimal() for part in parts):
-            raise ValueError(f"train: cuts={self.cuts!r} is not even, planner, or numbers of blocks such as 3,7")
-        return list(map(int, parts))
+        try:
+            return cut.read(self.cuts)
+        except ValueError as error:
+            raise ValueError(f"train: {error}") from None
 
     @property
     def last_lr(self) -> float:

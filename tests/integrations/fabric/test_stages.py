@@ -84,15 +84,16 @@ def misused():
 
     from axo.integrations.fabric.strategy import AxoStrategy
 
-    fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy("1x1x1x1", pipeline=2))
+    fabric = L.Fabric(accelerator="cpu", strategy=AxoStrategy("1x1x1x1", pipeline=2, cuts=[3]))
     fabric.launch()
     with fabric.init_module(empty_init=True):
-        short, model = GPT(Config(**{**LLAMA, "n_layer": 1})), GPT(Config(**LLAMA))
+        short, model = (GPT(Config(**{**LLAMA, "n_layer": layers})) for layers in (1, 4))
     with pytest.raises(ValueError, match=r"plan 'litgpt' needs a litgpt\.GPT, got a Sequential"):
         fabric.setup(torch.nn.Sequential(torch.nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="1 blocks over 2 stages leave a stage without layers"):
         fabric.setup(short)
     model = fabric.setup(model)
+    assert len(list(model.transformer.h)) == (1 if fabric.strategy.comms.stage else 3)  # blocks of this stage
     ids, loss_of = tokens(4), fabric.strategy.cross_entropy
     given, wanted = ids[:, :-1], ids[:, 1:]
     with pytest.raises(Refused, match="softmax wants logits, and in training with pipeline stages they never leave"):

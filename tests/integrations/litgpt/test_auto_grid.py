@@ -13,11 +13,11 @@ BATCH = ["--train.global_batch_size", "8", "--train.micro_batch_size", "4", "--l
 
 @pytest.fixture
 def launched(monkeypatch):
-    """What would be launched: (ranks, grid, stages, schedule, micro-batches)."""
+    """What would be launched: (ranks, grid, stages, schedule, cuts, micro-batches)."""
     found = []
 
     def launch(function, ranks, start, name, grid, options, *_, **__):
-        found.append((ranks, str(grid), options.pipeline, options.schedule, options.microbatches))
+        found.append((ranks, str(grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
 
     monkeypatch.setattr(restarts, "run", launch)
     return found
@@ -35,7 +35,7 @@ def test_the_best_grid_that_the_batch_allows(launched, capsys, tmp_path):
         candidate = planner.consider(request, grid)
         if pieces and not candidate.reason:
             times[str(grid)] = candidate.time.total
-    assert len(times) > 3 and launched == [(8, min(times, key=times.get), 1, "", 0)]
+    assert len(times) > 3 and launched == [(8, min(times, key=times.get), 1, "", "", 0)]
     said = capsys.readouterr().out
     assert f"grid {launched[0][1]}, chosen for pythia-410m on 8 ranks of perlmutter ({len(times)} grids fit" in said
     assert "do not suit the batch sizes" in said and f"{launched[0][1]}: products take" in said
@@ -45,7 +45,8 @@ def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
     """Oracle: the planner on each grid in each number of stages, as often as litgpt fills them."""
     workload = readers.read("pythia-410m", checkpointed=False)
     on, rows = machine.load("perlmutter"), 64
-    for ranks, more in ((8, []), (8, ["--pipeline", "2", "--schedule", "gpipe", "--microbatches", "8"])):
+    two = ["--pipeline", "2", "--schedule", "gpipe", "--microbatches", "8"]
+    for ranks, more, cuts in ((8, [], None), (8, two, None), (8, [*two, "--cuts", "9"], "9")):
         batch = ["--train.global_batch_size", f"{rows}", "--train.micro_batch_size", "16", "--logger_name", "csv"]
         out = ["--out_dir", str(tmp_path / "out")]
         run(["pretrain", "pythia-410m", *PLAN, "--ranks", f"{ranks}", *batch, *out, *more])
@@ -63,18 +64,24 @@ def test_stages_are_chosen_where_they_are_faster(launched, capsys, tmp_path):
                 )  # fmt: skip
                 one = planner.consider(request, grid, stages)
                 if not one.reason:
-                    of_stages = (one.stages.schedule, one.run.micro_batches) if stages > 1 else ("", 0)
+                    of_stages = ("", "", 0)
+                    if stages > 1:
+                        planned = ",".join(str(first) for first in one.stages.bounds[1:-1])
+                        of_stages = (one.stages.schedule, cuts or planned, one.run.micro_batches)
                     seconds = one.seconds * (pieces if stages > 1 else 1)
                     times[ranks, str(grid), stages, *of_stages] = seconds
-        assert launched.pop() == min(times, key=times.get)
+        assert launched[-1] == min(times, key=times.get)
         kinds = {key[2] > 1 for key in times}
         said = capsys.readouterr().out
+        (by_hand,) = (line.split(": ")[1].split() for line in said.splitlines() if "the same by hand: " in line)
+        run(["pretrain", "pythia-410m", *by_hand, *batch, *out])
+        assert launched.pop() == launched.pop()
         assert len(kinds) == (1 if more else 2) and ("would take +" in said) == (not more), said
 
 
 def test_a_grid_of_ones_own_asks_nobody(launched, tmp_path):
     run(["pretrain", "pythia-14m", "--grid", "2x1x1x1", *BATCH, "--out_dir", str(tmp_path / "out")])
-    assert launched == [(2, "2x1x1x1", 1, "", 0)]
+    assert launched == [(2, "2x1x1x1", 1, "", "", 0)]
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,9 @@ def test_goldfish_masks_training_and_not_validation():
         (["pretrain", "--ranks", "4"], "--ranks is for --grid auto"),
         (["pretrain", "--pipeline", "0"], "--pipeline 0 is not a whole number of at least 1"),
         (["pretrain", "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipeline N"),
+        (["pretrain", "--cuts", "3"], "--cuts 3 is of pipeline stages; add --pipeline N"),
+        (["pretrain", "pythia-14m", "--pipeline", "2", "--cuts", "most"], "cuts='most' is not even, planner, or numb"),
+        (["pretrain", "pythia-14m", "--pipeline", "2", "--cuts", "6"], "leave a stage without layers, or go beyond"),
         (["merge_lora", "--pipeline", "2"], "merge_lora runs on one rank only, not on grid 1x1x1x1 in 2 stages"),
         (
             ["chat", "--pipeline", "2"],

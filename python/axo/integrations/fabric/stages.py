@@ -61,6 +61,7 @@ class Stages:
         model: A LitGPT model that has been parallelized, on the meta device; this rank's part of it afterwards.
         comms: With several stages.
         schedule, microbatches: As of :func:`axo.pipeline.schedule`; micro-batches of what one call of the model takes.
+        cuts: As of :func:`axo.pipeline.split`.
         context: Entered around each forward pass.
 
     Attributes:
@@ -77,6 +78,7 @@ class Stages:
         model: nn.Module,
         comms: Communicators,
         schedule: str,
+        cuts: str | Sequence[int],
         microbatches: int,
         context: Callable[[], AbstractContextManager[Any]],
     ) -> None:
@@ -93,7 +95,7 @@ class Stages:
         self.parameters = [name for name, _ in model.named_parameters()]
         self._columns: int = model.lm_head.out_features  # type: ignore[assignment]
         layout = pipeline.layout(schedule)
-        self._modules = pipeline.split(model, comms, views=True, **layout)
+        self._modules = pipeline.split(model, comms, cuts, views=True, **layout)
         parts = [part_of(module) for module in self._modules]
         self._numbers = [part.index for part in parts if part is not None]
         self._count, self._features = next((part.stages, part.features) for part in parts if part is not None)

@@ -34,7 +34,7 @@ Not here: FSDP's and DDP's options, models that the plan does not know (refused 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -85,6 +85,7 @@ class AxoStrategy(ParallelStrategy):
         pipeline: Stages.
         schedule, microbatches: Of the stages, as for ``axo.pipeline.schedule``: micro-batches that the rows of each
             call of the model are cut into; default: twice the stages.
+        cuts: Where stages begin, as for ``axo.pipeline.split``.
         offload: What lies on the lower tier.
         sharded: Save sharded checkpoints (sharded_checkpoint.py), not whole ones. Both are loaded.
         counts: What ``fabric.world_size``, ``all_reduce`` and ``all_gather`` count: ``"ranks"``, or ``"data"`` ranks.
@@ -113,6 +114,7 @@ class AxoStrategy(ParallelStrategy):
         vocab_loss: bool = False,
         pipeline: int = 1,
         schedule: str = "1f1b",
+        cuts: str | Sequence[int] = "even",
         microbatches: int | None = None,
         offload: axo.Offload | None = None,
         sharded: bool = False,
@@ -135,7 +137,7 @@ class AxoStrategy(ParallelStrategy):
                 " axo.integrations.lightning.register(lambda: AxoStrategy(grid='2x2x2x1'))"
             )
         self.grid = Grid.parse(grid) if isinstance(grid, str) else grid
-        self.pipeline, self.schedule, self.offload = pipeline, schedule, offload
+        self.pipeline, self.schedule, self.cuts, self.offload = pipeline, schedule, cuts, offload
         self.microbatches = 2 * pipeline if microbatches is None else microbatches
         if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
             raise ValueError(f"AxoStrategy: pipeline={pipeline!r} is not a number of stages; use at least 1")
@@ -355,7 +357,7 @@ class AxoStrategy(ParallelStrategy):
             head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
         if self.pipeline > 1:
             context = self.precision.forward_context
-            self._stages = Stages(module, self.comms, self.schedule, self.microbatches, context)
+            self._stages = Stages(module, self.comms, self.schedule, self.cuts, self.microbatches, context)
         if originals:
             materialize(module, originals, self.comms, self._recorded)
             self._recorded = None

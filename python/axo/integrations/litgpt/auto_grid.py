@@ -31,7 +31,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         rank: Under torchrun: who this process is.
 
     Returns:
-        ``asked`` with a grid, stages, their schedule and micro-batches.
+        ``asked`` with a grid, stages, their schedule, cuts and micro-batches.
 
     Raises:
         ValueError: The command does not train, ranks or machine are not known, or no grid fits.
@@ -77,20 +77,22 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         )
     choice = fastest(request, pieces, asked.microbatches)
     best, stages = choice.best, choice.best.stages
+    found = replace(asked, grid=best.grid, pipeline=1, schedule="", cuts="", microbatches=0)
+    if stages is not None:
+        found = replace(
+            found,
+            pipeline=stages.ranks,
+            schedule=stages.schedule,
+            cuts=asked.cuts or ",".join(map(str, stages.bounds[1:-1])),
+            microbatches=best.run.micro_batches,
+        )
     if rank is None or rank.rank == 0:
         print(
             f"axo litgpt: grid {best.name}, chosen for {workload.name} on {ranks} ranks of {machine} ({choice.tell()})"
         )
         print(f"  {choice.plan.why(best)}")
-    if stages is None:
-        return replace(asked, grid=best.grid, pipeline=1, schedule="", microbatches=0)
-    return replace(
-        asked,
-        grid=best.grid,
-        pipeline=stages.ranks,
-        schedule=stages.schedule,
-        microbatches=best.run.micro_batches,
-    )
+        print(f"  the same by hand: {found.by_hand}")
+    return found
 
 
 def _ranks(asked: Options, rank: Rank | None) -> int:

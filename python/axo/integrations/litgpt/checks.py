@@ -236,15 +236,14 @@ def check_stages(options: Any, asked: Options, trains: bool) -> None:
     """
     if asked.pipeline == 1:
         return
-    from axo.perf import pipeline_schedule
-    from axo.perf.cut import bounds_of
+    from axo.perf import cut, pipeline_schedule
 
     schedule = asked.schedule or "1f1b"
     stages = asked.pipeline * pipeline_schedule.known(schedule).stages_per_rank
     pipeline_schedule.check(schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
     blocks = model_fields(options, "--pipeline").get("n_layer")
     if blocks is not None:
-        bounds_of(blocks, stages, "even")
+        cut.check(blocks, stages, cut.read(asked.cuts or "even"))
     if os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1" or options.get("compile"):
         raise ValueError("litgpt: --pipeline runs without torch.compile; leave TORCHDYNAMO_DISABLE=0 and --compile out")
     if trains and options.train.micro_batch_size < asked.pipeline:

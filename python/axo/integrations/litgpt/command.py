@@ -321,6 +321,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     from axo.integrations.litgpt.patches import Run, Stopped, patched
     from axo.integrations.litgpt.strategy import LitGPTStrategy
     from axo.offload import Offload
+    from axo.perf import cut
 
     rank = Rank.from_environment()
     assert rank is not None
@@ -341,6 +342,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             vocab_loss=options.vocab_loss,
             pipeline=options.pipeline,
             schedule=options.schedule or "1f1b",
+            cuts=cut.read(options.cuts or "even"),
             microbatches=options.microbatches or None,
             offload=None if options.offload == "none" else Offload.parse(options.offload, options.offload_dir or None),
             step_agreement=this.agreement if command.trains else None,

@@ -24,7 +24,7 @@ class Options:
         max_restarts: How often lost ranks are started again.
         goldfish: (K, H); None: no goldfish loss.
         pipeline: Stages, each of them a grid; 0: the planner is to choose.
-        schedule, microbatches: Of the stages; "" and 0: not given (1f1b, and twice the stages).
+        schedule, cuts, microbatches: Of the stages; "" and 0: not given (1f1b, even, and twice the stages).
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
         algorithm: How products are distributed: "axonn", "tesseract" or "summa".
     """
@@ -38,6 +38,7 @@ class Options:
     goldfish: tuple[int, int] | None = None
     pipeline: int = 1
     schedule: str = ""
+    cuts: str = ""
     microbatches: int = 0
     offload: str = "none"
     offload_dir: str = ""
@@ -47,6 +48,12 @@ class Options:
     def shown(self) -> str:
         """The grid, and the stages if there are several."""
         return str(self.grid or AUTO) if self.pipeline < 2 else f"{self.grid or AUTO} in {self.pipeline} stages"
+
+    @property
+    def by_hand(self) -> str:
+        """The options that ask for the grid and the stages."""
+        stages = f" --pipeline {self.pipeline} --schedule {self.schedule} --cuts {self.cuts}"
+        return f"--grid {self.grid}" + (f"{stages} --microbatches {self.microbatches}" if self.pipeline > 1 else "")
 
     def data_ranks(self, grid: Grid) -> int:
         """Ranks of ``grid`` that have samples of their own."""
@@ -85,6 +92,11 @@ _VALUES = {
         "NAME",
         "a schedule, such as --schedule zero-bubble",
         "Of the stages: gpipe, 1f1b (default), looped-bfs, interleaved-1f1b, zero-bubble, zbv or dualpipev.",
+    ),
+    "--cuts": (
+        "BLOCKS",
+        "even, planner, or the first blocks of later stages, such as --cuts 3,7",
+        "First blocks of later stages: even (default), planner (the least flops of the busiest rank), or 3,7.",
     ),
     "--microbatches": (
         "M",
@@ -167,14 +179,16 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         goldfish=_goldfish(given.goldfish) if given.goldfish else None,
         pipeline=_count("--pipeline", given.pipeline, 1) if given.pipeline else int(not automatic),
         schedule=given.schedule,
+        cuts=given.cuts,
         microbatches=_count("--microbatches", given.microbatches, 1) if given.microbatches else 0,
         offload=given.offload or "none",
         offload_dir=given.offload_dir,
         algorithm=algorithm,
     )
-    for option, value in (("--schedule", given.schedule), ("--microbatches", given.microbatches)):
+    for name in ("schedule", "cuts", "microbatches"):
+        value = getattr(given, name)
         if value and options.pipeline == 1:
-            raise ValueError(f"litgpt: {option} {value} is of pipeline stages; add --pipeline N, or leave it out")
+            raise ValueError(f"litgpt: --{name} {value} is of pipeline stages; add --pipeline N, or leave it out")
     if options.offload_dir and options.offload == "none":
         raise ValueError(
             f"litgpt: --offload-dir {options.offload_dir} without --offload; say what goes there, such as --offload"
