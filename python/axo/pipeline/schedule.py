@@ -122,10 +122,10 @@ class _Step:
             ValueError: The rows are not those of all micro-batches.
         """
         for what, given in (("inputs", args[0] if args else None), ("targets", target)):
-            if given is not None and given.shape[0] != self.axo_rows * self._n_microbatches:
+            if given is not None and given.shape[0] != self.axo_rows:
                 raise ValueError(
                     f"pipeline: {what} have {given.shape[0]} rows, and {self._n_microbatches} micro-batches of"
-                    f" {self.axo_rows} rows were announced; pass {self.axo_rows * self._n_microbatches}"
+                    f" {self.axo_stages[0].rows} rows were announced; pass {self.axo_rows}"
                 )
         kwargs.setdefault("return_outputs", False)
         if not self._has_backward:
@@ -134,7 +134,15 @@ class _Step:
             return super().step(*args, target=target, **kwargs)  # type: ignore[misc]
 
 
-def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Loss, mean: bool = True) -> Schedule:
+def schedule(
+    name: str,
+    stages: Sequence[Stage],
+    *,
+    microbatches: int,
+    loss: Loss,
+    mean: bool = True,
+    rows: int | None = None,
+) -> Schedule:
     """Make torch's schedule ``name`` over this rank's stages. Every rank makes its own.
 
     After each ``step`` gradients are complete, and added to what ``.grad`` held; nothing is divided there. So steps
@@ -143,13 +151,15 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
     Args:
         name: One of :data:`SCHEDULES`.
         stages: What :func:`stages` returned; of modules of your own, in the order of their indices.
-        microbatches: Equal parts that a step's rows are cut into; at least as many as stages.
+        microbatches: Parts that a step's rows are cut into; at least as many as stages.
         loss: Of one micro-batch: (output of the last stage, its targets) -> a scalar.
-        mean: The loss of a step is the mean of those of its micro-batches; else their sum. What ``losses`` gets are
-            its summands.
+        mean: The loss of a step is the mean of those of its micro-batches, each as often as it has rows; else their
+            sum. What ``losses`` gets are its summands.
+        rows: Of a step on this rank; default: ``microbatches`` times what the stages were made for. Where the
+            micro-batches do not divide them the first have one more, and that is what the stages are made for.
 
     Raises:
-        ValueError: The schedule is not known, or does not fit the stages or the number of micro-batches.
+        ValueError: The schedule is not known, or does not fit the stages, the rows or the number of micro-batches.
         Refused: It does not suit the algorithm of the products.
     """
     kind = known(name)
@@ -161,10 +171,19 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
         )
     check_microbatches(name, microbatches, comms.stages)
     check_algorithm(name, comms.arrangement.name)
-    weight = 1 / microbatches if mean else 1.0
+    whole = microbatches * stages[0].rows
+    count = whole if rows is None else rows
+    least, more = divmod(count, microbatches)
+    if least < 1 or least + (more > 0) != stages[0].rows:
+        raise ValueError(
+            f"pipeline: rows={count} in {microbatches} micro-batches are not up to {stages[0].rows} rows each, which"
+            f" the stages were made for; make them for {max(1, -(-count // microbatches))}, or use up to {whole} rows"
+        )
+    for stage in stages if more else ():
+        stage.announce_rows([least + (number < more) for number in range(microbatches)])
 
     def weighted(output: Any, target: torch.Tensor) -> torch.Tensor:
-        return loss(output, target) * weight
+        return loss(output, target) * (target.shape[0] / count if mean else 1.0)
 
     if kind.splits:
         for stage in stages:
@@ -174,5 +193,5 @@ def schedule(name: str, stages: Sequence[Stage], *, microbatches: int, loss: Los
     given = stages[0] if kind.stages_per_rank == 1 else list(stages)
     made = made_of(given, microbatches, loss_fn=weighted, scale_grads=False)
     made.axo_stages = list(stages)
-    made.axo_rows = stages[0].rows
+    made.axo_rows = count
     return made

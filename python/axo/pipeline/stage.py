@@ -9,6 +9,7 @@ What torch's own stage does otherwise, or cannot do:
     gradients    of the micro-batches of a step are added up on the rank and reduced once: behind the last backward
                  pass, or at the end of the step where that is split in two phases
     weights      that z cuts are gathered once a step, as far as the gather cache has room
+    rows         of a step that the micro-batches do not divide: the first have one more, as torch cuts them
     two phases   (zero bubble) the input phase runs the graph once and puts the products for weights off; the weight
                  phase computes these and nothing else: no collective, no recomputation, no product twice
     scale        ``.grad`` is never divided: ``scale_grads=True`` would divide what earlier steps have accumulated again
@@ -90,6 +91,38 @@ class Stage(PipelineStage):
         self.comms = comms
         self.rows = (input_args[0] if isinstance(input_args, tuple) else input_args).shape[0]
         self._engines = engines(submodule)
+        self._sizes: list[int] = []
+
+    def announce_rows(self, sizes: list[int]) -> None:
+        """Say how many rows each micro-batch of a step has, where they are not all those of ``input_args``.
+
+        Raises:
+            ValueError: An input or output has another first dim than rows.
+        """
+        metas = (*(self._user_meta.inputs or ()), *(self._user_meta.outputs or ()))
+        if any(tuple(meta.shape)[:1] != (self.rows,) for meta in metas if meta is not None):
+            raise ValueError(
+                f"pipeline: micro-batches of {sizes} rows want inputs and outputs whose first dim are the {self.rows}"
+                " rows; use a number of micro-batches that divides the rows"
+            )
+        self._sizes = sizes
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_forward_infra(*args, **kwargs)
+        self._shorten(self.args_recv_info)
+        return result
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self._shorten(self.grad_recv_info)
+        return result
+
+    def _shorten(self, received: dict[int, tuple[Any, ...]]) -> None:
+        """Let each micro-batch's messages have its rows; torch makes room for those of the largest."""
+        for rows, infos in zip(self._sizes, received.values(), strict=False):
+            for info in infos:
+                if getattr(info, "buffer", None) is not None:
+                    info.buffer = info.buffer[:rows]
 
     def split_backward(self) -> None:
         """Let the layers put their weights' products off where a schedule has two backward phases.
@@ -120,9 +153,12 @@ class Stage(PipelineStage):
             return output
         outputs = output if isinstance(output, tuple) else (output,)
         got = [(tuple(one.shape), one.dtype) for one in outputs]
-        if got != self._given:
+        given = self._given
+        if self._sizes:
+            given = [((args[0].shape[0], *shape[1:]), dtype) for shape, dtype in given]
+        if got != given:
             raise ValueError(
-                f"pipeline: stage {self.stage_index} gives {_shown(got)} and output_args said {_shown(self._given)};"
+                f"pipeline: stage {self.stage_index} gives {_shown(got)} and output_args said {_shown(given)};"
                 " every micro-batch must have as many rows and tokens as that, in that dtype"
             )
         whole = tuple(one.contiguous() for one in outputs)  # a message is contiguous
@@ -147,6 +183,9 @@ class Stage(PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         """Run the graph of one micro-batch backward; gradients of inputs come as messages, contiguous."""
         grads, groups = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if self._sizes:  # else torch sends zeros of the largest micro-batch for what has no gradient
+            pairs = zip(grads, bwd_kwargs["input_values"], strict=True)
+            grads = tuple(torch.zeros_like(x) if grad is None and x.requires_grad else grad for grad, x in pairs)
         return tuple(None if grad is None else grad.contiguous() for grad in grads), groups
 
     def _take_work(self) -> Callable[[], None]:
