@@ -37,8 +37,8 @@ def build() -> None:
 class Gpu:
     """What tests ask of the stand-in besides torch's own calls."""
 
-    def __init__(self, library: Any) -> None:
-        self._library = library
+    def __init__(self, library: Any, *kept: object) -> None:
+        self._library, self._kept = library, kept
         for name in ("standin_calls", "standin_violations"):
             getattr(library, name).restype = ctypes.c_char_p
         library.standin_end_capture.restype = ctypes.c_void_p
@@ -118,7 +118,10 @@ def install(folder: str | os.PathLike | None) -> Gpu:
     library.standin_install()
     torch.utils.rename_privateuse1_backend(DEVICE)
     torch._register_device_module(DEVICE, _module(library))
-    return Gpu(library)
+    # A tensor may get data of another device, as CUDA's may.
+    compatible = torch.library.Library("aten", "IMPL")
+    compatible.impl("_has_compatible_shallow_copy_type", lambda self, other: True, "PrivateUse1")
+    return Gpu(library, compatible)
 
 
 def _module(library: Any) -> types.ModuleType:

@@ -74,7 +74,7 @@ class _Unshard(torch.autograd.Function):
         if not axes:
             return local.clone()
         longest = placement.max_local_shape()
-        parts = pad_to(local, longest).contiguous().unsqueeze(0)
+        parts = pad_to(local, longest).contiguous().unsqueeze(0).to(comms.device)
         for axis in axes:  # the axis gathered last is the outermost of the index
             parts = comms.axis(axis).all_gather(parts)
         full = local.new_empty(placement.global_shape)

@@ -9,6 +9,7 @@ values are equal to the bit. What comes too early or too late shows as another v
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch
 from torch import nn
 
 import axo
+from axo.comm.device import DeviceWork
 from axo.offload import activations, lane, optimizer
-from tests import standin
+from tests import gpt, standin
 from tests.launcher import run_ranks
+from tests.nn.support import my_rows
 
 
 def pinned(*shape: int) -> torch.Tensor:
@@ -90,17 +93,20 @@ def steps(
 
 
 class Late:
-    """Lets each copy run only when somebody waits for it: the latest that is allowed."""
+    """Lets each copy run only when somebody waits for it, or for a collective: the latest that is allowed."""
 
     def __init__(self, gpu: standin.Gpu, patch: pytest.MonkeyPatch) -> None:
         held: list[tuple[lane.Done, lane.Lane, Any, tuple[Any, ...]]] = []  # in the order of issue
         copy, block, synchronize = lane.Lane.copy, lane.Done.block, lane.Done.synchronize
+        wait = DeviceWork.wait
         self.copies = 0
 
-        def late_copy(mine: lane.Lane, pairs: Any, *after: Any) -> lane.Done:
-            with mine._stream:  # type: ignore[union-attr]
+        def late_copy(mine: lane.Lane, pairs: Any, *after: Any, **options: Any) -> lane.Done:
+            if mine._stream is None:  # of a parameter that lies on the host
+                return copy(mine, pairs, *after, **options)
+            with mine._stream:
                 gate = gpu.hold()
-            done = copy(mine, pairs, *after)
+            done = copy(mine, pairs, *after, **options)
             held.append((done, mine, gate, after))
             self.copies += 1
             return done
@@ -119,7 +125,12 @@ class Late:
                 for before in each[3]:
                     let(before)
 
+        def let_all() -> None:
+            while held:
+                let(held[-1][0])
+
         patch.setattr(lane.Lane, "copy", late_copy)
+        patch.setattr(DeviceWork, "wait", lambda work: (let_all(), wait(work))[1])
         patch.setattr(lane.Done, "block", lambda done: (let(done), block(done))[1])
         patch.setattr(lane.Done, "synchronize", lambda done: (let(done), synchronize(done))[1])
 
@@ -160,3 +171,97 @@ def trained(folder: Path) -> bool:
 def test_copies_run_on_streams_of_their_own_neither_too_early_nor_too_late(tmp_path: Path) -> None:
     standin.build()
     run_ranks(trained, 1, tmp_path, timeout=120)
+
+
+# --- parameters ---------------------------------------------------------------------------------------------------
+
+
+def on_a_grid(
+    comms: Any, offload: axo.Offload | None, dtype: torch.dtype, gather_cache: str, folder: Path
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Losses of three steps of two micro-batches, the first of them in two halves, and the parameters; after two all is
+    saved, changed, and loaded. Without ``offload`` the optimizer is torch's, on copies of the parameters."""
+    torch.manual_seed(1000 + comms.rank)  # only rank 0's matters
+    with torch.device("meta"):
+        model: Any = gpt.GPT(gpt.Config(**gpt.LLAMA | {"bias": True})).to(dtype)
+    axo.parallelize(model, comms, gather_cache=gather_cache)
+    axo.init_weights(model, model._init_weights, offload=offload)
+    parameters, settings = list(model.parameters()), {"lr": 1e-2, "weight_decay": 0.1}
+    if offload is None:
+        masters = [parameter.detach().cpu().float().requires_grad_() for parameter in parameters]
+        adamw: torch.optim.Optimizer = torch.optim.AdamW(masters, fused=True, **settings)
+    else:
+        masters, adamw = [], offload.adamw(parameters, **settings)
+        cut = [parameter.placement.axes >= {"z"} for parameter in parameters]
+        assert [parameter.is_pinned() for parameter in parameters] == cut and True in cut and False in cut
+        assert all(each.device.type == ("cpu" if own else "standin") for each, own in zip(parameters, cut, strict=True))
+    losses = []
+    for step in range(3):
+        for half in range(2):
+            ids, targets = (my_rows(comms, part) for part in gpt.batch(model.config, 2 * step + half))
+            for number, rows in enumerate(torch.arange(len(ids)).chunk(1 + (half == 0))):
+                logits = model(ids[rows].to(comms.device))
+                loss = axo.nn.cross_entropy(logits, targets[rows].to(comms.device), comms=comms)
+                if half == 0 and number == 0:
+                    with axo.no_sync(model):
+                        loss.backward()
+                else:
+                    loss.backward()
+                losses.append(loss.item())
+        axo.clip_grad_norm_(parameters, 0.5)
+        for master, parameter in zip(masters, parameters, strict=False):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.cpu().float()
+        adamw.step()
+        with torch.no_grad():
+            for master, parameter in zip(masters, parameters, strict=False):
+                parameter.copy_(master)
+        model.zero_grad()
+        if offload is not None and step == 1:
+            pointers = [parameter.data_ptr() for parameter in parameters]
+            axo.checkpoint.save(folder, model, adamw, step=2)
+            with torch.no_grad():
+                for parameter in parameters:
+                    parameter.fill_(7.0)
+            axo.checkpoint.load(folder, model, adamw)
+            assert pointers == [parameter.data_ptr() for parameter in parameters]
+    return losses, [parameter.detach().cpu() for parameter in parameters]
+
+
+def shards_on_the_host(folder: Path) -> bool:
+    gpu = standin.install(folder)
+    torch.set_num_threads(1)
+    optimizer.PIECE = 640
+    comms = axo.connect("1x1x2x1", device="standin")
+    for dtype, gather_cache in ((torch.float32, "none"), (torch.bfloat16, "all")):
+        expected, values = on_a_grid(comms, None, dtype, gather_cache, folder)
+        for late in (False, True) if dtype == torch.float32 else (True,):
+            with pytest.MonkeyPatch.context() as patch:
+                seen = Late(gpu, patch) if late else None
+                offload = axo.Offload(parameters=True)
+                saved = folder / f"checkpoint-{dtype}-{late}"
+                losses, mine = on_a_grid(comms, offload, dtype, gather_cache, saved)
+                assert losses == expected, (dtype, late)
+                assert all(torch.equal(a, b) for a, b in zip(mine, values, strict=True)), (dtype, late)
+                assert seen is None or seen.copies > 3 * 2 * 2 * 10
+    layer = axo.nn.Linear(8, 6, comms=comms, device=comms.device)
+    whole = layer.full_weight()
+    axo.Offload(parameters=True).move_in(layer.parameters())
+    assert layer.weight.is_pinned() and torch.equal(layer.full_weight().cpu(), whole.cpu())
+    (grad,) = torch.autograd.grad(layer(torch.ones(2, 8, device=comms.device)).sum(), layer.weight)
+    assert grad.device.type == "cpu" and torch.equal(grad, torch.full((3, 8), 2.0))
+    other: Any = axo.nn.Linear(8, 6, comms=comms, device=comms.device)
+    other.weight.placement = dataclasses.replace(other.weight.placement, zero=object())
+    with pytest.raises(ValueError, match="with zero on a GPU is not supported; leave zero out"):
+        axo.Offload(parameters=True).move_in(other.parameters())
+    with pytest.raises(ValueError, match=r"on standin:\d is of weights that the axis z cuts, and none is; use"):
+        axo.Offload(parameters=True).adamw(nn.Linear(3, 3).to("standin").parameters())
+    assert not gpu.violations()
+    return True
+
+
+@pytest.mark.slow
+def test_shards_on_the_host_go_up_with_their_gather_and_gradients_come_down(tmp_path: Path) -> None:
+    """Oracle: the same model with nothing offloaded, on the stand-in, and torch's AdamW on the CPU: to the bit."""
+    standin.build()
+    run_ranks(shards_on_the_host, 2, tmp_path, timeout=200)

@@ -79,24 +79,29 @@ def with_fsdp_and_dtensor(folder: Path) -> None:
     assert not gpu.violations()
 
 
-def train_on_standin(folder: Path, text: str, grid: str) -> list[float] | None:
+def train_on_standin(folder: Path, text: str, grid: str, offloads: list[str]) -> list[list[float]]:
     gpu = standin.install(folder)
-    outcome = runner.train_rank(options(text, "standin", grid=axo.Grid.parse(grid), save_every=3))
-    calls = [call.split()[0] for call in gpu.calls()]
-    assert "ncclAllReduce" in calls or int(os.environ["WORLD_SIZE"]) == 1
-    assert not gpu.violations()
-    return outcome.losses if outcome is not None else None
+    losses = []
+    for offload in offloads:
+        out = f"{text}-{offload}"
+        given = options(text, "standin", grid=axo.Grid.parse(grid), save_every=3, offload=offload, out=out)
+        outcome = runner.train_rank(given)
+        calls = [call.split()[0] for call in gpu.calls()]
+        assert "ncclAllReduce" in calls or int(os.environ["WORLD_SIZE"]) == 1
+        assert not gpu.violations()
+        losses.append(outcome.losses if outcome is not None else [])
+    return losses
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("grid", ["2x2x1x1", "1x1x2x2"])
-def test_training_on_a_device_equals_serial_training(grid: str, text: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("grid", "offloads"), [("2x2x1x1", ["none"]), ("1x1x2x2", ["none", "optimizer,parameters"])])
+def test_training_on_a_device_equals_serial_training(grid: str, offloads: list[str], text: str, tmp_path: Path) -> None:
     standin.build()
     config = options(text, "cpu")
     serial = list(train_serial(config, open_batches(config, open_corpus(config))))
-    losses = run_ranks(train_on_standin, 4, tmp_path, text, grid, timeout=150)[0]
-    # fp32: sums in another order, and three steps of AdamW
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(serial), rtol=2e-5, atol=0)
+    for losses in run_ranks(train_on_standin, 4, tmp_path, text, grid, offloads, timeout=150)[0]:
+        # fp32: sums in another order, and three steps of AdamW
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(serial), rtol=2e-5, atol=0)
 
 
 @pytest.mark.slow

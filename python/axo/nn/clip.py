@@ -55,7 +55,9 @@ def clip_grad_norm_(
     )
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
-        torch._foreach_mul_(grads, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for device in {grad.device for grad in grads}:  # a parameter's may lie on the host of a GPU
+            torch._foreach_mul_([grad for grad in grads if grad.device == device], factor.to(device))
     return norm
 
 
@@ -127,7 +129,8 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
     """Sum of |g|^p over this rank's elements (for p = inf the maximum), as one fp64 number."""
     if not grads:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    norms = torch.stack([torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double() for g in grads])
+    each = [torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double() for g in grads]
+    norms = torch.stack([norm.to(device) for norm in each])
     if math.isinf(norm_type):
         return norms.max().reshape(1)
     return norms.pow(norm_type).sum().reshape(1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -53,11 +54,14 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._held: deque[tuple[Done, list[Pair], int]] = deque()
+        self._held: deque[tuple[Done, object, int]] = deque()
         self._bytes = 0
 
-    def copy(self, pairs: Iterable[Pair], *after: Done | None) -> Done:
-        """Copy each source into its target (of one shape and dtype), after ``after`` too; return the end of it."""
+    def copy(self, pairs: Iterable[Pair], *after: Done | None, held: object = None) -> Done:
+        """Copy each source into its target (of one shape), after ``after`` too; return the end of it.
+
+        ``held`` lives as long as what is copied.
+        """
         pairs = list(pairs)
         if self._stream is None:
             for target, source in pairs:
@@ -71,12 +75,21 @@ class Lane:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             done = Done(self._device, self._stream.record_event())
-        self._hold(done, pairs)
+        self._hold(done, pairs, held)
         return done
 
-    def _hold(self, done: Done, pairs: list[Pair]) -> None:
+    def following(self) -> AbstractContextManager[object]:
+        """What is issued in this block comes after the copies so far, and after nothing else."""
+        return nullcontext() if self._stream is None else self._stream
+
+    def synchronize(self) -> None:
+        """Block the host until all copies so far are complete."""
+        if self._held:
+            self._held[-1][0].synchronize()
+
+    def _hold(self, done: Done, pairs: list[Pair], held: object) -> None:
         size = sum(target.nbytes for target, _ in pairs)
-        self._held.append((done, pairs, size))
+        self._held.append((done, (pairs, held), size))
         self._bytes += size
         self.let_go(_MOST_BYTES + size)
 

@@ -25,7 +25,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from axo.offload.lane import Done, Lane, Pair
-from axo.offload.parameters import Home
+from axo.offload.parameters import home_of
 from axo.offload.tier import Tier, tier_for
 from axo.placement import Placement
 
@@ -133,9 +133,12 @@ class OffloadedAdamW(torch.optim.AdamW):
                     "AdamW: a parameter is on the meta device; fill the model first (axo.init_weights, to_empty), then"
                     " make the optimizer"
                 )
+            of_device = [p for p in parameters if p.device == device]
             if device not in self._tiers:
-                self._tiers[device] = tier_for(device, self._folder)
-            for run in _runs([p for p in parameters if p.device == device]):
+                home = home_of(of_device[0])  # of a GPU: its pinned memory
+                pinned = home is not None and home.device != device
+                self._tiers[device] = home.tier if home is not None and pinned else tier_for(device, self._folder)
+            for run in _runs(of_device):
                 block = self._tiers[device].block(sum(_room(p) for p in run))
                 offset = 0
                 for p in run:
@@ -244,8 +247,8 @@ class OffloadedAdamW(torch.optim.AdamW):
                     part.parameter.copy_(value)
                 for moment in part.place.moments:
                     tier.rest(part.of(moment))
-                home = getattr(part.parameter, "home", None)
-                if isinstance(home, Home):
+                home = home_of(part.parameter)
+                if home is not None:
                     home.tier.rest(part.of(part.parameter))
 
     def _step_on_host(self, group: dict[str, Any], device: torch.device, pieces: list[list[_Part]]) -> None:

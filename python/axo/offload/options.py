@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import nn
 
 from axo.offload.activations import Activations, blocks_of
 from axo.offload.optimizer import OffloadedAdamW
-from axo.offload.parameters import move_in
+from axo.offload.parameters import home_of, move_in
 from axo.offload.tier import tier_for
 
 
@@ -27,7 +28,8 @@ class Offload:
 
     Args:
         optimizer: AdamW's moments, and the fp32 masters of parameters of another dtype; ``adamw`` makes the optimizer.
-        parameters: The parameters and their gradients, on CPU ranks: with ``optimizer`` all that a rank keeps.
+        parameters: The parameters and their gradients: with ``optimizer`` all that a CPU rank keeps. On a GPU those
+            that the axis z cuts, which are gathered to be used.
         activations: Tensors that forward saves for backward: ``"none"``, ``"all"`` of the model's, or those of the
             model's first ``n`` blocks: entries of its first ``nn.ModuleList`` or ``nn.Sequential``.
         dir: A folder on a disk, for CPU ranks; nothing is left in it. Each rank may have its own.
@@ -96,29 +98,31 @@ class Offload:
             ValueError: A parameter is on the meta device, or the lower tier cannot be used.
             OSError: The lower tier has no room; nothing is kept of what was reserved.
         """
-        made: torch.optim.AdamW
+        made = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=not self.optimizer)
+        parameters = [parameter for group in made.param_groups for parameter in group["params"]]
+        # State is made for where a parameter is: one that leaves its GPU goes first.
+        self.move_in(parameter for parameter in parameters if parameter.device.type != "cpu")
+        on_gpu = {str(p.device) for p in parameters if p.device.type not in ("cpu", "meta")}
+        if self.parameters and on_gpu and not any(map(home_of, parameters)):
+            raise ValueError(
+                f"Offload: parameters=True on {', '.join(on_gpu)} is of weights that the axis z cuts, and none is; use"
+                " a grid with z of at least 2, such as 1x1x2x1, or offload the optimizer alone"
+            )
         if self.optimizer:
-            made = OffloadedAdamW(params, lr, betas, eps, weight_decay, maximize=maximize, folder=self.dir)
-        else:
-            made = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=True)
-        self.move_in(parameter for group in made.param_groups for parameter in group["params"])
+            groups = made.param_groups
+            made = OffloadedAdamW(groups, lr, betas, eps, weight_decay, maximize=maximize, folder=self.dir)
+        self.move_in(parameters)
         return made
 
     def move_in(self, parameters: Iterable[torch.Tensor]) -> None:
         """Move real parameters to where ``parameters`` says; ``adamw`` and ``axo.init_weights`` call it.
 
         Raises:
-            ValueError: One is on a GPU, or the lower tier cannot be used. OSError: It has no room.
+            ValueError: ZeRO cuts their state on a GPU, or the lower tier cannot be used. OSError: It has no room.
         """
-        moving = [parameter for parameter in parameters if not parameter.is_meta] if self.parameters else []
-        for device in {parameter.device for parameter in moving}:
-            if device.type != "cpu":
-                raise ValueError(
-                    f"Offload: parameters=True is of CPU ranks, and a parameter is on {device}; split the parameters"
-                    " over more ranks instead (the axis z), and offload the optimizer"
-                )
-        if moving:
-            move_in(moving, tier_for(torch.device("cpu"), self.dir))
+        if self.parameters:
+            moving = [parameter for parameter in parameters if not parameter.is_meta]
+            move_in(moving, lru_cache(lambda device: tier_for(device, self.dir)))
 
     def attach(self, model: nn.Module, device: torch.device | None = None) -> None:
         """Let what ``model`` saves for backward lie where ``activations`` says. ``axo.parallelize`` calls it.

@@ -1,25 +1,34 @@
-"""Parameters and their gradients on the lower tier, for CPU ranks.
+"""Parameters and their gradients on the lower tier.
 
-A parameter's memory becomes a part of a mapped file; what reads it (a product, a gather over z) reads the file. A
-gradient moves to its place beside it as soon as it is complete, by a hook: on one rank at once, else at the end of
-backward, when Axo delivers gradients. On a GPU they would have to be brought up first, which is refused.
+On a CPU rank a parameter's memory becomes a part of a mapped file; what reads it (a product, a gather over z) reads the
+file. A gradient moves to its place beside it as soon as it is complete, by a hook: on one rank at once, else at the end
+of backward, when Axo delivers gradients.
+
+On a GPU a weight that z cuts (ZeRO-3) becomes a tensor of pinned host memory. It goes to the device as a part of its
+gather, and its gradient comes to the host by itself (``axo.offload.shards``). What z does not cut stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
+from torch import nn
 
 from axo.offload.tier import PAGE, Tier
+from axo.placement import Placement
 
 
 class Home:
-    """Where a parameter and its gradient lie.
+    """Where a parameter and, on a CPU rank, its gradient lie.
 
     Args:
         parameter: Moves in at once.
         tier: Gives the memory.
+
+    Attributes:
+        tier: That.
+        device: From which the parameter has come.
 
     Raises:
         OSError: The tier has no room; the parameter stays where it was.
@@ -27,14 +36,16 @@ class Home:
 
     def __init__(self, parameter: torch.Tensor, tier: Tier) -> None:
         size = -(-parameter.nbytes // PAGE) * PAGE
-        block = tier.block(2 * size if parameter.requires_grad else size)
+        self.device = parameter.device
+        takes_gradient = parameter.requires_grad and self.device.type == "cpu"
+        block = tier.block(2 * size if takes_gradient else size)
         mine = block[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         mine.copy_(parameter.detach())
         parameter.data = mine
         tier.rest(mine)
         self.tier, self.pointer = tier, parameter.data_ptr()
         self._room = block[size:][: parameter.nbytes].view(parameter.dtype)
-        if parameter.requires_grad:
+        if takes_gradient:
             self._handle = parameter.register_post_accumulate_grad_hook(self._take)
 
     def leave(self) -> None:
@@ -57,16 +68,38 @@ class Home:
             grad.data = room  # torch compares shapes when a gradient is given
 
 
-def move_in(parameters: Iterable[torch.Tensor], tier: Tier) -> None:
-    """Give each parameter a home on ``tier`` that has none, or has left it since (by ``model.to(dtype)``, say).
+def home_of(parameter: torch.Tensor) -> Home | None:
+    """Where a parameter lies; None: it has no home, or has left it since (by ``model.to(dtype)``, say)."""
+    home = getattr(parameter, "home", None)
+    return home if isinstance(home, Home) and home.pointer == parameter.data_ptr() else None
+
+
+def move_in(parameters: Iterable[torch.Tensor], tier_of: Callable[[torch.device], Tier]) -> None:
+    """Give each parameter a home that has none: on a CPU each, on a GPU each weight that z cuts.
 
     Raises:
+        ValueError: ZeRO cuts the state of such a weight too, or the lower tier cannot be used.
         OSError: The tier has no room; those before it have moved.
     """
     for parameter in parameters:
-        home = getattr(parameter, "home", None)
-        if isinstance(home, Home):
-            if home.pointer == parameter.data_ptr():
-                continue
-            home.leave()
-        parameter.home = Home(parameter, tier)  # type: ignore[attr-defined]
+        if home_of(parameter) is not None or not (parameter.device.type == "cpu" or _is_gathered(parameter)):
+            continue
+        left = getattr(parameter, "home", None)
+        if isinstance(left, Home):
+            left.leave()
+        parameter.home = Home(parameter, tier_of(parameter.device))  # type: ignore[attr-defined]
+
+
+def _is_gathered(parameter: torch.Tensor) -> bool:
+    """Whether a product wants more rows of the parameter than this rank keeps."""
+    placement = getattr(parameter, "placement", None)
+    if not isinstance(placement, Placement) or placement.comms is None or type(parameter) is not nn.Parameter:
+        return False
+    comms = placement.comms
+    if not any(axis in comms.arrangement.rows and comms.grid.size(axis) > 1 for axis in placement.splits[0]):
+        return False
+    if placement.zero is not None:
+        raise ValueError(
+            "Offload: parameters=True with zero on a GPU is not supported; leave zero out, and give z the ranks of data"
+        )
+    return True

@@ -45,6 +45,14 @@ class Slot:
         self.arriving: Pending | None = None
         self.copies: Copies | None = None
 
+    def leaves(self) -> bool:
+        """Whether the gradient is complete when it has arrived, so that it may leave for another place then."""
+        return not self.bucket.stages and self.copies is None and self.bucket.exact
+
+    def leave(self, tensor: torch.Tensor) -> None:
+        """The gradient will be in ``tensor``; its place in the bucket is given up."""
+        self.arriving, self.tensor, self.bucket.buffer = None, tensor, tensor
+
     def gradient(self) -> torch.Tensor:
         """The finished gradient, padding dropped: a view of the bucket unless that has room to spare."""
         found = self.tensor[: self.rows].view(self.rows, *self.parameter.shape[1:])

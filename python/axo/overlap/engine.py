@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from axo.comm.connect import Communicators
+from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets
 from axo.overlap.events import Events
 from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
@@ -86,6 +87,7 @@ class Engine:
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_End] | None = None
+        self._shards: Shards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         stage = 0 if self.zero is None else self.zero.stage
@@ -113,6 +115,14 @@ class Engine:
         for hook in self._hooks:
             hook.remove()
         self._rooted, self._root, self._hooks = False, None, ()
+
+    def shards_of(self, weight: torch.Tensor) -> Shards | None:
+        """The ways between host and device of a weight that lies on the host; None: it is where it is computed with."""
+        if weight.device.type == self.comms.device.type:
+            return None
+        if self._shards is None:
+            self._shards = Shards(self.comms.device)
+        return self._shards
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the model as they are now: those of a meta model are made anew when it is filled."""

@@ -113,7 +113,10 @@ class Exchange(Route):
 
     def shard(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """This rank's rows as they travel, where shares are equal: (rows/Gz, ...) -> (rows/Gz, c), contiguous."""
-        return weight.detach().flatten(1).to(dtype).contiguous()
+        whole = weight.detach().flatten(1)
+        if self.engine.shards_of(weight) is not None:
+            whole = whole.to(self.comms.device, non_blocking=True)
+        return whole.to(dtype).contiguous()
 
     # --- activations ----------------------------------------------------------------------------------------------
 
@@ -181,7 +184,7 @@ class Exchange(Route):
         if self.shard_axis is not None and self.shards > 1:
             grad = self.comms.axis(self.shard_axis).reduce_scatter(grad, op=self.op)
         grad = self._now(grad, self.weight_stages, self.weight_copies)
-        return grad[: self.shard_rows].to(weight.dtype).view(weight.shape)
+        return grad[: self.shard_rows].to(weight).view(weight.shape)
 
     def waits_for_scatter(self, how: str, weight: torch.Tensor) -> bool:
         """Whether the layer would wait for the reduce-scatter of this gradient where it issues it."""
@@ -206,7 +209,7 @@ class Exchange(Route):
         if isinstance(into, Slot):
             self.engine.gradients.add_shard(self, into)
             return None
-        return self._now(into, self.weight_stages, self.weight_copies).to(weight.dtype).view(weight.shape)
+        return self._now(into, self.weight_stages, self.weight_copies).to(weight).view(weight.shape)
 
     def vector_gradient(
         self, how: str, parameter: torch.Tensor, grad: torch.Tensor, sum_over: tuple[str, ...] = ()

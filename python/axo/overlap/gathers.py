@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -278,19 +279,25 @@ class Gathers:
         names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
         with hidden():
             shard, rows = weight.detach().flatten(1), route.padded_rows // route.shards
-            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, shard.device)
+            shards = engine.shards_of(weight)
+            device = shard.device if shards is None else engine.comms.device
+            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, device)
             mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
-            if shard.shape[0] == rows:
-                mine.copy_(shard)
-            else:
-                mine[: shard.shape[0]].copy_(shard)
+            if shard.shape[0] != rows:
                 mine[shard.shape[0] :].zero_()
+            if shards is None:
+                mine[: shard.shape[0]].copy_(shard)
+            else:
+                brought = shards.bring(mine[: shard.shape[0]], shard)
             block = whole[: route.block_rows]
         if blocking:
             with span(engine.events, "wait", *names):
+                if shards is not None:
+                    brought.block()
                 line.all_gather(mine, whole)
             return Gathered(weight, dtype, block, None)
-        work = line.all_gather(mine, whole, async_op=True)
+        with nullcontext() if shards is None else shards.after_bringing():
+            work = line.all_gather(mine, whole, async_op=True)
         return Gathered(weight, dtype, block, Pending(engine, work, block, *names))
 
 

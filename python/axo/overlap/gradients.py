@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets, Slot
 from axo.overlap.deferred import Deferred
 from axo.overlap.events import Pending, span
@@ -188,6 +189,10 @@ class Gradients:
         self.buckets.ready(slot, pending)
         if pending is None:
             return
+        shards = self._engine.shards_of(parameter)
+        if shards is not None and slot.leaves():
+            slot.leave(shards.take(slot.gradient(), parameter.dtype, pending.wait, held=(slot.tensor, into)))
+            return
         while self._arriving and self._arriving[0].done():
             self._arriving.popleft()  # lets go of the buffer it was scattered from
         self._arriving.append(pending)
@@ -249,11 +254,21 @@ class Gradients:
         if self.deferred and not self._engine.defers:
             self._send_deferred()
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        hosted: list[Shards] = []
         for parameter, grad in self.buckets.finish():
+            shards = self._engine.shards_of(parameter)
+            if shards is not None:
+                hosted = [shards]
+                if grad.device != parameter.device:
+                    grad = shards.take(grad, parameter.dtype)
             if id(parameter) in totals:  # used twice
+                for ways in hosted:
+                    ways.wait()
                 totals[id(parameter)][1].add_(grad)
             else:
                 totals[id(parameter)] = (parameter, grad)
+        for ways in hosted:
+            ways.wait()
         self._arriving.clear()
         self._count = 0
         hooks = self._give_hooks_back()

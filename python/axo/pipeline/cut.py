@@ -268,7 +268,9 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
                 if parameter.grad is None and parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad is not None:
-                    tied.all_reduce(parameter.grad)
+                    whole = tied.all_reduce(parameter.grad.to(tied.device))
+                    if whole.device != parameter.grad.device:  # that of a weight on the host
+                        parameter.grad.copy_(whole)
     finally:
         for (parameter, _), grad in zip(found, kept, strict=True):
             if grad is not None:
