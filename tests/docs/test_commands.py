@@ -1,4 +1,6 @@
-"""Every command that a page shows in a block marked ``bash`` runs as it stands there, or NOT_RUN says why not.
+"""Every command that a page shows in a block marked ``bash`` runs as it stands there, or NOT_RUN says why not; and so
+does every one between its words (README's tables) that says all that it needs (INLINE). Of the others between words,
+which name an option, ``tests/house/test_readme.py`` checks that it exists.
 
 A page's commands run one after the other in an empty folder; ``python -m`` finds the checkout's examples. Most take a
 minute, so all pages together are a long proof (``pytest -m soak tests/docs``); what takes seconds is run each time.
@@ -23,6 +25,7 @@ PAGES = sorted(
     ]
 )
 BLOCK = re.compile(r"^( *)```bash\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(axo (?:(?:plan|dryrun) --model|litgpt architectures --grid \d|\w+ --help)[^`]*?)(?: \.\.\.)?`")
 SECONDS = 300 * float(os.environ.get("AXO_TEST_SLOWNESS", "1"))  # for one command
 
 # Commands that no test types, by a pattern that each of them contains, and why.
@@ -40,17 +43,17 @@ NOT_RUN = {
     r"train\.py|PID|axo-flight": "names a program, process or files of the reader's; tests/comm/test_flight.py has all",
     r"examples\.(vit|memorization)": "takes minutes; tests/examples runs it with -m soak",
 }
-QUICK = r"^axo (info|sample)\b"  # run in each `make test`
+QUICK = r"^axo (info|sample)\b|^axo plan .*--batch-tokens 4M$|^axo \w+ --help$"  # run in each `make test`
 NEEDS = {"docs/finetune.md": "docs/index.md"}  # a page that says so goes on from another
 
 
 def commands_of(page):
-    """The lines of the page's blocks, a continued one as one."""
-    found = []
-    for _, block in BLOCK.findall(page.read_text(encoding="utf-8")):
+    """The lines of the page's blocks, a continued one as one; then what stands between its words."""
+    text, found = page.read_text(encoding="utf-8"), []
+    for _, block in BLOCK.findall(text):
         lines = (line.strip() for line in block.replace("\\\n", " ").splitlines())
         found += [line for line in lines if line and not line.startswith("#")]
-    return found
+    return found + INLINE.findall(BLOCK.sub("", text))
 
 
 def reason(command):

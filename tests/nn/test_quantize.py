@@ -27,10 +27,10 @@ def layers_of(comms, frozen=True):
 
 
 def kept(grid):
-    """What a recorded forward keeps as large as the weight and dense; and how far its gradient is from torch's."""
+    """Whether a recorded forward keeps the weight dense, and its gathers; product and gradient are torch's."""
     layer = layers_of(axo.connect(grid))[0]
     reference = torch.nn.Linear(24, 40).requires_grad_(False)
-    reference.load_state_dict({"weight": layer.weight.half().float(), "bias": layer.bias})
+    reference.load_state_dict({"weight": layer.full_weight().half().float(), "bias": layer.bias})
     axo.nn.quantize.quantize(layer, "nf4")
     sizes, x = [], torch.randn(3, 24, requires_grad=True)
 
@@ -39,16 +39,18 @@ def kept(grid):
             sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), axo.count_collectives() as counts:
         output = layer(x)
+        mine = torch.autograd.grad(output.square().sum(), x)[0]
     torch.testing.assert_close(output, reference(x))
-    mine, theirs = (torch.autograd.grad(module(x).square().sum(), x)[0] for module in (layer, reference))
-    torch.testing.assert_close(mine, theirs)
-    return 24 * 40 in sizes
+    torch.testing.assert_close(mine, torch.autograd.grad(reference(x).square().sum(), x)[0])
+    return 24 * 40 in sizes, counts["all_gather", "z"].calls
 
 
-def test_nothing_dense_is_kept_for_backward_on_one_rank():
-    assert run_ranks(kept, 1, "1x1x1x1") == [False]
+def test_nothing_dense_is_kept_for_backward():
+    """On one rank; and over z, where the rows are gathered again (dense weights are gathered once)."""
+    assert run_ranks(kept, 1, "1x1x1x1") == [(False, 0)]
+    assert run_ranks(kept, 2, "1x1x2x1") == [(False, 2)] * 2
 
 
 def shared(grid):

@@ -20,7 +20,7 @@ def quantize(model: nn.Module, kind: str) -> None:
         kind: As for :class:`QuantizedWeight`.
 
     Raises:
-        ValueError: A weight is trained, or split over z.
+        ValueError: A weight is trained.
     """
     quantized: dict[torch.Tensor, QuantizedWeight] = {}  # by what they stand for: layers may share one
     tables = {id(part.weight) for part in model.modules() if isinstance(part, Embedding)}
@@ -28,8 +28,6 @@ def quantize(model: nn.Module, kind: str) -> None:
         if not isinstance(layer, Linear) or id(layer.weight) in tables:
             continue
         old = layer.weight
-        if layer.comms.grid.z > 1:
-            raise ValueError(f"{layer.label()}: a quantized weight is not split over z; use a grid with z=1")
         if old.requires_grad:
             raise ValueError(f"{layer.label()}: a weight that is trained is not quantized; freeze it first")
         if old not in quantized:

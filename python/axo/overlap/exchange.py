@@ -23,7 +23,7 @@ from axo.overlap.gathers import Gathered
 from axo.overlap.gradients import GradientBuffer
 from axo.overlap.modes import hidden
 from axo.overlap.options import Overlap
-from axo.overlap.quantized import QuantizedWeight
+from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Copies, Route, Stage
 from axo.overlap.weight_phase import Product, WeightPhase
 from axo.placement import Placement
@@ -96,7 +96,7 @@ class Exchange(Route):
 
     def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block in ``dtype``, where z does not cut it: in memory that is used again each step."""
-        block = (weight.dense() if isinstance(weight, QuantizedWeight) else weight.detach()).flatten(1)
+        block = values(weight).flatten(1)
         if block.dtype == dtype or torch.compiler.is_compiling():
             return block.to(dtype)
         with hidden():
@@ -113,7 +113,7 @@ class Exchange(Route):
 
     def shard(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """This rank's rows as they travel, where shares are equal: (rows/Gz, ...) -> (rows/Gz, c), contiguous."""
-        whole = weight.detach().flatten(1)
+        whole = values(weight).flatten(1)
         if self.engine.shards_of(weight) is not None:
             whole = whole.to(self.comms.device, non_blocking=True)
         return whole.to(dtype).contiguous()

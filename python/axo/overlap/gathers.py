@@ -25,6 +25,7 @@ import torch
 from axo.comm.communicator import group
 from axo.overlap.events import Pending, span
 from axo.overlap.modes import hidden
+from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Route
 
 if TYPE_CHECKING:
@@ -155,16 +156,16 @@ class Gathers:
         if found is None:
             found = self._ask(route, weight, dtype, gather)
         block = found.wait()
-        if self._engine.holding and self._admit(route, block):
+        if self._engine.holding and self._admit(route, weight, block):
             self._between[route] = found
         if _in_backward() != -1:
             if recording and wanted:
                 self._hold(route, found, first_run=False)
                 self._engine.arm()
         elif recording:
-            if wanted and self._admit(route, block):
+            if wanted and self._admit(route, weight, block):
                 return block, found
-        elif self._pass == TRAINING and self._admit(route, block):
+        elif self._pass == TRAINING and self._admit(route, weight, block):
             self._hold(route, found, first_run=True)
         return block, None
 
@@ -204,8 +205,10 @@ class Gathers:
             held.uses += 1
         held.first_run |= first_run
 
-    def _admit(self, route: Route, block: torch.Tensor) -> bool:
+    def _admit(self, route: Route, weight: torch.Tensor, block: torch.Tensor) -> bool:
         if route not in self._admitted:
+            if isinstance(weight, QuantizedWeight):  # its memory is what four bits save
+                return False
             if len(self._admitted) >= self._layers:
                 return False
             if sum(self._admitted.values()) + block.nbytes > self._bytes:
@@ -278,7 +281,7 @@ class Gathers:
         assert route.shard_axis is not None
         names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
         with hidden():
-            shard, rows = weight.detach().flatten(1), route.padded_rows // route.shards
+            shard, rows = values(weight).flatten(1), route.padded_rows // route.shards
             shards = engine.shards_of(weight)
             device = shard.device if shards is None else engine.comms.device
             whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, device)

@@ -4,10 +4,10 @@
 
 bitsandbytes does the arithmetic, on this rank's shard. Where a row of the shard is a multiple of 64 columns its blocks
 are blocks of the whole weight, and so are its values. A product makes the weight dense and drops it again; nothing
-dense is kept from forward to backward.
+dense is kept from forward to backward. Over z each rank makes its rows dense, and these are gathered: once for forward
+and once for backward, whatever the gather cache is.
 
-Not here: z, whose ranks would gather codes; double quantization of shards whose blocks are not those of the whole gives
-other values than one device.
+Not here: double quantization of shards whose blocks are not those of the whole gives other values than one device.
 """
 
 from __future__ import annotations
@@ -60,6 +60,10 @@ class QuantizedWeight(torch.Tensor):
 
         return functional.dequantize_4bit(self.codes, self.state).to(self.dtype)
 
+    def data_ptr(self) -> int:
+        """Where the codes lie: what is gathered from them is told apart by it."""
+        return self.codes.data_ptr()
+
     @property
     def stored_bytes(self) -> int:
         """Bytes that it takes."""
@@ -74,3 +78,8 @@ class QuantizedWeight(torch.Tensor):
             return cls._of(args[0].codes, args[0].state, args[0].dtype)
         args, kwargs = tree_map_only(QuantizedWeight, QuantizedWeight.dense, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+def values(weight: torch.Tensor) -> torch.Tensor:
+    """What to compute with: ``weight`` without its gradient's history, dense where it is quantized."""
+    return weight.dense() if isinstance(weight, QuantizedWeight) else weight.detach()

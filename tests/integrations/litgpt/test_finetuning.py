@@ -21,11 +21,12 @@ def base(folder):
     return folder
 
 
-def losses_on(folder, out, grid, method, options=None):
-    """One list of losses, in the order of one device: data ranks take turns."""
+def losses_on(folder, out, grid, method, options=None, call=(finetune,)):
+    """One list of losses, in the order of one device: data ranks take turns. ``call``: a function, its first values."""
     stages = (options or {}).get("pipeline", 1)
     ranks, environment = ranks_of(grid, stages)
-    per_rank = run_ranks(finetune, ranks, folder, out, grid, method, options, env=environment, timeout=180)
+    given = (*call[1:], folder, out, grid, method, options)
+    per_rank = run_ranks(call[0], ranks, *given, env=environment, timeout=180)
     of_stage = ranks // stages
     peers = of_stage // (int(grid.split("x")[2]) * int(grid.split("x")[3]))
     for rank, losses in enumerate(per_rank):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jsonargparse import CLI, capture_parser
 
-from axo.grid import AXES
+from axo.grid import AXES, Grid
 from axo.integrations.litgpt import early
 from axo.integrations.litgpt.command import PARALLEL, _is_litgpts_alone
 from tests.integrations.support import LLAMA, distance, tell
@@ -169,7 +169,14 @@ def test_goldfish_masks_training_and_not_validation():
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["chat", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "quantize bnb.nf4 runs on one device"),
         (["generate", "no/such", "--quantize", "bnb.int8", "--grid", "2x1x1x1"], "bnb.int8 runs on one device only"),
-        (["finetune", "no/such", "--quantize", "bnb.nf4", "--grid", "1x1x2x1"], "over x and y only; use a grid such"),
+        (
+            ["finetune", "no/such", "--quantize", "bnb.nf4", "--grid", "2x2x1x1", "--algorithm", "tesseract"],
+            "bnb.nf4 runs with neither --algorithm nor",
+        ),
+        (
+            ["generate", "no/such", "--quantize", "bnb.nf4", "--precision", "bf16-mixed", "--grid", "1x1x2x1"],
+            "bnb.nf4 with --precision bf16-mixed: use 32-true",
+        ),
         (["pretrain", "pythia-15m"], "there is no model 'pythia-15m'; litgpt pretrain list names all"),
         (["pretrain", "pythia-14m", "--tokenizer_dir", "no/such"], "--tokenizer_dir no/such is not a folder"),
         (["pretrain", "pythia-14m", "--initial_checkpoint_dir", "no/such"], "--initial_checkpoint_dir no/such is not"),
@@ -190,16 +197,35 @@ def test_options_that_are_wrong(arguments, words, monkeypatch):
         run_command(arguments)
 
 
+def test_nothing_of_litgpt_is_imported_before_early_imports_it(monkeypatch):
+    """``early.load`` leaves transformers out, seconds that nobody uses; who imports LitGPT first brings it in."""
+    from axo.integrations.litgpt import command
+    from axo.integrations.litgpt.options import Options
+
+    class Loaded(Exception):
+        pass
+
+    def load(self):
+        assert "litgpt.utils" not in sys.modules
+        raise Loaded
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "litgpt"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(command.Command, "load", load)
+    with pytest.raises(Loaded):
+        command._parse("pretrain", ["pythia-14m"], Options(Grid()), None)
+
+
 def test_serving_on_another_accelerator_is_refused(monkeypatch):
     from jsonargparse import Namespace
 
-    from axo.integrations.litgpt.checks import check_on_one_device
+    from axo.integrations.litgpt.checks import _check_on_one_device
 
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")
     for accelerator in ("auto", "cpu"):
-        check_on_one_device(Namespace(accelerator=accelerator))
+        _check_on_one_device(Namespace(accelerator=accelerator))
     with pytest.raises(ValueError, match=r"--accelerator cuda is not what the ranks use \(cpu\)"):
-        check_on_one_device(Namespace(accelerator="cuda"))
+        _check_on_one_device(Namespace(accelerator="cuda"))
 
 
 @pytest.mark.parametrize(

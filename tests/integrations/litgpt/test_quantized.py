@@ -5,12 +5,13 @@ again, whole. LitGPT itself quantizes on CUDA GPUs only; there it also puts a no
 bitsandbytes' optimizers, which no grid does.
 """
 
+import functools
 import sys
 
 import pytest
 import torch
 
-from tests.integrations.litgpt.test_finetuning import LORA
+from tests.integrations.litgpt.test_finetuning import LORA, losses_on
 from tests.integrations.support import distance, installed, tell
 from tests.integrations.trainer import finetune, generate, ranks_of, write_base
 from tests.launcher import run_ranks
@@ -53,30 +54,29 @@ def from_both(bitsandbytes, folder, name, **fields):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("grid", ["2x2x1x1", "1x2x1x1"])
-def test_qlora_equals_lora_on_what_four_bits_keep(bitsandbytes, folder, grid):
+@pytest.mark.parametrize(("grid", "stages"), [("2x2x1x1", 1), ("1x2x2x1", 1), ("2x1x1x2", 1), ("1x1x2x1", 2)])
+def test_qlora_equals_lora_on_what_four_bits_keep(bitsandbytes, folder, grid, stages):
     """Rows of each shard are multiples of 64, so blocks fall alike: losses to 1e-4, adapters to 1e-5, text the same."""
     name, dense = f"wide-{grid}", f"wide-{grid}-dense"
     from_both(bitsandbytes, folder, name, n_embd=128, intermediate_size=128)
     stock = run_ranks(finetune, 1, folder, f"stock-{dense}", None, "lora", LORA | {"base": dense})[0]
     plain = run_ranks(finetune, 1, folder, f"stock-{name}", None, "lora", LORA | {"base": name})[0]
     assert max(abs(a - b) for a, b in zip(stock, plain, strict=True)) > 1e-3  # or the test could not fail
-    ranks, environment = ranks_of(grid)
-    asked = LORA | {"base": name, "quantize": KIND}
-    mine = run_ranks(
-        with_path, ranks, bitsandbytes, finetune, folder, f"qlora-{grid}", grid, "lora", asked, env=environment
-    )
-    tell("litgpt finetune_lora --quantize", grid=grid, losses_apart=max(map(abs, map(float.__sub__, mine[0], stock))))
-    for losses in mine:
-        assert losses == pytest.approx(stock, abs=1e-4)
+    asked = LORA | {"base": name, "quantize": KIND, "pipeline": stages}
+    mine = losses_on(folder, f"qlora-{grid}", grid, "lora", asked, (with_path, bitsandbytes, finetune))
+    apart = max(map(abs, map(float.__sub__, mine, stock)))
+    tell("litgpt finetune_lora --quantize", grid=grid, stages=stages, losses_apart=apart)
+    assert mine == pytest.approx(stock, abs=1e-4)
     saved = [
         torch.load(folder / out / "final" / "lit_model.pth.lora")["model"]
         for out in (f"stock-{dense}", f"qlora-{grid}")
     ]
     assert list(saved[0]) == list(saved[1]) and distance(saved[1], saved[0]) < 1e-5
     expected = run_ranks(generate, 1, folder / dense)[0]
+    ranks, environment = ranks_of(grid, stages)
+    in_stages = functools.partial(generate, pipeline=stages)
     given = (folder / name, grid, 1, 0.0, "", {"quantize": KIND})
-    assert run_ranks(with_path, ranks, bitsandbytes, generate, *given, env=environment) == [expected] * ranks
+    assert run_ranks(with_path, ranks, bitsandbytes, in_stages, *given, env=environment) == [expected] * ranks
 
 
 def sizes(bitsandbytes, kind):

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import io
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,16 +43,17 @@ def flops_by_hand():
 
 
 def speak(folder, out, grid):
-    """On one rank: the printed number of flops, magnified (a tiny model has 0.00 TFLOPs), for a peak of 1e12."""
+    """On one rank: how often flops were counted, and the number that was printed, magnified (a tiny model has 0.00
+    TFLOPs), for a peak of 1e12."""
     import lightning.fabric.utilities.throughput as throughput
     import litgpt.pretrain
 
-    stock = litgpt.pretrain.measure_flops
-    litgpt.pretrain.measure_flops = lambda *args: stock(*args) * 10**8
+    stock, counted = litgpt.pretrain.measure_flops, []
+    litgpt.pretrain.measure_flops = lambda *args: counted.append(stock(*args)) or counted[0] * 10**8
     throughput.get_available_flops = lambda *_: PEAK
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         pretrain(folder, out, {}, grid)
-    return re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue())
+    return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue())
 
 
 @pytest.mark.parametrize("grid", [None, "1x2x1x2", pytest.param("2x2x2x1", marks=pytest.mark.soak)], ids=str)
@@ -60,7 +62,9 @@ def test_speed_is_counted_once(folder, grid):
     with another number of the same moment: all of them then differ by a known factor."""
     ranks, environment = ranks_of(grid)
     out = f"speed-{grid}"
-    printed = run_ranks(speak, ranks, folder, out, grid, env=environment, timeout=180)[0]
+    said = run_ranks(speak, ranks, folder, out, grid, env=environment, timeout=180)
+    assert [times for times, _ in said] == [1, *[0] * (ranks - 1)]
+    printed = said[0][1]
     flops = flops_by_hand() * 10**8
     assert [float(number) for number in printed] == [pytest.approx(flops / 1e12, abs=0.005)]
     _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
@@ -94,7 +98,9 @@ def test_flops_of_experts_are_those_of_a_real_pass(fields):
         with sdpa_kernel(SDPBackend.MATH):
             return measure(model, lambda: model(ids), lambda logits: chunked_cross_entropy(logits, ids, chunk_size=0))
 
-    with patched(Run(module, Grid(), Options(grid=Grid()))):
+    run = Run(module, Grid(), Options(grid=Grid()))
+    run.fabric = SimpleNamespace(strategy=SimpleNamespace(global_rank=0), broadcast=lambda flops: flops)
+    with patched(run):
         assert count("meta", module.measure_flops) == count("cpu", stock)
     assert module.measure_flops is stock
 

@@ -49,7 +49,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     config = model_fields(options, "--grid auto")
     length = train.max_seq_length or config["block_size"]
     workload = readers.from_litgpt(config, seq_length=length).with_checkpointing(False)
-    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks.check_stages
+    alone = os.environ.get("TORCHDYNAMO_DISABLE", "1") != "1"  # what stages cannot do, see checks._check_stages
     if asked.offload not in ("none", "optimizer"):
         raise ValueError(
             f"litgpt: --grid auto plans an offload of the optimizer alone; with --offload {asked.offload} name a grid"

@@ -46,10 +46,10 @@ def check(
         devices: The command's own default of ``--devices``.
 
     Raises:
-        ValueError: Something does not fit, or is not there.
+        ValueError: Something does not fit, or is not there; a size that an axis does not divide is an axo.Refused.
     """
     if options.get("quantize") is not None:
-        check_quantize(options.quantize, asked, quantizes)
+        _check_quantize(options.quantize, options.get("precision"), asked, quantizes)
     grid = asked.grid or Grid()
     ranks = grid.world_size * asked.pipeline
     if rank is not None and rank.world_size != ranks:
@@ -62,28 +62,19 @@ def check(
         for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks(grid))):
             if options.get(what, usual) not in (usual, own):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
-    check_on_one_device(options)
-    check_paths(options, ranks, reads_sharded)
-    check_model(options)
-    check_sizes(options, asked, grid)
-    check_stages(options, asked, trains)
-    check_offload(asked)
+    _check_on_one_device(options)
+    _check_paths(options, ranks, reads_sharded)
+    _check_model(options)
+    _check_sizes(options, asked, grid)
+    _check_stages(options, asked, trains)
+    _check_offload(asked)
     if trains:
-        check_batch(options.train, grid, asked.algorithm)
-        check_logger(options)
+        _check_batch(options.train, grid, asked.algorithm)
+        _check_logger(options)
 
 
-def check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
-    """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download.
-
-    Args:
-        options: What litgpt's parser made of a command's arguments.
-        ranks: How many.
-        reads_sharded: Whether the command starts from a sharded checkpoint too.
-
-    Raises:
-        ValueError: Something is not there, or is a sharded checkpoint that the command does not read.
-    """
+def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
+    """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
     if "checkpoint_dir" in options and ranks > 1:
         folder = folder_of(options.checkpoint_dir)
         if not folder.is_dir():  # litgpt would download it, on every rank at once
@@ -113,23 +104,21 @@ def _holds_sharded(folder: Path) -> bool:
     return holds_sharded(folder)
 
 
-def check_model(options: Any) -> None:
-    """Refuse a model's name that is not in litgpt's list (litgpt prints the list and ends as if all were well).
-
-    Raises:
-        ValueError: It is not.
-    """
+def _check_model(options: Any) -> None:
+    """Refuse a model's name that is not in litgpt's list (litgpt prints the list and ends as if all were well)."""
     name = options.get("model_name")
-    if name is not None and options.get("model_config") is None:
-        check_model_name(name)
+    if name in (None, "list") or options.get("model_config") is not None:
+        return
+    try:
+        module_alone("litgpt.config").Config.from_name(name)
+    except ValueError:
+        raise ValueError(
+            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
+        ) from None
 
 
-def check_on_one_device(options: Any) -> None:
-    """Refuse what commands that are written for one device offer beside it.
-
-    Raises:
-        ValueError: It was asked for.
-    """
+def _check_on_one_device(options: Any) -> None:
+    """Refuse what commands that are written for one device offer beside it."""
     if options.get("generate_strategy") is not None:
         raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
     used = os.environ.get("LT_ACCELERATOR", "cpu")
@@ -147,51 +136,25 @@ def check_on_one_device(options: Any) -> None:
         )
 
 
-def check_quantize(kind: str, asked: Options, able: bool) -> None:
-    """Refuse quantized layers where a grid has none, or the command is not able to.
-
-    Raises:
-        ValueError: It has none there, or bitsandbytes is not installed.
-    """
+def _check_quantize(kind: str, precision: str | None, asked: Options, able: bool) -> None:
+    """Refuse quantized layers where a grid has none, or the command is not able to."""
     if not able or kind == "bnb.int8":
         raise ValueError(
             f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora and"
             " generate take bnb.nf4, bnb.nf4-dq, bnb.fp4 and bnb.fp4-dq"
         )
-    grid = asked.grid or Grid()
-    if grid.z * grid.data * asked.pipeline > 1 or asked.algorithm != "axonn" or asked.offload != "none":
-        raise ValueError(
-            f"litgpt: --quantize {kind} splits layers over x and y only; use a grid such as 2x2x1x1, not {asked.shown},"
-            " and neither --pipeline, --algorithm nor --offload"
-        )
+    if asked.algorithm != "axonn" or asked.offload != "none":
+        raise ValueError(f"litgpt: --quantize {kind} runs with neither --algorithm nor --offload; leave them out")
+    if "mixed" in str(precision):
+        raise ValueError(f"litgpt: --quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             f"litgpt: --quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'"
         )
 
 
-def check_model_name(name: str) -> None:
-    """As :func:`check_model`.
-
-    Raises:
-        ValueError: It is not in the list.
-    """
-    if name == "list":
-        return
-    try:
-        module_alone("litgpt.config").Config.from_name(name)
-    except ValueError:
-        raise ValueError(
-            f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"
-        ) from None
-
-
-def check_sizes(options: Any, asked: Options, grid: Grid) -> None:
-    """Refuse a grid whose axes do not divide the model, as the plan would do on every rank.
-
-    Raises:
-        Refused: Names the size, the axis, and what would work.
-    """
+def _check_sizes(options: Any, asked: Options, grid: Grid) -> None:
+    """Refuse a grid whose axes do not divide the model, as the plan would do on every rank."""
     from axo.plans.litgpt import sizes
 
     folder = folder_of(options.checkpoint_dir) if "checkpoint_dir" in options else None
@@ -208,12 +171,8 @@ def check_sizes(options: Any, asked: Options, grid: Grid) -> None:
     sizes.check_sizes(owner, fields, {width: fields[width]}, grid, inner)
 
 
-def check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
-    """Refuse batch sizes that do not divide over the data ranks.
-
-    Raises:
-        ValueError: They do not.
-    """
+def _check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
+    """Refuse batch sizes that do not divide over the data ranks."""
     for name in ("global_batch_size", "micro_batch_size"):
         if getattr(train, name) < 1:
             raise ValueError(f"litgpt: --train.{name}={getattr(train, name)} is not a whole number of at least 1")
@@ -228,12 +187,8 @@ def check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
         )
 
 
-def check_stages(options: Any, asked: Options, trains: bool) -> None:
-    """Refuse stages that the model or the batch cannot fill.
-
-    Raises:
-        ValueError: They cannot, or torch.compile is asked for too.
-    """
+def _check_stages(options: Any, asked: Options, trains: bool) -> None:
+    """Refuse stages that the model or the batch cannot fill."""
     if asked.pipeline == 1:
         return
     from axo.perf import cut, pipeline_schedule
@@ -254,12 +209,8 @@ def check_stages(options: Any, asked: Options, trains: bool) -> None:
         )
 
 
-def check_offload(asked: Options) -> None:
-    """Refuse an offload that is none, or without a folder where one is wanted.
-
-    Raises:
-        ValueError: It is.
-    """
+def _check_offload(asked: Options) -> None:
+    """Refuse an offload that is none, or without a folder where one is wanted."""
     if asked.offload == "none":
         return
     from axo.offload import Offload
@@ -274,12 +225,8 @@ def check_offload(asked: Options) -> None:
         raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
 
 
-def check_logger(options: Any) -> None:
-    """Refuse a logger whose package is not installed.
-
-    Raises:
-        ValueError: It is not.
-    """
+def _check_logger(options: Any) -> None:
+    """Refuse a logger whose package is not installed."""
     name = options.get("logger_name")
     packages, wanted = _LOGGERS.get(name, ((), ""))
     if packages and not any(map(importlib.util.find_spec, packages)):

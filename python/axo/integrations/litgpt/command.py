@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import importlib.util
 import inspect
 import logging
@@ -127,16 +128,17 @@ def run(arguments: list[str]) -> None:
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     options = _check_early(name, arguments[1:], options, rank)
-    # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-    options, start = _parse(name, arguments[1:], options, rank)
+    with _nothing_collected():
+        # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
+        options, start = _parse(name, arguments[1:], options, rank)
+        for module in _USED_BY_RANKS:
+            importlib.import_module(module)
     grid = options.grid or Grid()
     if rank is not None:
         _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
         return
     if name == "chat":
         conversation.keep_input()
-    for module in _USED_BY_RANKS:
-        importlib.import_module(module)
     restarts.run(
         _rank,
         grid.world_size * options.pipeline,
@@ -275,13 +277,14 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
             the ranks do not fit.
     """
+    function = PARALLEL[name].load()  # first, or the next lines import LitGPT, and more than it needs
+
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 
     from axo.integrations.litgpt import auto_grid
     from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
 
-    function = PARALLEL[name].load()
     parser = capture_parser(lambda: CLI(function))
     parser.prog = f"axo litgpt {name}"
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
@@ -376,6 +379,18 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
                 raise ValueError(f"litgpt: {name} ended with exit code {stop.code}; its message is above") from None
     if this.strategy is not None and this.strategy.comms is not None:
         this.strategy.comms.close()
+
+
+@contextlib.contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """What is imported stays: looking through it for what may go takes a fifth of the imports' time, and forked ranks
+    that do so later copy every page that they look at."""
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.plugins import HalfPrecision, Precision
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from litgpt.model import LLaMAMoE
 from torch import nn
@@ -94,7 +93,7 @@ class _End(Exception):
 def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
     if "train" not in signature.parameters:  # generate's
-        return stock
+        return _unquantized(run, stock)
 
     @functools.wraps(stock)
     def main(*args: Any, **options: Any) -> Any:
@@ -305,8 +304,12 @@ def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
 
 def _measure(run: Run, stock: Callable[..., int]) -> Callable[..., int]:
     def measure(model: nn.Module, *args: Any, **options: Any) -> int:
-        with _routed_evenly(model):
-            return stock(model, *args, **options)
+        flops = None
+        if run.fabric.strategy.global_rank == 0:
+            with _routed_evenly(model):
+                flops = stock(model, *args, **options)
+        with torch.device("cpu"):  # litgpt measures within the meta device
+            return run.fabric.broadcast(flops)
 
     return measure
 
@@ -341,7 +344,7 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 
 def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
-        stock(function, checkpoint_dir, *args)
+        stock(inspect.unwrap(function), checkpoint_dir, *args)
         file = checkpoint_dir / "hyperparameters.yaml"
         if file.is_file():  # a comment: litgpt must still read it
             stages = f" --pipeline {run.options.pipeline}" if run.options.pipeline > 1 else ""
@@ -376,18 +379,17 @@ def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _bitsandbytes(run: Run, stock: type) -> type:
-    class OnGrid:
-        """No layer is of bitsandbytes' classes, so for LitGPT the precision is a plain one."""
+def _unquantized(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """No layer is of bitsandbytes' classes, so LitGPT is not told."""
+    if "quantize" not in inspect.signature(stock).parameters:
+        return stock
 
-        def __new__(cls, mode: str, dtype: torch.dtype) -> Any:
-            run.quantized = mode
-            return Precision() if dtype == torch.float32 else HalfPrecision(_HALF[dtype])
+    @functools.wraps(stock)
+    def call(*args: Any, quantize: str | None = None, **options: Any) -> Any:
+        run.quantized = (quantize or "").removeprefix("bnb.")
+        return stock(*args, **options)
 
-    return OnGrid
-
-
-_HALF: dict[torch.dtype, Any] = {torch.float16: "16-true", torch.bfloat16: "bf16-true"}
+    return call
 
 
 def _gpt(run: Run, stock: Any) -> Any:
@@ -483,7 +485,7 @@ def _interact(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = {
-    "main": Patch(_main, "the strategy must know the batch sizes to go on from a checkpoint of other data ranks"),
+    "main": Patch(_main, "the strategy must know the batch sizes to go on from one of other data ranks; as setup"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
@@ -495,7 +497,7 @@ PATCHES = {
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
     "num_parameters": Patch(_num_parameters, "what is printed is the size of the model, not of a rank's part"),
     "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
-    "measure_flops": Patch(_measure, "on the meta device a mixture of experts cannot ask which tokens chose an expert"),
+    "measure_flops": Patch(_measure, "rank 0 counts for all; on the meta device mixtures cannot ask who chose what"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
     "interact": Patch(_interact, "rank 0 reads what is typed, and tells the others"),
     "save_lora_checkpoint": Patch(_save_lora, "adapters are gathered tensor by tensor; rank 0 writes them"),
@@ -508,7 +510,7 @@ PATCHES = {
     "copy_config_files": Patch(_on_rank_0, "finetune_lora's loop takes every rank for rank 0"),
     "save_hyperparameters": Patch(_save_hyperparameters, "as copy_config_files; and the grid belongs to them"),
     "save_prompt_style": Patch(_on_rank_0, "as copy_config_files"),
-    "BitsandbytesPrecision": Patch(_bitsandbytes, "each rank quantizes its part of a layer, once it is filled"),
+    "setup": Patch(_unquantized, "each rank quantizes its part of a layer, once it is filled; LitGPT on one GPU only"),
     "GPT": Patch(_gpt, "generate_adapter fills its model before it is split"),
     "check_valid_checkpoint_dir": Patch(_check_checkpoint_dir, "a sharded model is a folder, not a file"),
     "load_checkpoint": Patch(

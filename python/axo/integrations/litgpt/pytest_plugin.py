@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
@@ -29,6 +29,8 @@ import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations.fabric.compile import keep_out_of_graphs
+from axo.placement import Placement
+from axo.sharding import cut_features, gather_features
 
 # Tests that look into one rank's part of the model, or at the last bits of fp32: name -> (the axes that make them
 # differ, why).
@@ -44,10 +46,6 @@ _DIFFERENT = {
         "as test_against_original_gemma_2: it allows 3e-5, and some differ by 4e-5",
     ),
     "test_adapter_compile": ("xyz", "as test_lora_compile"),
-    "test_deepseek_moe_litgpt_vs_hf": (
-        "xyz",
-        "it copies the part of a weight that a rank holds as if it were the whole",
-    ),
     "test_lora_merge": ("xyz", "it adds whole updates to the rows of the weight that a rank holds"),
     "test_lora_mqa_gqa": ("xyz", "it compares the shape of a rank's part of the weight with that of the whole"),
     "test_lora_ind_correctness": ("xyz", "lora_ind is of a whole fused weight; a part has other rows"),
@@ -68,6 +66,7 @@ def pytest_configure(config: Any) -> None:
     _forget_ranks()
     config.pluginmanager.register(_OneVoice(comms), "axo-one-voice")
     _replace_gpt(comms)
+    _copy_whole(config)
     _keep_process_group(config)
     if comms.rank:
         reporter = config.pluginmanager.get_plugin("terminalreporter")
@@ -132,6 +131,7 @@ def _replace_gpt(comms: Communicators) -> None:
 
 def _split(stock: Any, comms: Communicators) -> Any:
     """litgpt's class, split over the grid when a model of it is built."""
+    from litgpt.model import LLaMAMoE
 
     def build(self: Any, config: Any) -> None:
         stock.__init__(self, config)
@@ -139,9 +139,37 @@ def _split(stock: Any, comms: Communicators) -> Any:
             axo.parallelize(self, comms, gather_logits=True)
         except axo.Refused as refusal:
             pytest.skip(f"refused: {refusal}")
+        for block in self.transformer.h:
+            if isinstance(block.mlp, LLaMAMoE):
+                block.mlp.forward = _whole(block.mlp.forward, comms, config.n_embd)
         keep_out_of_graphs(self)  # as AxoStrategy does
 
     return type("GPT", (stock,), {"__init__": build, "__module__": stock.__module__, "__doc__": stock.__doc__})
+
+
+def _whole(forward: Callable[..., Any], comms: Communicators, features: int) -> Callable[..., Any]:
+    """For a test that calls a part of a model by itself: whole features come and go."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if comms.grid.y == 1 or x.shape[-1] != features:
+            return forward(x)
+        return gather_features(forward(cut_features(x, comms, "y", features)), comms, "y", features)
+
+    return call
+
+
+def _copy_whole(config: Any) -> None:
+    """A test that copies a weight of a split model into a tensor of the whole size gets all of it."""
+    copy = torch.Tensor.copy_
+
+    def copy_whole(self: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        placement = getattr(source, "placement", None)
+        if isinstance(placement, Placement) and self.shape == placement.global_shape:
+            source = axo.unshard(source.detach(), placement)
+        return copy(self, source, *args, **options)
+
+    torch.Tensor.copy_ = copy_whole  # type: ignore[method-assign, assignment]
+    config.add_cleanup(lambda: setattr(torch.Tensor, "copy_", copy))
 
 
 class _OneVoice:
