@@ -29,8 +29,10 @@ def assert_close(actual, expected, limit, what):
 
 
 def my_rows(comms, tensor):
-    """This rank's rows of dim 0, over data and z, cut by torch itself."""
-    return tensor.chunk(comms.grid.data)[comms.coords.data].chunk(comms.grid.z)[comms.coords.z]
+    """This rank's rows of dim 0, over data and z (Tesseract's: and x), cut by torch itself."""
+    for axis in ("data", "z", "x") if comms.arrangement.square else ("data", "z"):
+        tensor = tensor.chunk(comms.grid.size(axis))[getattr(comms.coords, axis)]
+    return tensor
 
 
 def seed_apart(comms):

@@ -58,21 +58,21 @@ def serial_gradients(config, tie=False):
     return {name: parameter.grad for name, parameter in model.named_parameters()}, losses
 
 
-def build(comms, name, config, *, microbatches=8, cuts="even", tie=False, gather_cache="all", zero=0, recompute=False):
-    """(this rank's part of the model, the schedule)."""
+def build(comms, name, config, *, microbatches=8, cuts="even", tie=False, recompute=False, **options):
+    """(this rank's part of the model, the schedule); ``options`` are of ``axo.parallelize``."""
     config = Config(**config)
     with torch.device("meta"):
         model = GPT(config)
     if tie:
         model.lm_head.weight = model.transformer.wte.weight
-    axo.parallelize(model, comms, gather_cache=gather_cache, zero=zero)
+    axo.parallelize(model, comms, **options)
     modules = axo.pipeline.split(model, comms, cuts, **axo.pipeline.layout(name))
     serial_seed()
     axo.init_weights(model, model._init_weights)
     for block in model.transformer.h if recompute else ():
         if not isinstance(block, Elsewhere):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    rows = ROWS // (comms.grid.z * comms.grid.data)
+    rows = ROWS // comms.data_ranks
     stages = axo.pipeline.stages(modules, comms, rows=-(-rows // microbatches), tokens=TOKENS)
     of_rows = axo.nn.CrossEntropyLoss(comms=comms, columns=config.padded_vocab_size)
     loss = lambda logits, targets: of_rows(logits.flatten(0, 1), targets.flatten())  # noqa: E731
@@ -128,8 +128,8 @@ def check_messages(sent, comms, schedule, model, microbatches):
     """Each micro-batch goes over each border of stages on two ranks, there and back; bytes as the planner counts."""
     workload = replace(workload_of(model), seq_length=TOKENS)
     all_rows = Timing(workload, comms.grid, machine.load("perlmutter"), Run(ROWS * TOKENS)).message()
-    rows = ROWS // (comms.grid.z * comms.grid.data)
-    costs = [all_rows * part.numel() / rows for part in torch.arange(rows).tensor_split(microbatches)]
+    row = all_rows // (ROWS // (comms.grid.z * comms.grid.data))
+    costs = [row * part.numel() for part in torch.arange(ROWS // comms.data_ranks).tensor_split(microbatches)]
     mine = {stage.stage_index for stage in schedule.axo_stages}
     count = schedule.axo_stages[0].num_stages
     neighbours = [near for stage in mine for near in (stage - 1, stage + 1) if 0 <= near < count]
@@ -150,7 +150,7 @@ def schedules_on(grid, stages, names, config, options):
         mine = accumulate(comms, schedule)
         check_messages(sent, comms, schedule, model, options.get("microbatches", 8))
         compare(comms, model, expected, f"{name} on {grid}")
-        if mine and comms.grid.z * comms.grid.data == 1:
+        if mine and comms.data_ranks == 1:
             assert mine == pytest.approx(losses, abs=1e-5), f"{name}: losses {mine} against {losses}"
         norm = axo.clip_grad_norm_(model.parameters(), 1.0)
         total = torch.stack([grad.double().square().sum() for grad in expected.values()]).sum().sqrt().item()
@@ -168,6 +168,7 @@ def schedules_on(grid, stages, names, config, options):
         ("1x2x1x1", ["gpipe", "zbv"], FOUR, {"tie": True}),
         ("1x1x2x1", ["interleaved-1f1b", "zbv"], FOUR, {"unequal": ["1f1b", "zbv"]}),
         ("1x1x1x2", ["looped-bfs", "dualpipev"], FOUR, {"zero": 1}),
+        ("2x2x1x1", ["1f1b"], FOUR, {"tie": True, "algorithm": "tesseract"}),
     ],
 )
 def test_gradients_of_accumulated_steps_equal_serial(grid, names, config, options):

@@ -45,13 +45,13 @@ def forget_prompt(model):
             block.attn.adapter_kv_cache = None
 
 
-def compare(grid, cases):
+def compare(grid, cases, algorithm="axonn"):
     comms = axo.connect(grid)
     for case in cases:
-        what = f"{case} at {grid}"
+        what = f"{case} at {grid}, {algorithm}"
         serial, model = serial_model(case), serial_model(case)
         seed_apart(comms)
-        axo.parallelize(model, comms, gather_logits=True)
+        axo.parallelize(model, comms, algorithm=algorithm, gather_logits=True)
         state = model.state_dict()
         assert list(state) == list(serial.state_dict())
         for name, value in serial.state_dict().items():
@@ -86,21 +86,25 @@ def test_adapters_equal_serial(grid):
     run_ranks(compare, 2, grid, list(CASES), timeout=120)
 
 
-def test_adapters_equal_serial_on_all_axes():
-    run_ranks(compare, 8, "2x2x2x1", ["multi-query", "scales", "scales-experts"], timeout=120)
+@pytest.mark.parametrize("algorithm, first", [("axonn", "scales"), ("tesseract", "prompt")])
+def test_adapters_equal_serial_on_all_axes(algorithm, first):
+    run_ranks(compare, 8, "2x2x2x1", [first, "multi-query", "scales-experts"], algorithm, timeout=120)
 
 
 def costs(grid):
     """A scaled layer's ``cost`` and its product's, together, are what they send; heads shared by two ranks too."""
-    comms = axo.connect(grid)
-    model = axo.parallelize(serial_model("scales-multi-query"), comms, overlap=axo.Overlap(bucket_bytes=0))
-    layer = model.transformer.h[0].attn.qkv
-    inputs = torch.randn(12 // comms.grid.z, 5, layer.linear.weight.shape[1], requires_grad=True)
-    with axo.count_collectives() as counts:
-        layer(inputs).sum().backward()
     of_weights = (cost.SCATTER_WEIGHT_GRAD, cost.REDUCE_WEIGHT_GRAD)
-    base = [call for call in layer.linear.cost(60) if call.purpose not in of_weights]  # frozen
-    assert_counted(counts, [*base, *layer.cost(60)])
+    for algorithm in ("axonn", "tesseract"):
+        comms, overlap = axo.connect(grid), axo.Overlap(bucket_bytes=0)
+        model = axo.parallelize(serial_model("scales-multi-query"), comms, algorithm=algorithm, overlap=overlap)
+        layer = model.transformer.h[0].attn.qkv
+        inputs = torch.randn(12 // comms.data_ranks, 5, layer.linear.weight.shape[1], requires_grad=True)
+        frozen = algorithm == "axonn"
+        layer.linear.weight.requires_grad_(not frozen)
+        with axo.count_collectives() as counts:
+            layer(inputs).sum().backward()
+        base = [call for call in layer.linear.cost(60) if not frozen or call.purpose not in of_weights]
+        assert_counted(counts, [*base, *layer.cost(60)])
 
 
 def test_cost_is_what_is_sent():

@@ -41,13 +41,13 @@ def serial_model(case):
     return model
 
 
-def compare(grid, cases):
+def compare(grid, cases, algorithm="axonn"):
     comms = axo.connect(grid)
     for case in cases:
-        what = f"{case} at {grid}"
+        what = f"{case} at {grid}, {algorithm}"
         serial, model = serial_model(case), serial_model(case)
         seed_apart(comms)
-        axo.parallelize(model, comms, gather_logits=True)
+        axo.parallelize(model, comms, algorithm=algorithm, gather_logits=True)
         assert list(model.state_dict()) == list(serial.state_dict())
         ids, targets = batch(serial.config, 0)
         for _ in range(2):  # the second pass gathers in the order of the first
@@ -74,7 +74,8 @@ def check_cache(comms, model, serial, ids, what):
     rows = my_rows(comms, ids)
     for target, batch_size in ((model, len(rows)), (serial, len(ids))):
         target.set_kv_cache(batch_size=batch_size, max_seq_length=ids.shape[1])
-    assert model.transformer.h[0].attn.kv_cache.k.shape[1] == LLAMA["n_head"] // comms.grid.x
+    ranks = comms.grid.size(comms.arrangement.inner)
+    assert model.transformer.h[0].attn.kv_cache.k.shape[1] == LLAMA["n_head"] // ranks
     for positions in (range(6), *([place] for place in range(6, ids.shape[1]))):
         place = torch.tensor(list(positions))
         expected = serial(ids[:, place], place)
@@ -86,16 +87,18 @@ def test_experts_equal_serial(grid):
     run_ranks(compare, 2, grid, list(CASES))
 
 
-def test_experts_equal_serial_on_all_axes():
-    run_ranks(compare, 8, "2x2x2x1", list(CASES), timeout=120)
+@pytest.mark.parametrize("algorithm", ["axonn", "tesseract"])
+def test_experts_equal_serial_on_all_axes(algorithm):
+    run_ranks(compare, 8, "2x2x2x1", list(CASES), algorithm, timeout=120)
 
 
-def alone(grid):
+def alone(grid, algorithm):
     """One row a rank: most experts get no token, on other ranks others; what the gate sends is what it says."""
     comms = axo.connect(grid)
     serial, model = serial_model("mixtral"), serial_model("mixtral")
-    axo.parallelize(model, comms, gather_logits=True, overlap=axo.Overlap(bucket_bytes=0))
-    ids = torch.arange(comms.grid.z * comms.grid.data).view(-1, 1) * 7
+    overlap = axo.Overlap(bucket_bytes=0)
+    axo.parallelize(model, comms, algorithm=algorithm, gather_logits=True, overlap=overlap)
+    ids = torch.arange(comms.data_ranks).view(-1, 1) * 7
     serial(ids).logsumexp(-1).mean().backward()
     model(my_rows(comms, ids)).logsumexp(-1).mean().backward()
     assert_gradients_match(model, serial, 1e-5, "one token a rank")
@@ -104,11 +107,12 @@ def alone(grid):
     with axo.count_collectives() as counts:
         gate(rows).sum().backward()
     on_y = cost.Call(cost.BACKWARD, "all_reduce", "y", 6 * gate.out_features, 4, "")  # of SumGradient
-    assert_counted(counts, [*gate.cost(6 * comms.grid.z), on_y])
+    assert_counted(counts, [*gate.cost(6 * comms.data_ranks // comms.grid.data), on_y])
 
 
-def test_experts_without_tokens_and_the_cost_of_a_gate():
-    run_ranks(alone, 8, "1x2x2x2")
+@pytest.mark.parametrize("grid, algorithm", [("1x2x2x2", "axonn"), ("2x2x2x1", "tesseract")])
+def test_experts_without_tokens_and_the_cost_of_a_gate(grid, algorithm):
+    run_ranks(alone, 8, grid, algorithm)
 
 
 def tuned(grid):

@@ -42,10 +42,9 @@ class Features:
         out_copies: For each row block, how many neighbours along the out axis share one part of it: heads of keys and
             values that several ranks' queries attend to. Their gradient is summed over those ranks.
         uneven_out: Allow out_features that do not divide; the shards are then those of ``torch.chunk``.
-        whole_input: The weight's in_features are not split: the layer takes all of them on every rank along the in
-            axis (a layer before it returned them whole), and gives each the complete gradient.
         whole_output: The weight's out_features are not split: the layer returns all of them on every rank along the
-            out axis. Each of these must give it the complete gradient.
+            out axis. Each of these must give it the complete gradient. With Tesseract, whose weights lie in blocks in
+            any case, they are split, unevenly where they must be, and gathered.
         scatter_input: Take all in_features on every rank and cut this rank's; backward gathers their gradient.
         gather_output: Return all out_features on every rank; backward takes this rank's slice of the gradient.
         sequence_parallel: Tokens are split over x where activations are replicated over x (``axo.nn.sequence``). A
@@ -59,7 +58,6 @@ class Features:
     out_blocks: tuple[int, ...] | None = None
     out_copies: tuple[int, ...] | None = None
     uneven_out: bool = False
-    whole_input: bool = False
     whole_output: bool = False
     scatter_input: bool = False
     gather_output: bool = False
@@ -109,24 +107,24 @@ class Linear(ParallelLayer, nn.Linear):
         check_comms(type(self).__name__, comms)
         arrangement = comms.arrangement
         in_axis, out_axis = arrangement.features(transposed)
+        if features.whole_output and arrangement.square:
+            features = replace(features, whole_output=False, uneven_out=True, gather_output=True)
         out_blocks, out_copies = features.out_blocks, features.out_copies
-        whole_input, whole_output = features.whole_input, features.whole_output
-        sequence_parallel = features.sequence_parallel
-        in_axes, out_axes = () if whole_input else (in_axis,), () if whole_output else (out_axis,)
+        whole_output, sequence_parallel = features.whole_output, features.sequence_parallel
+        out_axes = () if whole_output else (out_axis,)
         self.as_table = features.as_table and arrangement.square
-        splits = arrangement.table if self.as_table else arrangement.weight(in_axes, out_axes)
+        splits = arrangement.table if self.as_table else arrangement.weight((in_axis,), out_axes)
         placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
         if bias:
             placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
-        if (whole_output and (out_blocks or sequence_parallel)) or (whole_input and sequence_parallel):
+        if whole_output and (out_blocks or sequence_parallel):
             raise ValueError(f"{self.label()}: whole features with out_blocks or sequence_parallel are not supported")
         if self.as_table and bias:
             raise ValueError(f"{self.label()}: a bias with a weight that is an embedding's too is not supported")
-        if whole_input or whole_output or sequence_parallel:
-            arrangement.only_axonn(f"{self.label()}: whole features or sequence_parallel")
-        if not whole_input:
-            check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
+        if sequence_parallel:
+            arrangement.only_axonn(f"{self.label()}: sequence_parallel")
+        check_divides(self.label(), "in_features", in_features, in_axis, comms.grid.size(in_axis))
         check_copies(self.label(), out_copies, out_axis, comms.grid.size(out_axis))
         blocks = () if features.uneven_out or whole_output else out_blocks or (out_features,)
         for block, copies in zip(blocks, out_copies or (1,) * len(blocks), strict=True):
@@ -136,7 +134,7 @@ class Linear(ParallelLayer, nn.Linear):
         self.out_features = self.out_features_whole = out_features
         self.transposed, self.out_blocks, self.out_copies = transposed, out_blocks, out_copies
         self.scatter_input, self.gather_output = features.scatter_input, features.gather_output
-        self.in_axis, self.out_axis = next(iter(in_axes), None), next(iter(out_axes), None)
+        self.in_axis, self.out_axis = in_axis, next(iter(out_axes), None)
         self.scatters_tokens = sequence_parallel and transposed and comms.grid.x > 1
         sums_output = not (sequence_parallel and transposed)
         sums_input_grad = not (self.as_table or (sequence_parallel and not transposed))
@@ -183,7 +181,7 @@ class Linear(ParallelLayer, nn.Linear):
         weight = self.weight  # looked up once: nn.Module's lookup is slow
         if input.dtype is not weight.dtype:
             self._check_dtype(input, weight)
-        if self.scatter_input and self.in_axis is not None and input.dim():
+        if self.scatter_input and input.dim():
             input = cut_features(input, self.comms, self.in_axis, self.in_features)
         if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
             raise ValueError(
@@ -236,21 +234,18 @@ class Linear(ParallelLayer, nn.Linear):
                 arrangement=self.comms.arrangement,
                 coords=self.comms.coords,
             )
-            after = cost.rows_of(self.comms.arrangement, self.comms.grid, rows, self.comms.coords) * self.out_features
-            gathered = after if self.gather_output else 0
+            after = self._gathered(cost.rows_of(self.comms.arrangement, self.comms.grid, rows, self.comms.coords))
             return [
                 *self._reduced(calls),
-                *cost.relayout(self.comms.grid, 0, gathered, itemsize=itemsize, arrangement=self.comms.arrangement),
+                *cost.relayout(self.comms.grid, 0, after, itemsize=itemsize, arrangement=self.comms.arrangement),
             ]
         copied = [
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]
         grid, coords, transposed = self.comms.grid, self.comms.coords, self.transposed
         arrangement = self.comms.arrangement
-        for axis in {*arrangement.features(transposed)} - {
-            self.in_axis,
-            self.out_axis,
-        }:  # features that are whole: as if it had one rank
+        if self.out_axis is None:  # features that are whole: as if it had one rank
+            axis = arrangement.features(transposed)[1]
             grid, coords = replace(grid, **{axis: 1}), coords._replace(**{axis: 0})
         calls = cost.linear(
             grid,
@@ -272,13 +267,20 @@ class Linear(ParallelLayer, nn.Linear):
         )
         mine = cost.rows_of(arrangement, grid, rows, coords)
         before = mine * self.in_features if self.scatter_input and input_grad else 0
-        after = mine * self.out_features if self.gather_output else 0
+        after = self._gathered(mine)
         given = itemsize if input_itemsize is None else input_itemsize
         return [
             *self._reduced(calls),
             *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),
             *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
+
+    def _gathered(self, rows: int) -> int:
+        """Elements of an output that is gathered, of ``rows`` rows: parts travel as long as the longest."""
+        if not self.gather_output or self.out_axis is None:
+            return 0
+        parts = Placement((self.out_features,), ((self.out_axis,),), self.out_blocks, self.comms, self.out_copies)
+        return rows * parts.max_local_shape()[0] * self.comms.grid.size(self.out_axis)
 
     def extra_repr(self) -> str:
         kind = "transposed" if self.transposed else "normal"

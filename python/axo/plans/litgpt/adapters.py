@@ -4,14 +4,15 @@
          the prompt's features are over y, as all that qkv takes; the gate is split by heads over x
     v2   O[m, n] = scale[n] * (I @ W^T + b + bias[n])                     scale and bias lie as the features of O do
 
-z and data replicate them all, for they are small: their gradients are reduced over both.
+z and data replicate them all, for they are small: their gradients are reduced over both. With algorithm "tesseract"
+heads and the features of every O are over y, and x replicates them as z does (``axo.arrangement``).
 
 LitGPT 0.5.13 has two habits that a model on a grid shares, so that its results are LitGPT's. It takes k' and v' from
 the rows of qkv as if these came group by group, where they are [q | k | v]: a head's k' may be another head's query.
 So the few rows of the prompt are gathered over x before they are cut. And it keeps k' and v' of the first forward pass,
 with or without gradients, until somebody sets ``adapter_kv_cache`` to None.
 
-Not here: sequence parallelism and the algorithms that split rows over x (refused).
+Not here: sequence parallelism (refused).
 """
 
 from __future__ import annotations
@@ -51,13 +52,14 @@ class _OwnParameters(ParallelLayer):
     def cost(self, rows: int, *, itemsize: int = 4) -> list[cost.Call]:
         """Count the reductions of this module's own gradients on this rank in one step, whatever ``rows``."""
         calls: list[cost.Call] = []
+        inner = self.comms.arrangement.inner
         for name, exchange in zip(self.placements, self.exchanges, strict=True):
             parameter: Any = getattr(self, name)
             if parameter.requires_grad:
-                calls += cost.replicated_grad(parameter.numel(), itemsize)
+                calls += cost.replicated_grad(parameter.numel(), itemsize, self.comms.arrangement)
                 copies = exchange.vector_copies
                 calls += [
-                    cost.Call(cost.BACKWARD, "all_reduce", "x", b - a, itemsize, cost.REDUCE_WEIGHT_GRAD)
+                    cost.Call(cost.BACKWARD, "all_reduce", inner, b - a, itemsize, cost.REDUCE_WEIGHT_GRAD)
                     for a, b in (copies.rows if copies else ())
                 ]
         return cost.issued(self._reduced(calls), self.comms.grid)
@@ -119,16 +121,18 @@ class _Prompted(_OwnParameters):
         """What this rank's heads see of the prompt, (1, heads, length, head size) each; one head where all share it."""
         attention: Any = self
         heads, groups = self.heads
+        inner = self.comms.arrangement.inner
         layer = getattr(attention.qkv, "linear", attention.qkv)
         rows = attention.qkv(attention.adapter_wte.weight.unsqueeze(0))
-        rows = gather_features(rows, self.comms, "x", layer.out_features, layer.out_blocks, layer.out_copies)
-        rows = sum_gradient(rows, self.comms.x, "an adapter's prompt")  # each rank's heads use rows of all ranks
+        rows = gather_features(rows, self.comms, inner, layer.out_features, layer.out_blocks, layer.out_copies)
+        # Each rank's heads use rows of all ranks.
+        rows = sum_gradient(rows, self.comms.axis(inner), "an adapter's prompt")
         each = heads // groups
         rows = rows.view(1, -1, groups, each + 2, attention.config.head_size).permute(0, 2, 3, 1, 4)
         found = rows[:, :, each], rows[:, :, each + 1]
         if groups == 1:
             return found
-        first, last = chunk_bounds(heads, self.comms.grid.x, self.comms.coords.x)
+        first, last = chunk_bounds(heads, self.comms.grid.size(inner), getattr(self.comms.coords, inner))
         keys, values = (part.repeat_interleave(each, dim=1)[:, first:last] for part in found)
         return keys, values
 
@@ -143,7 +147,8 @@ def with_prompt(old: Any, name: str, replacer: Replacer) -> Any:
     new: Any = object.__new__(type(f"Prompted{type(old).__name__}", (_Prompted, type(old)), {}))
     new.__dict__ = {key: value.copy() if isinstance(value, dict) else value for key, value in old.__dict__.items()}
     new.comms, new.name, new.heads = replacer.comms, name, (old.config.n_head, old.config.n_query_groups)
-    gate = Placement(tuple(old.gating_factor.shape), ((), (), ("x",)), comms=replacer.comms)
+    splits = ((), (), (replacer.comms.arrangement.inner,))
+    gate = Placement(tuple(old.gating_factor.shape), splits, comms=replacer.comms)
     new.placements = {"gating_factor": gate}
     new._exchange(replacer)
     part = replacer.part(old.gating_factor, gate)
@@ -178,11 +183,12 @@ class ScaledLinear(_OwnParameters, AdapterV2Linear):
         out_copies: tuple[int, ...] | None = None,
         gather_output: bool = False,
     ) -> None:
-        axes = ("y",) if transposed else () if whole_output else ("x",)
+        in_axis, out_axis = replacer.comms.arrangement.features(transposed)
+        axes = () if whole_output else (out_axis,)
         out = old.linear.out_features
         placement = Placement((out,), (axes,), out_blocks, replacer.comms, out_copies)
         self._start(replacer.comms, name, {"adapter_bias": placement, "adapter_scale": placement})
-        self.in_axis, self.out_axis = "x" if transposed else "y", axes[0] if axes else None
+        self.in_axis, self.out_axis = in_axis, axes[0] if axes else None
         self.in_features_whole, self.out_features_whole = old.linear.in_features, out
         self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, gather_output
         self._exchange(replacer)

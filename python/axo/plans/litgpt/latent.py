@@ -8,7 +8,9 @@
 The part of the keys that carries positions comes from ``kv_a_proj_with_mqa`` too, and all heads share it: each rank
 along x has the gradient of its heads, so these are summed over x. A KV cache holds this rank's heads.
 
-Not here, refused: sequence parallelism, and the algorithms that split rows over x.
+With algorithm "tesseract" heads are over y instead; latents are cut over y and gathered.
+
+Not here, refused: sequence parallelism.
 """
 
 from __future__ import annotations
@@ -29,6 +31,6 @@ LINEARS: dict[str, dict[str, Any]] = {
 
 
 def sum_shared_gradient(attention: Any, comms: Communicators) -> None:
-    """Let all ranks along x have the whole gradient of what their heads share."""
-    hook = SumGradient(comms.x, "latent attention", attention.config.kv_lora_rank)
+    """Let all ranks that share the heads have the whole gradient of what these share."""
+    hook = SumGradient(comms.axis(comms.arrangement.inner), "latent attention", attention.config.kv_lora_rank)
     attention.kv_a_proj_with_mqa.register_forward_hook(hook)

@@ -2,12 +2,13 @@
 
     gate      router[m, E] = all-reduce_y(I[m, h/Gy] @ W[E, h/Gy]^T)     whole on every rank: the same bits, so the same
                                                                         experts for a token on all ranks along x and y
+                                                                        (Tesseract's: E over y, and gathered)
     expert    a dense MLP (normal, normal, transposed) on the rows that chose it; all E are called, with no rows too
     output    y[rows] += probs[rows] * expert(I[rows])                   features over y
 
 The loop over experts is LitGPT's own. Of the gradient of a probability each rank along y has the part of its features:
-it is summed over y where it enters the gate. Ranks along z and data route their own rows; each calls all experts in
-the same order, so that the weights that they gather from each other are there.
+it is summed over y where it enters the gate. Ranks along axes that split rows route their own; each calls all experts
+in the same order, so that the weights that they gather from each other, or broadcast, are there.
 
 Not here: experts on different ranks (expert parallelism), capacity, balancing losses (LitGPT has none), sequence
 parallelism (refused: an expert's rows are no sequence).
@@ -25,6 +26,7 @@ from axo.comm.connect import Communicators
 from axo.nn import Features, Linear
 from axo.plans.gradient import SumGradient, sum_gradient
 from axo.plans.replace import Replacer
+from axo.sharding import gather_features
 
 _GATE = "the gate of a mixture of experts"
 
@@ -51,7 +53,10 @@ class GroupedRouter(Linear, GroupedTopkRouter):
             return _SerialRouter(self.config).to(dtype)
 
     def forward(self, x: torch.Tensor) -> Any:
-        scores = sum_gradient(self.matmul(x.float(), self.weight, None), self.comms.y, _GATE).sigmoid()
+        logits = self.matmul(x.float(), self.weight, None)
+        if self.gather_output and self.out_axis is not None:
+            logits = gather_features(logits, self.comms, self.out_axis, self.out_features)
+        scores = sum_gradient(logits, self.comms.y, _GATE).sigmoid()
         router: Any = self
         indices = router.get_topk_indices(scores)
         weights = scores.gather(1, indices)

@@ -28,8 +28,7 @@ before attention, before the MLP and after ln_f. The length of a batch must divi
 Latent attention: ``axo.plans.litgpt.latent``.
 
 Not here, refused by name: query groups that neither divide over x nor divide it, layers of bitsandbytes; sequence
-parallelism with mixtures of experts, LoRA, adapters or latent attention; Tesseract with mixtures of experts, adapters,
-latent attention or sequence parallelism.
+parallelism with mixtures of experts, LoRA, adapters, latent attention or Tesseract.
 """
 
 from __future__ import annotations
@@ -186,14 +185,10 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
     config, inner = model.config, arrangement.inner
     ranks = grid.size(inner)
     owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
-    if config.latent_attention:
-        arrangement.only_axonn(f"{owner}: latent attention")
-        if sequence_parallel:
-            raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
+    if config.latent_attention and sequence_parallel:
+        raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
     adapted = [name for name, module in model.named_modules() if _is_adapted(module)]
     kind = "LoRA" if adapted and isinstance(model.get_submodule(adapted[0]), lora.LoRALinear) else "an adapter"
-    if adapted and kind != "LoRA":
-        arrangement.only_axonn(f"{owner}: {kind} ({adapted[0]!r})")
     head = _layer(model.lm_head)
     if head.weight is model.transformer.wte.weight and head.bias is not None:
         arrangement.only_axonn(f"{owner}: a head with a bias that is tied to the embedding")
@@ -206,8 +201,6 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
                     f" 'litgpt' does not know; it knows {', '.join(dict.fromkeys(k.__qualname__ for k in kinds))}"
                 )
         mixture = type(block.mlp) in _MIXTURES
-        if mixture:
-            arrangement.only_axonn(f"{owner}: a mixture of experts (block {index})")
         if sequence_parallel and (mixture or adapted):
             what = f"a mixture of experts (block {index})" if mixture else f"{kind} ({adapted[0]!r})"
             raise Refused(f"{owner}: sequence_parallel=True with {what} is not supported; leave it out")
