@@ -49,7 +49,7 @@ def impossible(workload: Workload, grid: Grid, sequences: int, zero: int) -> str
     for block in workload.blocks:
         for layer in block.layers:
             if layer.experts > 1 or layer.rows != 1:
-                return f"Tesseract has no experts and no convolutions ({layer.name})"
+                return f"the planner knows no experts and no convolutions with Tesseract ({layer.name})"
     return workload.misfit(grid)
 
 
