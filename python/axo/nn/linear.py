@@ -181,7 +181,7 @@ class Linear(ParallelLayer, nn.Linear):
         weight = self.weight  # looked up once: nn.Module's lookup is slow
         if input.dtype is not weight.dtype:
             self._check_dtype(input, weight)
-        if self.scatter_input and input.dim():
+        if self.scatter_input and self.in_axis is not None and input.dim():
             input = cut_features(input, self.comms, self.in_axis, self.in_features)
         if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
             raise ValueError(
