@@ -172,6 +172,15 @@ class Command:
             self.returncode = os.waitstatus_to_exitcode(self._told())
         return self.returncode
 
+    def hang_up(self) -> bytes:
+        """Read the first line of what it prints, close its output as ``| head -1`` does, and wait for its end."""
+        with open(self._output, "rb") as output:
+            line = output.readline()
+        select.select([self._status], [], [], 240)
+        self.poll()
+        os.close(self._status)
+        return line
+
     def communicate(self, timeout: float = 240) -> str:
         """Wait for its end; what it, and whatever it started, has printed on stdout and stderr.
 

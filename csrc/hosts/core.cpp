@@ -1,6 +1,8 @@
 // The queue, the arrivals, the messages and the failure of one communicator over several hosts; see hosts/core.h.
 #include "hosts/core.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -76,6 +78,7 @@ void HostsCore::launch(const std::vector<WorkStatePtr>& works) {
 
 // The communicator's thread: collectives in issue order, and the end.
 void HostsCore::run() {
+  ::prctl(PR_SET_NAME, "axo-hosts", 0, 0, 0);
   Lock lock(mutex_);
   for (;;) {
     const bool pending_any = !queue_.empty() || !messages_.empty();

@@ -1,6 +1,8 @@
 // Readers, writers and frames; see hosts/mesh.h.
 #include "hosts/mesh.h"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <cstring>
 #include <thread>
@@ -73,6 +75,7 @@ void Mesh::read(int from) {
 }
 
 void Mesh::run_reader(int from) {
+  ::prctl(PR_SET_NAME, "axo-hosts", 0, 0, 0);
   std::vector<std::shared_ptr<Sink>> sinks;
   for (bool gone = false; !gone;) {
     try {
@@ -92,6 +95,7 @@ void Mesh::run_reader(int from) {
 }
 
 void Mesh::run_writer(int to) {
+  ::prctl(PR_SET_NAME, "axo-hosts", 0, 0, 0);
   Peer& p = peer(to);
   Lock lock(mutex_);
   while (!closed_) {

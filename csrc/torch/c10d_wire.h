@@ -26,7 +26,7 @@ class C10dWire final : public Wire {
  private:
   using Works = std::map<int, c10::intrusive_ptr<c10d::Work>>;  // by peer
   template <class Start>
-  void run(Works* works, int peer, const char* what, const Start& start);
+  void run(Works* works, int peer, const char* what, bool keep, const Start& start);
 
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;

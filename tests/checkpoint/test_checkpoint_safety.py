@@ -115,11 +115,17 @@ def test_a_part_that_is_missing_is_noticed_before_the_checkpoint_gets_its_name(t
 def die_before_the_first_save(folder: str, how: str) -> None:
     comms = axo.connect("2x1x1x1", timeout=4.0)
     model = nn.Sequential(axo.nn.Linear(8, 8, comms=comms))
+    over = Path(folder, "over")
     if comms.rank == 1:
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(30)
-    save(folder, model)
+        while not over.exists():
+            time.sleep(0.01)
+        return
+    try:
+        save(folder, model)
+    finally:
+        over.touch()
 
 
 @pytest.mark.parametrize(("how", "error"), [("dies", "PeerLost: barrier"), ("is late", "Timeout: barrier")])

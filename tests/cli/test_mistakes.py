@@ -206,21 +206,29 @@ def test_a_signal_ends_all_ranks_with_128_and_its_number(text: str, tmp_path: Pa
     assert "Traceback" not in output and living(process.pid) == []
 
 
-def test_a_closed_pipe_ends_without_a_word(text: str, tmp_path: Path) -> None:
+def complain_elsewhere() -> None:
+    os.dup2(os.open(os.environ["COMPLAINTS"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+
+
+def test_a_closed_pipe_ends_without_a_word(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `axo train ... | head -1`: the rank that prints, and the command, end like any other Unix tool."""
-    for arguments in (["train", "--data", text, "--steps", "300", "--out", str(tmp_path), *SMALL], ["info"]):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "axo.cli", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
-        )
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline()
-        process.stdout.close()
-        complaints = process.stderr.read()
-        assert process.wait(60) == 128 + signal.SIGPIPE and complaints == "", complaints
+    complaints = tmp_path / "complaints"
+    monkeypatch.setenv("COMPLAINTS", str(complaints))
+    arguments = ["train", "--data", text, "--steps", "300", "--out", str(tmp_path / "run"), *SMALL]
+    command = Command("axo.cli", *arguments, prepare=complain_elsewhere)
+    assert command.hang_up() and command.returncode == 128 + signal.SIGPIPE
+    assert complaints.read_text() == ""
+
+    process = subprocess.Popen(  # of Python's own end
+        [sys.executable, "-m", "axo.cli", "info"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline()
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 128 + signal.SIGPIPE
 
 
 def print_in_ascii() -> None:

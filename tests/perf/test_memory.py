@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,54 +29,63 @@ MULTI = LLAMA | {"name": "multi", "n_query_groups": 8, "mlp_class_name": "GptNeo
 SEQUENCES, LENGTH = 4, 32
 
 
-CASES = [
-    (grid, config, precision, recomputed)
-    for grid in ("2x2x1x1", "4x1x1x1", "1x2x2x1", "1x1x2x2")
-    for config in (LLAMA, NEOX, MULTI)
-    for precision, recomputed in (("bf16-mixed", False), ("32-true", False), ("bf16-true", False), ("bf16-mixed", True))
-]
+GRIDS = ("2x2x1x1", "4x1x1x1", "1x2x2x1", "1x1x2x2")
+# What a model is turned into, one after the other: precision, and whether its blocks are computed again.
+FORMS = (("bf16-mixed", False), ("32-true", False), ("bf16-mixed", True), ("bf16-true", False))
 
 
-def saved_bytes(cases: list[tuple[str, dict, str, bool]]) -> list[tuple[int, list[int]]]:
+def saved_bytes() -> dict[tuple, tuple[int, list[int]]]:
     """For each case: bytes that autograd saved beside weights, and bytes of each block's input."""
     from litgpt import GPT, Config
 
-    found = []
-    for grid, config, precision, recomputed in cases:
+    found = {}
+    for grid in GRIDS:
         comms = axo.connect(grid)
-        model = axo.parallelize(GPT(Config(**config)), comms)
-        if precision == "bf16-true":
-            model.to(torch.bfloat16)
-        inputs: list[int] = []
-        for block in model.transformer.h:
-            block.register_forward_pre_hook(lambda _, args, sizes=inputs: sizes.append(args[0].nbytes))
-            if recomputed:
-                again = block.forward
-                block.forward = lambda *a, again=again, **k: checkpoint(again, *a, use_reentrant=False, **k)
-        weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        seen: dict[int, torch.Tensor] = {}
-
-        def pack(tensor: torch.Tensor, weights: set = weights, seen: dict = seen) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                seen[storage.data_ptr()] = tensor
-            return tensor
-
-        ids = torch.zeros(SEQUENCES // (comms.grid.z * comms.grid.data), LENGTH, dtype=torch.long)
-        autocast = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast:
-            logits = model(ids)
-        found.append((sum(tensor.untyped_storage().nbytes() for tensor in seen.values()), inputs))
-        del logits
+        for config in (LLAMA, NEOX, MULTI):
+            model = axo.parallelize(GPT(Config(**config)), comms)
+            inputs: list[int] = []
+            for block in model.transformer.h:
+                block.register_forward_pre_hook(lambda _, args, sizes=inputs: sizes.append(args[0].nbytes))
+            for precision, recomputed in FORMS:
+                inputs.clear()
+                model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+                total = saved_of(model, comms, precision, recomputed)
+                found[grid, config["name"], precision, recomputed] = total, list(inputs)
         comms.close()
     return found
 
 
+def saved_of(model: torch.nn.Module, comms: axo.Communicators, precision: str, recomputed: bool) -> int:
+    weights = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    seen: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(SEQUENCES // (comms.grid.z * comms.grid.data), LENGTH, dtype=torch.long)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
+    with ExitStack() as stack:
+        for block in model.transformer.h if recomputed else ():
+            again = partial(checkpoint, block.forward, use_reentrant=False)
+            stack.enter_context(patch.object(block, "forward", again))
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor))
+        stack.enter_context(autocast)
+        logits = model(ids)
+    total = sum(tensor.untyped_storage().nbytes() for tensor in seen.values())
+    del logits
+    return total
+
+
 def test_saved_bytes_are_what_autograd_saves() -> None:
     """48 cases; within 1%, which is the tables of the rotary embedding. The input of a block is exact."""
-    recorded = run_ranks(saved_bytes, 4, CASES)[0]
-    for (grid, config, precision, recomputed), (total, inputs) in zip(CASES, recorded, strict=True):
-        cut = Grid.parse(grid)
+    recorded = run_ranks(saved_bytes, 4)[0]
+    assert len(recorded) == 48
+    configs = {config["name"]: config for config in (LLAMA, NEOX, MULTI)}
+    for (grid, name, precision, recomputed), (total, inputs) in recorded.items():
+        config, cut = configs[name], Grid.parse(grid)
         itemsize, stream = {"bf16-mixed": (2, 4), "32-true": (4, 4), "bf16-true": (2, 2)}[precision]
         run = Run(SEQUENCES * LENGTH, itemsize=itemsize, stream=stream)
         workload = readers.from_litgpt(config, seq_length=LENGTH).with_checkpointing(recomputed)
@@ -89,4 +100,4 @@ def test_saved_bytes_are_what_autograd_saves() -> None:
         if recomputed:  # autograd's hooks do not see what the blocks keep: their inputs, one by one
             assert total <= expected + sum(inputs)
         else:
-            assert total == pytest.approx(expected, rel=0.01), (grid, config["name"], precision)
+            assert total == pytest.approx(expected, rel=0.01), (grid, name, precision)
