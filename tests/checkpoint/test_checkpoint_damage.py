@@ -1,4 +1,4 @@
-"""What a load may not do: take damaged bytes, or the state of other ranks or of other parameters, for what was saved."""
+"""What a load may not do: take damage, or the state of other ranks or of other parameters, for what was saved."""
 
 from __future__ import annotations
 
