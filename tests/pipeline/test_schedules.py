@@ -285,6 +285,13 @@ def wrong(case):
     elif case == "rows":
         _, schedule = build(comms, "1f1b", FOUR)
         schedule.step(batch(0)[0][:7], target=batch(0)[1][:7])
+    elif case == "compiled":
+        module, like = torch.compile(torch.nn.Linear(4, 4)), torch.empty(2, 4)
+        stages = [axo.pipeline.Stage(module, comms, like, like, index=n, num_stages=4) for n in (comms.stage, 3)]
+        axo.pipeline.schedule("zero-bubble", stages, microbatches=4, loss=F.mse_loss)
+    elif case == "more rows":
+        _, schedule = build(comms, "1f1b", FOUR)
+        axo.pipeline.schedule("1f1b", schedule.axo_stages, microbatches=6, loss=F.mse_loss, rows=16)
     elif case == "scaled":
         model, schedule = build(comms, "1f1b", FOUR)
         schedule.scale_grads = True
@@ -306,6 +313,8 @@ MESSAGES = {
     "other model": "a Sequential cannot be cut into stages by itself: known are litgpt.GPT",
     "serial": "the model holds no layer of this grid; call axo.parallelize(model, comms) first",
     "rows": "inputs have 7 rows, and 8 micro-batches of 2 rows were announced; pass 16",
+    "compiled": "torch refuses 'zero-bubble' with stages from torch.compile",
+    "more rows": "rows=16 in 6 micro-batches are not up to 2 rows each, which the stages were made for; make them",
     "scaled": "scale_grads=True divides .grad at the end of every step",
 }
 

@@ -26,11 +26,10 @@ from torch.optim.adamw import adamw
 
 from axo.offload.lane import Done, Lane, Pair
 from axo.offload.parameters import home_of
-from axo.offload.tier import Tier, tier_for
+from axo.offload.tier import RUN, Tier, tier_for
 from axo.placement import Placement
 
 PIECE = 1 << 21  # elements; a multiple of any vector
-RUN = 1 << 30  # bytes of state in one block of the tier
 _ALIGNED = 64  # bytes
 _CHANGED = -1  # as a version: the parameter's value holds, not its master's
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import nn
 from axo.offload.activations import Activations, blocks_of
 from axo.offload.optimizer import OffloadedAdamW
 from axo.offload.parameters import home_of, move_in
-from axo.offload.tier import tier_for
+from axo.offload.tier import Runs, Tier, tier_for
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,7 @@ class Offload:
     parameters: bool = False
     activations: str | int = "none"
     dir: str | os.PathLike[str] | None = None
+    _tiers: dict[torch.device, Tier] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("optimizer", "parameters"):
@@ -122,7 +122,14 @@ class Offload:
         """
         if self.parameters:
             moving = [parameter for parameter in parameters if not parameter.is_meta]
-            move_in(moving, lru_cache(lambda device: tier_for(device, self.dir)))
+            move_in(moving, self._tier_of)
+
+    def _tier_of(self, device: torch.device) -> Tier:
+        """Where parameters from ``device`` go."""
+        if device not in self._tiers:
+            tier = tier_for(device, self.dir)
+            self._tiers[device] = tier if device.type == "cpu" else Runs(tier)
+        return self._tiers[device]
 
     def attach(self, model: nn.Module, device: torch.device | None = None) -> None:
         """Let what ``model`` saves for backward lie where ``activations`` says. ``axo.parallelize`` calls it.

@@ -24,6 +24,7 @@ import torch
 
 _libc = ctypes.CDLL(None, use_errno=True)
 PAGE = mmap.PAGESIZE
+RUN = 1 << 30  # bytes
 _KEPT_PASSES = 2
 
 
@@ -108,6 +109,33 @@ class PinnedMemory:
 
     def rest(self, tensor: torch.Tensor) -> None:
         pass
+
+
+class Runs:
+    """Blocks of a tier for good, cut out of few large ones: pinned memory comes in powers of two.
+
+    Args:
+        tier: Gives the large ones: as much as has been cut so far, at most RUN bytes.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._cut = 0
+
+    def block(self, size: int) -> torch.Tensor:
+        room = -(-size // PAGE) * PAGE
+        if room > self._left.numel():
+            self._left = self._tier.block(1 << (max(room, min(self._cut, RUN)) - 1).bit_length())
+        block, self._left = self._left[:size], self._left[room:]
+        self._cut += room
+        return block
+
+    def soon(self, tensor: torch.Tensor) -> None:
+        self._tier.soon(tensor)
+
+    def rest(self, tensor: torch.Tensor) -> None:
+        self._tier.rest(tensor)
 
 
 def tier_for(device: torch.device, folder: str | os.PathLike[str] | None) -> Tier:

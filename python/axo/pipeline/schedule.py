@@ -160,7 +160,7 @@ def schedule(
 
     Raises:
         ValueError: The schedule is not known, or does not fit the stages, the rows or the number of micro-batches.
-        Refused: It does not suit the algorithm of the products.
+        Refused: It does not suit the algorithm of the products, or torch.compile.
     """
     kind = known(name)
     comms = stages[0].comms
@@ -171,6 +171,11 @@ def schedule(
         )
     check_microbatches(name, microbatches, comms.stages)
     check_algorithm(name, comms.arrangement.name)
+    if kind.splits and any(hasattr(stage.submod, "_orig_mod") for stage in stages):
+        raise Refused(
+            f"pipeline: torch refuses {name!r} with stages from torch.compile, whose backward it cannot split; use a"
+            " schedule whose backward is in one phase, such as interleaved-1f1b, or leave torch.compile out"
+        )
     whole = microbatches * stages[0].rows
     count = whole if rows is None else rows
     least, more = divmod(count, microbatches)
@@ -179,8 +184,8 @@ def schedule(
             f"pipeline: rows={count} in {microbatches} micro-batches are not up to {stages[0].rows} rows each, which"
             f" the stages were made for; make them for {max(1, -(-count // microbatches))}, or use up to {whole} rows"
         )
-    for stage in stages if more else ():
-        stage.announce_rows([least + (number < more) for number in range(microbatches)])
+    for stage in stages:
+        stage.announce_rows([least + (number < more) for number in range(microbatches)] if more else [])
 
     def weighted(output: Any, target: torch.Tensor) -> torch.Tensor:
         return loss(output, target) * (target.shape[0] / count if mean else 1.0)

@@ -76,31 +76,31 @@ class Stage(PipelineStage):
         self.weight_phase = WeightPhase()
         self._work: Work = []
         self._forward_context = forward_context
-        outputs = _differentiable(output_args, True)
+        inputs, outputs = _differentiable(input_args, index > 0), _differentiable(output_args, True)
+        self.rows = inputs[0].shape[0]
+        self._all_rows = all(tuple(one.shape)[:1] == (self.rows,) for one in (*inputs, *outputs))
         self._given = [(tuple(one.shape), one.dtype) for one in outputs]
         super().__init__(
             submodule,
             index,
             count,
             comms.device,
-            _differentiable(input_args, index > 0),
+            inputs,
             outputs,
             group=comms.pipeline_group,
             dw_builder=self._take_work,
         )
         self.comms = comms
-        self.rows = (input_args[0] if isinstance(input_args, tuple) else input_args).shape[0]
         self._engines = engines(submodule)
         self._sizes: list[int] = []
 
     def announce_rows(self, sizes: list[int]) -> None:
-        """Say how many rows each micro-batch of a step has, where they are not all those of ``input_args``.
+        """Say how many rows each micro-batch of a step has; nothing: as many as ``input_args``.
 
         Raises:
             ValueError: An input or output has another first dim than rows.
         """
-        metas = (*(self._user_meta.inputs or ()), *(self._user_meta.outputs or ()))
-        if any(tuple(meta.shape)[:1] != (self.rows,) for meta in metas if meta is not None):
+        if sizes and not self._all_rows:
             raise ValueError(
                 f"pipeline: micro-batches of {sizes} rows want inputs and outputs whose first dim are the {self.rows}"
                 " rows; use a number of micro-batches that divides the rows"
