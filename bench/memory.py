@@ -32,6 +32,7 @@ from axo import dryrun
 from axo.grid import Grid
 from axo.perf import memory, readers
 from axo.perf.layer_time import PRECISIONS, Run
+from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
 
@@ -87,8 +88,8 @@ def cases() -> list[Case]:
     return [Case(*one, WAYS[(number + number // 9 + number // 54) % 4]) for number, one in enumerate(each)]
 
 
-def planned(case: Case) -> dict[str, float]:
-    """Bytes by kind as the planner counts them."""
+def estimate(case: Case) -> tuple[Workload, Run, memory.Memory]:
+    """What the planner knows of the step, and what it counts."""
     config = case.config()
     fields = vars(models.resolve(config.model, config.model_overrides))
     workload = readers.from_litgpt(fields, seq_length=LENGTH).with_checkpointing(config.recompute)
@@ -100,14 +101,17 @@ def planned(case: Case) -> dict[str, float]:
         selective=case.recomputed == "selective",
         **PRECISIONS[case.precision],
     )
-    held = memory.estimate(workload, config.grid, run)
+    return workload, run, memory.estimate(workload, config.grid, run)
+
+
+def planned(case: Case) -> dict[str, float]:
+    """Bytes by kind as the planner counts them."""
+    (workload, run, held), config = estimate(case), case.config()
     read = held.gathered
-    if run.cached_gathers:  # the head's too, and while a block is gathered ahead the cast shards of it
-        (last,) = (layer for layer in workload.blocks[-1].layers if layer.kind == "linear")
-        read += memory.read([last], config.grid, run)
-        if run.itemsize != run.weights and config.grid.z > 1:
-            linear = [layer for layer in workload.blocks[1].layers if layer.kind == "linear"]
-            read += memory.read(linear, config.grid, run) / config.grid.z
+    if run.cached_gathers:  # the head's too, or a block's that is cast again when it runs again
+        linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in workload.blocks]
+        again = linear[1] if config.recompute and config.grid.z == 1 else []
+        read += max(memory.read(layers, config.grid, run) for layers in (linear[-1], again))
     return {
         "saved": held.saved, "weights": held.weights, "optimizer": held.optimizer, "gradients": held.gradients,
         "gathered": read, "peak": max(held.moments.values()),
@@ -172,6 +176,11 @@ def key(line: dict[str, Any]) -> str:
     return json.dumps(line["case"])
 
 
+def case_of(line: dict[str, Any]) -> Case:
+    """The case of a line."""
+    return Case(*line["case"][:4], tuple(line["case"][4]))
+
+
 def read(path: Path) -> list[dict[str, Any]]:
     """The cases that were measured."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -184,7 +193,7 @@ def report(lines: list[dict[str, Any]]) -> int:
     worst: list[tuple[float, str, float]] = []
     dry = [0.0]
     for line in lines:
-        case = Case(*line["case"][:4], tuple(line["case"][4]))
+        case = case_of(line)
         expected = planned(case)
         for kind in JUDGED:
             real = line["measured"][kind]

@@ -4,10 +4,12 @@ A few of the cases of ``bench/memory.py``, which says what is measured; all of t
 held to real ranks in ``test_dryrun.py``, saved tensors to autograd in ``tests/perf/test_memory.py``.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from axo.perf import machine, memory
 from bench import memory as bench
 
 SAMPLE = (34, 55, 255, 321, 392, 458, 571, 632)  # eight models, all grids, precisions, recomputations and ways
@@ -29,6 +31,21 @@ def test_the_cases_are_all_of_them() -> None:
     assert len(set(every)) == 12 * 6 * 3 * 3
     for place in range(5):
         assert len({every[number][place] for number in SAMPLE}) >= (8, 6, 3, 3, 4)[place]
+
+
+def test_a_plan_that_fits_does() -> None:
+    """At the boundary, in all cases as they were measured: a GPU that has what the plan counts holds the step and the
+    reserve, and of one with a byte less the plan says that it does not."""
+    lines = bench.read(Path(bench.__file__).parent / "results" / "memory.jsonl")
+    assert {bench.case_of(line) for line in lines} == set(bench.cases())
+    for line in lines:
+        case, measured = bench.case_of(line), line["measured"]["peak"]
+        held = bench.estimate(case)[2]
+        assert measured + memory.RESERVED <= held.total, case
+        assert max(held.moments.values()) <= measured * (1 + bench.GOAL), case
+        for less, fits in ((0, True), (1, False)):
+            on = replace(machine.load("h100"), memory_gib=(held.total - less) / memory.GIB)
+            assert held.fits(on) == fits, case
 
 
 @pytest.mark.soak

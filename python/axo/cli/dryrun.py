@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,13 +18,17 @@ if TYPE_CHECKING:
 
 
 def dryrun(
-    model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")],
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 4x2x32x16.")],
+    model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")] = "",
+    litgpt: Annotated[
+        Path | None,
+        typer.Option(help="What 'litgpt pretrain --config' reads: model, length, batch and precision from there."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Rows of the global batch; default: one a data rank.")] = 0,
     algorithm: Annotated[str, typer.Option(help="How products are distributed: axonn, tesseract or summa.")] = "axonn",
-    seq_len: Annotated[int, typer.Option(help="Tokens of a row.")] = 2048,
-    accumulate: Annotated[int, typer.Option(help="Pieces that a rank's rows are cut into.")] = 1,
-    precision: Annotated[str, typer.Option(help="bf16-mixed, bf16-true or 32-true.")] = "bf16-mixed",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of a row; default: 2048.")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Pieces of a rank's rows; default: 1.")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16-mixed (default), bf16-true or 32-true.")] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Run each block again in backward.")] = False,
     recompute_keeps: Annotated[str, typer.Option(help="What --recompute keeps: nothing, or products.")] = "nothing",
     pipeline: Annotated[int, typer.Option(help="Stages, each of them a grid.")] = 1,
@@ -48,9 +53,17 @@ def dryrun(
         check_file(json_out)
     if pipeline < 1 or microbatches < 0:
         raise ValueError(f"pipeline={pipeline} and microbatches={microbatches} must be at least 1 and 0")
+    if bool(model) == (litgpt is not None):
+        raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
+    parts = arrangement_of("dryrun", algorithm).row_parts(parsed)
+    run = {"model": model, "seq_len": 2048, "accumulate": 1, "precision": "bf16-mixed"}
+    run |= _of_litgpt(litgpt, parts) if litgpt is not None else {}
+    given = {"batch_size": batch_size or None, "seq_len": seq_len, "accumulate": accumulate, "precision": precision}
+    run |= {name: value for name, value in given.items() if value is not None}
+    run.setdefault("batch_size", parts * microbatches * run["accumulate"])
     config = TrainConfig(
-        model=model,
+        **run,
         grid=parsed,
         algorithm=algorithm,
         pipeline=pipeline,
@@ -58,10 +71,6 @@ def dryrun(
         cuts=cuts,
         microbatches=microbatches,
         recompute_keeps=recompute_keeps,
-        batch_size=batch_size or arrangement_of("dryrun", algorithm).row_parts(parsed) * microbatches * accumulate,
-        seq_len=seq_len,
-        accumulate=accumulate,
-        precision=precision,
         recompute=recompute,
         zero=zero,
         overlap=overlap,
@@ -82,6 +91,30 @@ def dryrun(
             say(f"ranks {shown} of {config.ranks}: {what} that two of them share matches")
     if bad:
         raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
+
+
+def _of_litgpt(file: Path, parts: int) -> dict[str, Any]:
+    """What a pretraining configuration of LitGPT's says of a step; its rows are cut into so many parts."""
+    from axo.integrations.litgpt import auto_grid, early
+
+    options = early.read("pretrain", "litgpt.pretrain", "setup", ["--config", str(file)])
+    if options is None:
+        raise ValueError(f"dryrun: --litgpt {file} is no configuration of litgpt pretrain with whole batch sizes")
+    model, train = auto_grid.model_fields(options, "--litgpt"), options.train
+    rows = train.micro_batch_size * parts
+    if train.global_batch_size % rows:
+        raise ValueError(
+            f"dryrun: --litgpt {file}: global_batch_size={train.global_batch_size} does not divide over"
+            f" {parts} data ranks with micro_batch_size={train.micro_batch_size}"
+        )
+    known = {field.name for field in fields(early.module_alone("litgpt.config").Config) if field.init}
+    return {
+        "model": options.model_name if options.model_config is None else "tiny",
+        "model_overrides": {} if options.model_config is None else {name: model[name] for name in known},
+        "seq_len": train.max_seq_length or model["block_size"],
+        "batch_size": train.global_batch_size,
+        "accumulate": train.global_batch_size // rows,
+    } | ({"precision": options.precision} if options.precision else {})
 
 
 def _ranks(text: str, config: TrainConfig, chosen: list[int]) -> list[int]:

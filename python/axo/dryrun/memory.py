@@ -1,6 +1,6 @@
 """What the tensors of a step take: every storage is followed from its first tensor to its end.
 
-A ``Ledger`` counts; ``Faking`` feeds it with tensors that have no values, ``Following`` with those that have.
+A ``Ledger`` counts; ``Following`` feeds it with tensors that have values, ``axo.dryrun.shapes`` with others.
 The peak is kept with what was there by kind, and with the phase of the step:
 
     weights, optimizer, gradients     this rank's shards, AdamW's moments, .grad
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -57,6 +56,7 @@ class Ledger:
     def __init__(self) -> None:
         self.kind, self.phase = WEIGHTS, "building"
         self.now: Counter[str] = Counter()
+        self._total = 0  # of all kinds
         self._kinds: dict[int, tuple[str, int]] = {}  # of each live storage: kind, bytes
         self._leaving: list[tuple[int, StorageWeakRef]] = []  # storages whose Python objects are gone
         self.restart()
@@ -96,46 +96,58 @@ class Ledger:
     def call(self, tensor: torch.Tensor, kind: str) -> None:
         """What ``tensor`` lies in is of this kind from here on; one that is not followed yet is."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._kinds:
-            old, size = self._kinds[key]
-            self.now[old] -= size
+        if storage._cdata in self._kinds:
+            old, size = self._kinds[storage._cdata]
+            self._add(old, -size)
+            self._kinds[storage._cdata] = kind, size
+            self._add(kind, size)
         else:
-            size = storage.nbytes()
-            weakref.finalize(storage, self._leaving.append, (key, StorageWeakRef(storage)))
-        self._kinds[key] = kind, size
-        self._add(kind, size)
+            self._follow(storage, kind)
 
     def see(self, tensor: torch.Tensor) -> None:
         """Follow what ``tensor`` lies in, if it is new."""
-        self._forget()
-        if tensor.untyped_storage()._cdata not in self._kinds:
-            self.call(tensor, self.kind)
+        if self._leaving:
+            self._forget()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._kinds:
+            self._follow(storage, self.kind)
             self.look()
+
+    def _follow(self, storage: torch.UntypedStorage, kind: str) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        weakref.finalize(storage, self._leaving.append, (key, StorageWeakRef(storage)))
+        self._kinds[key] = kind, size
+        self._add(kind, size)
 
     def _add(self, kind: str, size: int) -> None:
         self.now[kind] += size
+        if kind != UNCOUNTED:
+            self._total += size
         if self.now[kind] > self._most[kind]:
             self._most[kind] = self.now[kind]
 
     def _forget(self) -> None:
         """Take out what is freed. A storage may outlive its Python object; while it is referred to, weakly too, no
         other has its address."""
-        if self._leaving:
-            leaving, self._leaving[:] = self._leaving[:], []
-            for key, storage in leaving:
-                if storage.expired():
-                    kind, size = self._kinds.pop(key)
-                    self.now[kind] -= size
-                else:
-                    self._leaving.append((key, storage))
+        leaving, self._leaving[:] = self._leaving[:], []
+        for key, storage in leaving:
+            if storage.expired():
+                kind, size = self._kinds.pop(key)
+                self._add(kind, -size)
+            else:
+                self._leaving.append((key, storage))
+
+    def there(self, kind: str) -> int:
+        """Bytes of this kind now."""
+        self._forget()
+        return self.now[kind]
 
     def look(self) -> None:
         """Take note of what is there now."""
-        self._forget()
-        total = sum(self.now[kind] for kind in KINDS)
+        if self._leaving:
+            self._forget()
         known = self._peaks.get(self.phase)
-        if known is None or total > known.total:
+        if known is None or self._total > known.total:
             self._peaks[self.phase] = Peak(self.phase, {kind: self.now[kind] for kind in KINDS})
 
 
@@ -150,21 +162,6 @@ class Following(Onlooker):
         result = operation(*args, **(options or {}))
         for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
             if isinstance(tensor, torch.Tensor):
-                self._ledger.see(tensor)
-        return result
-
-
-class Faking(FakeTensorMode):
-    """Tensors without values, whose storages are followed."""
-
-    def __init__(self, ledger: Ledger) -> None:
-        super().__init__(allow_non_fake_inputs=True)
-        self._ledger = ledger
-
-    def dispatch(self, *args: Any, **options: Any) -> Any:
-        result = super().dispatch(*args, **options)
-        for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
-            if isinstance(tensor, FakeTensor):
                 self._ledger.see(tensor)
         return result
 

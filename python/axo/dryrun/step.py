@@ -37,12 +37,12 @@ from axo.dryrun.memory import (
     OPTIMIZER,
     UNCOUNTED,
     WEIGHTS,
-    Faking,
     FollowedPool,
     Following,
     Ledger,
     Peak,
 )
+from axo.dryrun.shapes import Faking
 from axo.nn import loss
 from axo.overlap.model import engines
 from axo.train import loop, models
@@ -149,7 +149,7 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
         ledger.restart()
         saved = _step(trainer, ledger, mode)
         ledger.look()
-        held = {kind: ledger.now[kind] for kind in (WEIGHTS, OPTIMIZER)}
+        held = {kind: ledger.there(kind) for kind in (WEIGHTS, OPTIMIZER)}
         del trainer, built
     gc.collect()  # the model and its hooks refer to each other
     seconds = time.perf_counter() - started
@@ -238,7 +238,7 @@ def _step(trainer: loop.Trainer, ledger: Ledger, mode: Faking | Following) -> in
     def loss_of(*args: Any) -> torch.Tensor:
         nonlocal saved
         loss = plain(*args)
-        saved = max(saved, ledger.now[ACTIVATIONS])
+        saved = max(saved, ledger.there(ACTIVATIONS))
         return loss
 
     trainer._loss_of = loss_of  # type: ignore[method-assign, assignment]

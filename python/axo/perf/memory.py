@@ -9,14 +9,16 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
     buckets    c S             gradients as they are reduced; at the end of backward .grad is made of them
                (with ZeRO-2 this rank's share, and a bucket that has not gone over data yet)
     tables     sines and cosines of the rotary embedding, whole on every rank: with the weights
-    gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward, else
-               two blocks (OAG gathers the next one ahead), or the largest layer
+    gathered   c P' / (Gx Gy)  blocks as products read them: all of the model when kept from forward to backward (where
+               z is 1 one more block, which is cast again when it runs again), else two blocks (OAG gathers the next one
+               ahead), or the largest layer
     kept       s r h / Gy a checkpointed block (its input; with selective recomputation the results of products and of
                attention too), or every saved tensor of every layer without checkpointing
     working    while a block runs backward: what a checkpointed one saves when it runs again, its output's gradient, and
                the most that any of its layers adds (`gradients_through`) while those behind it have let go of what
-               they saved and of their gathered weights, and have left gradients: the shards, a whole bucket over data,
-               and the last ones that are on their way over z
+               they saved and of their gathered weights, and have left gradients: the shards, a whole bucket over data
+               for each dtype, and the last ones that are on their way over z; or what a block has made when it has run,
+               and nothing keeps (`_behind`)
     logits     what the last norm, head and loss save (logits: c r V / Gx, in which their gradient is put)
     head       the same as ``working`` of them
     messages   of stages: torch's buffers for all messages of a step
@@ -114,9 +116,14 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     before = [0.0]  # of each block that runs backward: what there is, against when the loss was there
     arrived = 0.0  # bytes of gradients, as far as backward has come
 
-    def held() -> float:  # of them: with ZeRO-2 this rank's share; and the bucket that they wait in, made as a whole
-        waits = min(run.itemsize * shard - reduced * arrived, run.bucket_bytes) if grid.data > 1 else 0.0
-        return reduced * arrived + waits
+    linear = [layer for block in workload.blocks for layer in block.layers * block.repeat if layer.kind == "linear"]
+    products = sum(layer.parameters for layer in linear) / workload.parameters * shard
+    others = min(run.weights * (shard - products), run.bucket_bytes)  # gradients of norms and tables, in weights' dtype
+
+    def held() -> float:  # of them: with ZeRO-2 this rank's share; and the buckets that they wait in, made as a whole
+        if grid.data == 1:
+            return arrived
+        return reduced * arrived + min(run.itemsize * products - reduced * arrived, run.bucket_bytes) + others
 
     gone = of_head = 0.0
     for block in reversed(workload.blocks):
@@ -144,9 +151,10 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
             again = sum(sizes) - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
             flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
             working = again + through + _backward(block, sizes, grid, rows, run, flying)
-            if block.checkpointed:  # when the block has run again
-                working = max(working, again + through + _rerun(block, through, run))
-            before.append(through + _rerun(block, through, run))  # when it has run forward
+            if block.checkpointed:  # when the block has run again, for which its weights were cast again
+                cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
+                working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
+            before.append(_behind(block, through, grid, run, again=False))
             freed = mine + run.cached_gathers * of_weights
             before.append(held() + working - gone)
             arrived, gone = arrived + (block.repeat - 1) * come, gone + (block.repeat - 1) * freed
@@ -174,8 +182,7 @@ def gathered(workload: Workload, grid: Grid, run: Run) -> float:
     linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in blocks]
     if run.cached_gathers:
         every = sum(block.repeat * read(layers, grid, run) for block, layers in zip(blocks, linear, strict=True))
-        copied = run.itemsize * workload.copied(grid) / (grid.x * grid.y) if every else 0.0
-        return run.cached_gathers * (every + copied)
+        return run.cached_gathers * every
     if grid.z > 1 and "oag" in run.overlap:
         return 2.0 * max(read(layers, grid, run) for layers in linear)
     return max(read([layer], grid, run) for layers in linear for layer in layers)
@@ -185,7 +192,11 @@ def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
     """Bytes of these layers' weights as products read them, on top of the shards."""
     if grid.z == 1 and run.itemsize == run.weights:
         return 0.0
-    return run.itemsize * sum(layer.parameters for layer in layers) / (grid.x * grid.y)
+    values = sum(
+        layer.experts * layer.in_features * (layer.out_features + layer.kv_features * (layer.kv_copies(grid.x) - 1))
+        for layer in layers
+    )
+    return run.itemsize * values / (grid.x * grid.y)
 
 
 def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
@@ -198,7 +209,7 @@ def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     """Bytes that a block with selective recomputation keeps of one layer: the result of a product or of attention."""
     my_rows = rows * layer.rows * layer.experts
     if layer.kind == "linear":
-        return run.itemsize * my_rows * chunk(layer.out_features, grid.y if layer.transposed else grid.x)
+        return run.itemsize * my_rows * _columns(layer, grid)
     if layer.kind == "attention":
         heads = FP32 * my_rows * chunk(layer.heads, grid.x)
         kept = _scores(layer, grid, my_rows) * run.itemsize / FP32 if layer.scores else heads
@@ -211,14 +222,22 @@ def _first_input(layer: Layer, through: float, run: Run) -> float:
     return through if layer.kind == "norm" or run.stream == run.itemsize else 0.0
 
 
-def _rerun(block: Block, through: float, run: Run) -> float:
-    """Bytes of what a block has made when it has run again, and does not save: the result of its last product, the
-    norm's that the stream's dtype keeps apart, attention's branch and its sum where the two are in parallel; and the
-    gradient of its output in the dtype of products."""
+def _behind(block: Block, through: float, grid: Grid, run: Run, *, again: bool) -> float:
+    """Bytes of what a block has made when it has run, forward or ``again``, and keeps for no layer.
+
+    Results of its two branches (under selective recomputation a sum over x is made in a copy of what is kept), the
+    stream between them and the norm's result where no layer has saved them; forward its output, and again the gradient
+    of that, which products want in their dtype.
+    """
     norms = [layer for layer in block.layers if layer.kind == "norm" and layer.over == "y" and not layer.of_product]
     parallel = len(norms) == 1 or any(norm.shares_input for norm in norms)
-    apart, narrow = run.stream != run.itemsize, run.itemsize / run.stream
-    return through * (narrow * (1 + apart + parallel) + apart + parallel)
+    apart, branch = run.stream != run.itemsize, through * run.itemsize / run.stream
+    first = block.checkpointed and not again  # nothing is saved
+    copies = 2.0 * branch * (again or not run.selective or grid.x > 1)
+    if run.selective and again and grid.x > 1:
+        copies += branch
+    made = through * (1 - again) + branch * apart * again
+    return made + copies + through * (parallel or first) + through * (bool(norms) and (apart or first))
 
 
 def _arrives(linear: list[Layer], grid: Grid, run: Run) -> float:
@@ -263,8 +282,9 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
         whose = narrow if layer.of_product and run.stream == run.itemsize else 0  # the gradient of the block's output
         return elements * (FP32 * tensors + ((2 - native) * narrow if narrow < FP32 else 0) - whose)
     if layer.kind == "linear":
-        inside, outside = (grid.x, grid.y) if layer.transposed else (grid.y, grid.x)
-        width = chunk(layer.in_features, inside) + chunk(layer.out_features, outside)
+        width = chunk(layer.in_features, grid.x if layer.transposed else grid.y)
+        if not layer.transposed or run.stream != run.itemsize:  # else its output's gradient is that of the stream
+            width += _columns(layer, grid)
         return run.itemsize * my_rows * width
     if layer.kind == "attention":
         return run.itemsize * my_rows * 4 * chunk(layer.in_features, grid.x) + 2.0 * _scores(layer, grid, my_rows)
@@ -273,6 +293,12 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     if layer.kind == "loss":  # its temporaries are of a few rows
         return FP32 * min(2.0 * LOSS_CHUNK, my_rows * chunk(layer.out_features, grid.x))
     return 0.0
+
+
+def _columns(layer: Layer, grid: Grid) -> int:
+    """Features of a product's result that a rank has; keys and values that neighbours share it has whole."""
+    ranks = grid.y if layer.transposed else grid.x
+    return chunk(layer.out_features + layer.kv_features * (layer.kv_copies(ranks) - 1), ranks)
 
 
 def _itemsize(layer: Layer, run: Run) -> int:

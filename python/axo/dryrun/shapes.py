@@ -1,0 +1,176 @@
+"""Tensors with shapes and no values, whose storages are followed.
+
+The blocks of a model are alike, the steps too, and torch takes long to find what an operation gives (0.1 to 0.3 ms of
+``FakeTensorMode``). So an operation on tensors and arguments like those it has had before gives what it gave then: new
+tensors, views of its inputs, or its inputs. Left to torch each time is what depends on values, and what changes the
+shape or the storage of an input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+from axo.dryrun.memory import Ledger
+
+_CPU = torch.device("cpu")
+_DEVICE = torch.ops.prim.device.default
+_BY_VALUE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
+
+
+class _Result(NamedTuple):
+    """What an operation gives: input ``same``, or a tensor like this, in the storage of input ``of`` or its own."""
+
+    same: int | None
+    of: int | None
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+
+class _Known(NamedTuple):
+    """What an operation gives: results, or None, in a ``form`` (a list, a tuple; None: the only one as it is)."""
+
+    form: type | None
+    results: tuple[_Result | None, ...]
+
+
+class Shaped(FakeTensor):
+    """A tensor without values that asks its mode first for what is known."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # torch asks very often
+            return args[0].device
+        for argument in args:
+            first = argument[0] if type(argument) is list and argument else argument
+            if isinstance(first, FakeTensor):
+                found = first.fake_mode.again(func, args, kwargs or {})
+                if found is not NotImplemented:
+                    return found
+                break
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
+class Faking(FakeTensorMode):
+    """Makes tensors without values, and has their storages followed."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._ledger = ledger
+        self._known: dict[tuple[Any, ...], _Known | None] = {}  # None: torch is asked each time
+        self._attributes: dict[str, Any] = {}  # of a tensor without values
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs: list[FakeTensor] = []
+        key = _key(func, args, kwargs or {}, inputs)
+        known = None if key is None else self._known.get(key)
+        if known is not None:
+            return self._make(known, inputs)
+        before = [tensor.untyped_storage()._cdata for tensor in inputs]
+        result = super().dispatch(func, types, args, kwargs or {})
+        for tensor in tree_leaves(result) if isinstance(result, (tuple, list, dict)) else (result,):
+            if isinstance(tensor, FakeTensor):
+                tensor.__class__ = Shaped
+                self._ledger.see(tensor)
+        if key is not None and key not in self._known:
+            same = key == _key(func, args, kwargs or {}, [])
+            same &= before == [tensor.untyped_storage()._cdata for tensor in inputs]
+            self._known[key] = self._learn(func, result, inputs) if same else None
+        return result
+
+    def again(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What ``func`` gives where that is known, else NotImplemented."""
+        inputs: list[FakeTensor] = []
+        key = _key(func, args, kwargs, inputs)
+        known = None if key is None else self._known.get(key)
+        return NotImplemented if known is None else self._make(known, inputs)
+
+    def _learn(self, func: Any, result: Any, inputs: list[FakeTensor]) -> _Known | None:
+        if _BY_VALUE & set(func.tags) or torch.is_inference_mode_enabled():
+            return None
+        form = next((kind for kind in (list, tuple) if isinstance(result, kind)), None)
+        results: list[_Result | None] = []
+        storages = [tensor.untyped_storage()._cdata for tensor in inputs]
+        fresh = set[int]()
+        for one in result if form is not None else (result,):
+            if one is None:
+                results.append(None)
+                continue
+            if not isinstance(one, FakeTensor) or one.constant is not None or one.requires_grad or one.device != _CPU:
+                return None
+            same = next((number for number, tensor in enumerate(inputs) if tensor is one), None)
+            storage = one.untyped_storage()
+            of = storages.index(storage._cdata) if storage._cdata in storages else None
+            like = _Result(same, of, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
+            results.append(like)
+            if same is not None:
+                continue
+            self._attributes = self._attributes or {name: vars(one)[name] for name in vars(one) if name != "_is_param"}
+            made = self._tensor(like, inputs)
+            alike = torch._C._dispatch_key_set(made) == torch._C._dispatch_key_set(one)
+            if not alike or made.untyped_storage().nbytes() != storage.nbytes() or storage._cdata in fresh:
+                return None
+            if of is None:
+                fresh.add(storage._cdata)
+        return _Known(form, tuple(results))
+
+    def _make(self, known: _Known, inputs: list[FakeTensor]) -> Any:
+        made: list[Any] = []
+        for one in known.results:
+            if one is None or one.same is not None:
+                made.append(None if one is None else inputs[one.same])  # type: ignore[index]
+                continue
+            tensor = self._tensor(one, inputs)
+            if one.of is None:
+                self._ledger.see(tensor)
+            made.append(tensor)
+        return made[0] if known.form is None else known.form(made)
+
+    def _tensor(self, like: _Result, inputs: list[FakeTensor]) -> torch.Tensor:
+        if like.of is None:
+            shape = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device="meta")
+        else:
+            shape = torch.empty(0, dtype=like.dtype, device="meta")
+            shape.set_(inputs[like.of].untyped_storage(), like.offset, like.shape, like.stride)
+        made = torch.Tensor._make_subclass(Shaped, shape, dispatch_device=True, device_for_backend_keys=_CPU)
+        vars(made).update(self._attributes)
+        return made
+
+
+def _key(func: Any, args: Any, kwargs: Any, inputs: list[FakeTensor]) -> tuple[Any, ...] | None:
+    """What decides what ``func`` gives; its tensors go to ``inputs``. None: values may."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None
+    key: list[Any] = [func]
+    try:
+        _add(key, args, inputs)
+        for name, value in kwargs.items():
+            key.append(name)
+            _add(key, (value,), inputs)
+        found = tuple(key)
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def _add(key: list[Any], arguments: Iterable[Any], inputs: list[FakeTensor]) -> None:
+    for each in arguments:
+        if isinstance(each, FakeTensor):
+            if each.constant is not None:
+                raise TypeError
+            inputs.append(each)
+            key.append((each.shape, each.stride(), each.storage_offset(), each.dtype))
+        elif isinstance(each, torch.Tensor):
+            raise TypeError
+        elif isinstance(each, (list, tuple)):
+            key.append(len(each))
+            _add(key, each, inputs)
+        else:
+            key.append((type(each), each))  # 1, 1.0 and True are equal
