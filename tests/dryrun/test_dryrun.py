@@ -11,10 +11,12 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from typer.testing import CliRunner
 
 import axo
@@ -23,6 +25,7 @@ from axo.cli import main as cli
 from axo.comm.counting import watch
 from axo.comm.recording import recording
 from axo.grid import Grid
+from axo.launch import RankFailed
 from axo.train.config import TrainConfig
 from tests.launcher import run_ranks
 
@@ -179,11 +182,38 @@ def test_peers_hold_what_this_rank_holds() -> None:
         ("--model tiny --grid 1x1x2x1 --batch-size 3 --seq-len 32", "do not divide over z*data=2"),
         ("--model tiny --grid 2x1x1x1 --precision 16-mixed --seq-len 32", "use bf16-mixed or 32-true"),
         ("--model tiny --grid 2x1x1x1 --overlap all --seq-len 32", "overlap all is not known"),
+        ("--grid 2x1x1x1", "give the model by --model NAME, or by --litgpt CONFIG"),
+        ("--grid 2x1x1x1 --litgpt nowhere.yaml", "nowhere.yaml is not a file"),
+        ("--model tiny --grid 99999x99999x99999x99999 --seq-len 32", "a dry run knows grids of up to 1,048,576"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --precision fp8", "precision='fp8' is not one of bf16-mixed"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --batch-size 3 --accumulate 2", "accumulate=2 does not divide"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --cuts 2", "cuts=2 are of stages, and there is one"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --model-override n_heads=2", "has no field 'n_heads'"),
     ],
 )
 def test_mistakes_end_in_one_line(arguments: str, message: str) -> None:
     found = CliRunner().invoke(cli.app, ["dryrun", *arguments.split()])
     assert found.exit_code == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
+
+
+def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path) -> None:
+    file = tmp_path / "pretrain.yaml"
+    train = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 64}
+
+    def run(*arguments: str, **changes: Any) -> Any:
+        content = {"model_name": "pythia-14m", "precision": "bf16-true", "train": train} | changes
+        file.write_text(yaml.safe_dump(content))
+        found = CliRunner().invoke(cli.app, ["dryrun", "--grid", "1x1x2x1", *arguments])
+        return json.loads(found.stdout)["records"] if found.exit_code == 0 else found.stderr
+
+    plain = "--model pythia-14m --seq-len 64 --batch-size 8 --accumulate 2 --precision bf16-true --json -"
+    same = [run(*options) for options in (plain.split(), ("--litgpt", str(file), "--json", "-"))]
+    for record in (*same[0], *same[1]):
+        del record["seconds"]
+    assert same[0] == same[1]
+    assert "no option --model_nam" in run("--litgpt", str(file), model_nam="pythia-14m")
+    train["micro_batch_size"] = 3
+    assert "global_batch_size=8 does not divide over 2 data ranks" in run("--litgpt", str(file))
 
 
 def handler_of_sigterm(config: TrainConfig, rank: int) -> Any:
@@ -197,6 +227,22 @@ def test_sigterm_ends_the_processes_whatever_it_does_in_this_one(monkeypatch: py
         assert dryrun.run_all(config("2x1x1x1"), [0, 1], processes=2) == [signal.SIG_DFL] * 2
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def killed(config: TrainConfig, rank: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def mistaken(config: TrainConfig, rank: int) -> None:
+    raise TypeError("a mistake")
+
+
+@pytest.mark.parametrize(("what", "message"), [(killed, "was killed by SIGKILL; is there"), (mistaken, "a mistake")])
+def test_a_process_without_an_answer_is_named(what: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["axo.dryrun.compare"], "run", what)
+    with pytest.raises(RankFailed, match=message) as error:
+        dryrun.run_all(config("2x1x1x1"), [0, 1], processes=2)
+    assert f"rank {error.value.rank}" in str(error.value) and ("Traceback" in error.value.trace) == (what is mistaken)
 
 
 @pytest.mark.soak

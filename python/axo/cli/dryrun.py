@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 def dryrun(
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 4x2x32x16.")],
     model: Annotated[str, typer.Option(help="A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")] = "",
+    model_override: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD=VALUE", help="Set a field of litgpt.Config; repeatable.")
+    ] = None,
     litgpt: Annotated[
         Path | None,
         typer.Option(help="What 'litgpt pretrain --config' reads: model, length, batch and precision from there."),
@@ -44,24 +46,25 @@ def dryrun(
 ) -> None:
     """Run a training step as single ranks of a grid, without peers: memory, traffic, order, and who disagrees."""
     from axo import dryrun as dry
-    from axo.train.config import TrainConfig
+    from axo.train.config import TrainConfig, overrides
 
     parsed = Grid.parse(grid)
     if order < 0:
         raise ValueError(f"order={order} is not at least 0")
     if json_out is not None and not is_stdout(json_out):
         check_file(json_out)
-    if pipeline < 1 or microbatches < 0:
-        raise ValueError(f"pipeline={pipeline} and microbatches={microbatches} must be at least 1 and 0")
-    if bool(model) == (litgpt is not None):
+    if microbatches and pipeline == 1:
+        raise ValueError(f"dryrun: microbatches={microbatches} fill stages, and there is one; add --pipeline")
+    if not model and litgpt is None:
         raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
     parts = arrangement_of("dryrun", algorithm).row_parts(parsed)
-    run = {"model": model, "seq_len": 2048, "accumulate": 1, "precision": "bf16-mixed"}
-    run |= _of_litgpt(litgpt, parts) if litgpt is not None else {}
+    run: dict[str, Any] = {"model": model, "model_overrides": overrides(model_override or ())}
+    run |= {"seq_len": 2048, "accumulate": 1, "precision": "bf16-mixed"}
+    run |= _of_litgpt(litgpt, model, parts) if litgpt is not None else {}
     given = {"batch_size": batch_size or None, "seq_len": seq_len, "accumulate": accumulate, "precision": precision}
     run |= {name: value for name, value in given.items() if value is not None}
-    run.setdefault("batch_size", parts * microbatches * run["accumulate"])
+    run.setdefault("batch_size", parts * max(1, microbatches) * max(1, run["accumulate"]))
     config = TrainConfig(
         **run,
         grid=parsed,
@@ -93,25 +96,27 @@ def dryrun(
         raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
 
 
-def _of_litgpt(file: Path, parts: int) -> dict[str, Any]:
-    """What a pretraining configuration of LitGPT's says of a step; its rows are cut into so many parts."""
-    from axo.integrations.litgpt import auto_grid, early
+def _of_litgpt(file: Path, model: str, parts: int) -> dict[str, Any]:
+    """What a pretraining configuration of LitGPT's says of a step whose rows are cut into so many parts; its model
+    where ``model`` names none."""
+    from axo.integrations.litgpt import early
+    from axo.train.models import resolve
 
     options = early.read("pretrain", "litgpt.pretrain", "setup", ["--config", str(file)])
-    if options is None:
-        raise ValueError(f"dryrun: --litgpt {file} is no configuration of litgpt pretrain with whole batch sizes")
-    model, train = auto_grid.model_fields(options, "--litgpt"), options.train
+    if options is None or min(options.train.global_batch_size, options.train.micro_batch_size) < 1:
+        raise ValueError(f"dryrun: --litgpt {file} is no configuration of litgpt pretrain with sizes of batches")
+    if options.model_config is not None and not model:
+        raise ValueError(f"dryrun: --litgpt {file} has a model_config; write that into a file, and add --model FILE")
+    train, model = options.train, model or options.model_name
     rows = train.micro_batch_size * parts
     if train.global_batch_size % rows:
         raise ValueError(
             f"dryrun: --litgpt {file}: global_batch_size={train.global_batch_size} does not divide over"
             f" {parts} data ranks with micro_batch_size={train.micro_batch_size}"
         )
-    known = {field.name for field in fields(early.module_alone("litgpt.config").Config) if field.init}
     return {
-        "model": options.model_name if options.model_config is None else "tiny",
-        "model_overrides": {} if options.model_config is None else {name: model[name] for name in known},
-        "seq_len": train.max_seq_length or model["block_size"],
+        "model": model,
+        "seq_len": train.max_seq_length or resolve(model).block_size,
         "batch_size": train.global_batch_size,
         "accumulate": train.global_batch_size // rows,
     } | ({"precision": options.precision} if options.precision else {})

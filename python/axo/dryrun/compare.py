@@ -12,25 +12,32 @@ A mistake that depends on the number of a rank alone is found when that rank is 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import itertools
 import multiprocessing
 import os
 import signal
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
+from typing import cast
 
 import torch
 
 from axo.comm.recording import Issued, recording
 from axo.dryrun.step import Record, check, run
 from axo.grid import AXES, Coords
+from axo.launch import RankFailed
 from axo.nn.layer import ParallelLayer
 from axo.placement import Placement
 from axo.train import loop
 from axo.train.config import TrainConfig
 
 MOST_COMPARED = 16  # ranks of one grid that are all run without being asked for
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -66,12 +73,14 @@ def representatives(config: TrainConfig) -> dict[int, int]:
             for one in module.placements.values():
                 kinds[one.global_shape, one.splits, one.blocks, one.copies] = one
     roles: dict[tuple[tuple[int, ...], ...], list[int]] = {}
-    for rank in range(grid.world_size):
+    for rank in range(grid.world_size // grid.data):  # data is outermost, and cuts no weight
         coords = grid.coords(rank)
         key = tuple(one.local_shape(grid, coords) for one in kinds.values())
         roles.setdefault(key, []).append(rank)
     chosen = {
-        stage * grid.world_size + ranks[0]: len(ranks) for stage in range(config.pipeline) for ranks in roles.values()
+        stage * grid.world_size + ranks[0]: len(ranks) * grid.data
+        for stage in range(config.pipeline)
+        for ranks in roles.values()
     }
     if config.ranks <= MOST_COMPARED:
         return {rank: chosen.get(rank, 0) for rank in range(config.ranks)}
@@ -82,21 +91,75 @@ def representatives(config: TrainConfig) -> dict[int, int]:
 
 
 def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = None) -> list[Record]:
-    """Run each of these ranks, several at a time: in as many processes as this one may use cores."""
+    """Run each of these ranks in a process of its own, as many at a time as this one may use cores.
+
+    Raises:
+        ValueError: As for :func:`run`.
+        RankFailed: A process ended without an answer, or with an error that is a mistake of Axo's.
+    """
     wanted = list(ranks)
     count = min(len(wanted), processes or len(os.sched_getaffinity(0)))
     if count <= 1:
         return [run(config, rank) for rank in wanted]
     torch.set_num_threads(1)  # a process that has computed with several threads cannot be forked
-    with multiprocessing.get_context("fork").Pool(count, _begin) as pool:
-        return pool.starmap(run, [(config, rank) for rank in wanted], chunksize=1)
-
-
-def _begin() -> None:
-    """What a process that runs ranks does first."""
+    gc.collect()
     gc.freeze()  # what is imported is garbage to nobody
-    # A handler of this process, such as torchelastic's, raises: in a worker that is a task's result, and ends nothing.
+    context = multiprocessing.get_context("fork")
+    left, records = wanted[::-1], dict[int, Record]()
+    running: dict[Connection, tuple[int, ForkProcess]] = {}
+    try:
+        while left or running:
+            while left and len(running) < count:
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(target=_answer, args=(sender, os.getpid(), config, left[-1]))
+                process.start()
+                sender.close()
+                running[receiver] = left.pop(), process
+            for receiver in cast("list[Connection]", wait(list(running))):
+                rank, process = running[receiver]
+                try:
+                    found = receiver.recv()
+                except EOFError:
+                    found = ""
+                process.join()
+                del running[receiver]
+                receiver.close()
+                if isinstance(found, ValueError):
+                    raise found
+                if isinstance(found, str):
+                    raise _failed(rank, found, process.exitcode)
+                records[rank] = found
+    finally:
+        for _, process in running.values():
+            process.kill()
+            process.join()
+        gc.unfreeze()
+    return [records[rank] for rank in wanted]
+
+
+def _answer(sender: Connection, parent: int, config: TrainConfig, rank: int) -> None:
+    """Run a rank, and send its record or its error; end with the process that asks, however that ends."""
+    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    # A handler of that process, such as torchelastic's, raises: here that would be an answer, and end nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the other one ends this one
+    try:
+        sender.send(run(config, rank))
+    except ValueError as error:
+        sender.send(error)
+    except Exception:
+        sender.send(traceback.format_exc())
+
+
+def _failed(rank: int, trace: str, code: int | None) -> RankFailed:
+    """What has happened to the process that ran a rank."""
+    if trace:
+        return RankFailed(f"rank {rank}: {trace.splitlines()[-1]}", rank=rank, trace=trace)
+    how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"ended with code {code}"
+    hint = "; is there enough memory? --ranks 0 runs one at a time" if code == -signal.SIGKILL else ""
+    return RankFailed(f"the process that ran rank {rank} {how}{hint}", rank=rank, lost=True)
 
 
 def compare(config: TrainConfig, records: list[Record]) -> list[Mismatch]:

@@ -9,7 +9,7 @@ shape or the storage of an input.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -44,13 +44,15 @@ class Shaped(FakeTensor):
     """A tensor without values that asks its mode first for what is known."""
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func is _DEVICE:  # torch asks very often
             return args[0].device
         for argument in args:
             first = argument[0] if type(argument) is list and argument else argument
-            if isinstance(first, FakeTensor):
-                found = first.fake_mode.again(func, args, kwargs or {})
+            if isinstance(first, Shaped):
+                found = cast("Faking", first.fake_mode).again(func, args, kwargs or {})
                 if found is not NotImplemented:
                     return found
                 break
@@ -107,7 +109,7 @@ class Faking(FakeTensorMode):
             same = next((number for number, tensor in enumerate(inputs) if tensor is one), None)
             storage = one.untyped_storage()
             of = storages.index(storage._cdata) if storage._cdata in storages else None
-            like = _Result(same, of, tuple(one.shape), one.stride(), one.storage_offset(), one.dtype)
+            like = _Result(same, of, tuple(one.shape), one.stride(), int(one.storage_offset()), one.dtype)
             results.append(like)
             if same is not None:
                 continue

@@ -45,11 +45,13 @@ from axo.dryrun.memory import (
 from axo.dryrun.shapes import Faking
 from axo.nn import loss
 from axo.overlap.model import engines
-from axo.train import loop, models
-from axo.train.check import check_pipeline
-from axo.train.config import KEPT, TrainConfig
+from axo.train import loop
+from axo.train.check import check_step
+from axo.train.config import TrainConfig
 from axo.train.data import rank_rows
 from axo.train.recipe import finish_model
+
+MOST = 1 << 20  # ranks of a grid
 
 
 @dataclass(frozen=True)
@@ -88,9 +90,11 @@ def check(config: TrainConfig) -> None:
     """Refuse what a dry run cannot do.
 
     Raises:
-        ValueError: The model has experts, or the options of stages do not go together.
+        ValueError: An option is wrong (:func:`axo.train.check.check_step`), or the model has experts.
     """
-    model = models.resolve(config.model, config.model_overrides)
+    model = check_step(config)
+    if config.ranks > MOST:
+        raise ValueError(f"dryrun: {config.grid} has {config.ranks:,} ranks; a dry run knows grids of up to {MOST:,}")
     if model.mlp_class_name == "LLaMAMoE":
         raise ValueError(
             f"dryrun: model {config.model!r} is a mixture of experts, where the shapes of a step depend on the tokens;"
@@ -98,13 +102,8 @@ def check(config: TrainConfig) -> None:
         )
     if config.precision == "16-mixed":
         raise ValueError("dryrun: precision='16-mixed' reads gradients to scale the loss; use bf16-mixed or 32-true")
-    if config.recompute_keeps not in KEPT or (config.recompute_keeps != "nothing" and not config.recompute):
-        raise ValueError(
-            f"dryrun: recompute-keeps={config.recompute_keeps!r} is one of {', '.join(KEPT)}, and goes with recompute"
-        )
-    models.check_sequence(model, config.seq_len)
-    if config.pipeline > 1:
-        check_pipeline(config, model.n_layer)
+    if config.pipeline == 1 and config.stage_cuts != "even":
+        raise ValueError(f"dryrun: cuts={config.cuts} are of stages, and there is one; add --pipeline")
 
 
 def run(config: TrainConfig, rank: int = 0) -> Record:

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 
 import torch
+from litgpt.config import Config
 
 from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
@@ -33,30 +34,9 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
-    _check_numbers(config)
-    if config.zero not in (0, 1, 2):
-        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
-    if config.precision not in PRECISIONS:
-        raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
-    arrangement = arrangement_of("train", config.algorithm)
-    arrangement.check(config.grid)
-    if config.recompute_keeps not in KEPT:
-        raise ValueError(f"train: recompute-keeps={config.recompute_keeps!r} is not one of {', '.join(KEPT)}")
-    if config.recompute_keeps != "nothing" and not config.recompute:
-        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
+    model = check_step(config)
     _check_device(config)
     _check_files(config)
-    model = models.resolve(config.model, config.model_overrides)
-    models.check_sequence(model, config.seq_len)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
-    if rows.count % config.accumulate:
-        raise ValueError(
-            f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
-            f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
-            f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
-        )
-    if config.pipeline > 1:
-        check_pipeline(config, model.n_layer)
     vocabulary = data.BYTE_VOCABULARY
     if config.tokenizer is not None:
         vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
@@ -68,10 +48,41 @@ def check(config: TrainConfig) -> None:
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
     _check_offload(config, model.n_layer)
-    litgpt_plan.check(models.build_empty(model), config.grid, arrangement)
+    litgpt_plan.check(models.build_empty(model), config.grid, arrangement_of("train", config.algorithm))
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))
+
+
+def check_step(config: TrainConfig) -> Config:
+    """Check what a step is made of: numbers, precision, model, rows and stages. Returns the model's configuration.
+
+    Raises:
+        ValueError: As for :func:`check`.
+    """
+    _check_numbers(config)
+    if config.zero not in (0, 1, 2):
+        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
+    if config.precision not in PRECISIONS:
+        raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
+    arrangement = arrangement_of("train", config.algorithm)
+    arrangement.check(config.grid)
+    if config.recompute_keeps not in KEPT:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps!r} is not one of {', '.join(KEPT)}")
+    if config.recompute_keeps != "nothing" and not config.recompute:
+        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
+    model = models.resolve(config.model, config.model_overrides)
+    models.check_sequence(model, config.seq_len)
+    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
+    if rows.count % config.accumulate:
+        raise ValueError(
+            f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
+            f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
+            f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
+        )
+    if config.pipeline > 1:
+        check_pipeline(config, model.n_layer)
+    return model
 
 
 def check_pipeline(config: TrainConfig, blocks: int) -> None:

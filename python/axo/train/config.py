@@ -56,10 +56,10 @@ class Option(NamedTuple):
         return low if math.isfinite(value) else f"{low} and finite"
 
 
-def _fields(overrides: Sequence[str]) -> dict[str, str]:
+def overrides(given: Sequence[str]) -> dict[str, str]:
     """FIELD=VALUE, several times over, as a dict."""
     pairs = {}
-    for override in overrides:
+    for override in given:
         key, equals, value = override.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"train: --model-override {override!r} is not of the form FIELD=VALUE")
@@ -79,7 +79,7 @@ class TrainConfig:
     model: str = _option("tiny", MODEL, "A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")
     model_overrides: dict[str, Any] = _option(
         dict, MODEL, "Set a field of litgpt.Config; repeatable.",
-        metavar="FIELD=VALUE", name="model-override", text=list[str], read=_fields,
+        metavar="FIELD=VALUE", name="model-override", text=list[str], read=overrides,
     )  # fmt: skip
     grid: Grid = _option(
         Grid, RANKS, "Ranks on each axis; auto: what the planner finds fastest, stages too.", metavar="XxYxZxDATA",
