@@ -50,5 +50,5 @@ def test_a_plan_that_fits_does() -> None:
 
 @pytest.mark.soak
 def test_planned_memory_of_every_case(tmp_path: Path) -> None:
-    """All but one of 50 within 5%."""
-    assert bench.main(["--json", str(tmp_path / "memory.jsonl")]) <= len(bench.cases()) / 50
+    """Within 5%."""
+    assert bench.main(["--json", str(tmp_path / "memory.jsonl")]) == 0
