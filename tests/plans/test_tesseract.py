@@ -141,14 +141,19 @@ def head_of_a_table(comms):
     assert {key: (c.calls, c.elements) for key, c in counts.items()} == expected
 
 
-def compare(comms, serial, model, ids, targets):
-    """Logits and every gradient that serial has, after one loss of the whole batch."""
+def compare(comms, serial, model, ids, targets, whole=False):
+    """Logits and every gradient that serial has, after one loss of the whole batch. ``whole``: logits are."""
+    serial.zero_grad()
     expected = serial(ids)
     F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
     logits = model(my_rows(comms, ids))
-    assert_close(axo.unshard_output(model.lm_head, logits), expected, 1e-5, "logits")
-    loss_fn = axo.nn.CrossEntropyLoss(comms=comms, columns=serial.config.padded_vocab_size)
-    loss_fn(logits, my_rows(comms, targets)).backward()
+    mine = my_rows(comms, targets)
+    if whole:
+        assert_close(logits, my_rows(comms, expected), 1e-5, "logits")
+        F.cross_entropy(logits.flatten(0, 1), mine.flatten()).backward()
+    else:
+        assert_close(axo.unshard_output(model.lm_head, logits), expected, 1e-5, "logits")
+        axo.nn.CrossEntropyLoss(comms=comms, columns=serial.config.padded_vocab_size)(logits, mine).backward()
     for name, parameter in serial.named_parameters():
         mine = model.get_parameter(name)
         assert (mine.grad is None) == (parameter.grad is None), name
@@ -170,11 +175,12 @@ def tied_heads_and_adapters(comms, ids, targets):
                     if name.endswith("lora_B"):
                         torch.nn.init.normal_(parameter, std=0.1)
                 lora.mark_only_lora_as_trainable(serial)
-        model = copy.deepcopy(serial)
-        seed_apart(comms)
-        axo.parallelize(model, comms, algorithm="tesseract")
-        assert not tied or model.lm_head.weight is model.transformer.wte.weight
-        compare(comms, serial, model, ids, targets)
+        for plan in ("litgpt", "auto") if tied else ("litgpt",):
+            model = copy.deepcopy(serial)
+            seed_apart(comms)
+            axo.parallelize(model, comms, plan=plan, algorithm="tesseract")
+            assert not tied or (model.lm_head.as_table and model.lm_head.weight is model.transformer.wte.weight)
+            compare(comms, serial, model, ids, targets, whole=plan == "auto")
 
 
 def whole_gradients(model):

@@ -84,7 +84,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
 
     became: dict[nn.Module, nn.Module] = {}
     for candidate in candidates:
-        _replace(model, candidate, choices[candidate.name], replacer)
+        _replace(model, candidate, choices[candidate.name], replacer, as_table=candidate.name in dict(ties))
         became[candidate.module] = model.get_submodule(candidate.name)
     for module, axis in inside.items():
         where, _, child = names[module].rpartition(".")
@@ -163,7 +163,8 @@ def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple
         elif candidate.type == "embedding" and (module_.max_norm or module_.sparse or module_.scale_grad_by_freq):
             serial[name] = "max_norm, sparse or scale_grad_by_freq"
     for group in _tied(model, found):
-        if not _is_table_with_heads(group) or arrangement.square:
+        biased = any(c is not None and c.type == "linear" and c.module.bias is not None for c in group)
+        if not _is_table_with_heads(group) or (arrangement.square and biased):  # a bias does not lie as a table
             serial.update({c.name: "shares its weight" for c in group if c is not None})
     return found, serial
 
@@ -305,7 +306,7 @@ def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choi
     return pairs
 
 
-def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: Replacer) -> None:
+def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: Replacer, *, as_table: bool) -> None:
     if choice.kind == "replicate":
         return
     parent_name, _, child = candidate.name.rpartition(".")
@@ -327,7 +328,7 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
     if candidate.type == "conv2d":
         replacer.conv2d(parent, child, name, **options)
     elif candidate.type == "linear":
-        replacer.linear(parent, child, name, uneven_out=not choice.split_out, **options)
+        replacer.linear(parent, child, name, uneven_out=not choice.split_out, as_table=as_table, **options)
     else:
         old: Any = candidate.module
         new = Conv1D(
