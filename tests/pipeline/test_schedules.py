@@ -175,6 +175,11 @@ def test_gradients_of_accumulated_steps_equal_serial(grid, names, config, option
     run_ranks(schedules_on, 2 * axo.Grid.parse(grid).world_size, grid, 2, names, config, options, timeout=120)
 
 
+def test_each_stage_may_be_a_host_of_its_own():
+    hosts = {"ranks_per_host": 2}
+    run_ranks(schedules_on, 4, "2x1x1x1", 2, ["1f1b", "zbv"], FOUR, {}, timeout=120, hosts=hosts)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("config", [FOUR, {**NEOX, "n_layer": 4, "n_embd": 32, "n_head": 4}], ids=["llama", "neox"])
 @pytest.mark.parametrize("grid", ["1x1x1x1", "2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2"])
