@@ -34,7 +34,7 @@ from torch import fx, nn
 from axo.errors import Refused
 from axo.plans.auto import heads_code
 from axo.plans.auto.heads_trace import SAMPLES, NotProved, Run, name_of
-from axo.plans.auto.regions import Size
+from axo.plans.auto.regions import Size, Tracer, in_mode
 from axo.plans.replace import hooks_of
 
 MOST_LAYERS = 8  # of one attention module
@@ -129,37 +129,24 @@ def prove(module: nn.Module, sizes: dict[nn.Module, Size], axis: str, ranks: int
     return proof if any(kind == "transposed" for kind, _ in proof.layers.values()) else None
 
 
-class _Tracer(fx.Tracer):
-    proxy_buffer_attributes = True
-
-    def __init__(self, leaves: set[nn.Module]) -> None:
-        super().__init__()
-        self.leaves = leaves
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return m in self.leaves or super().is_leaf_module(m, module_qualified_name)
-
-
 def _trace(module: nn.Module, leaves: set[nn.Module], training: bool, fixed: dict[str, Any]) -> fx.Graph:
-    modes = {child: child.training for child in module.modules()}
+    tracer = Tracer(leaves)
+    tracer.proxy_buffer_attributes = True
     before = {child: dict(child.__dict__) for child in module.modules()}
     before_buffers = {child: dict(child._buffers) for child in module.modules()}
     changed = False
     try:
-        module.train(training)
-        with torch.random.fork_rng(devices=[]):
+        with in_mode(module, training), torch.random.fork_rng(devices=[]):
             drawn = torch.get_rng_state(), random.getstate()
-            graph = _Tracer(leaves).trace(module, concrete_args=fixed or None)
+            graph = tracer.trace(module, concrete_args=fixed or None)
             same = torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
     except Exception as error:  # whatever the model's own code raises when it meets a stand-in
         why = str(error).split("\n")[0][:120]
         raise NotProved(f"its forward cannot be traced ({type(error).__name__}: {why})") from None
     finally:
-        for child, mode in modes.items():
-            child.training = mode
         for child, attributes in before.items():
             if child.__dict__.keys() != attributes.keys() or any(
-                child.__dict__[key] is not value for key, value in attributes.items() if key != "training"
+                child.__dict__[key] is not value for key, value in attributes.items()
             ):
                 changed = True
                 child.__dict__.clear()

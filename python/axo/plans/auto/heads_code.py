@@ -46,10 +46,6 @@ class HeadsOf:
     def __deepcopy__(self, memo: Any) -> HeadsOf:
         return self
 
-    def part(self, size: int) -> int:
-        """This rank's share of ``size``; -1 stays."""
-        return size if size == -1 else size // self.ranks
-
 
 def _shared(heads: HeadsOf, tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.requires_grad or heads.ranks == 1:
@@ -104,20 +100,19 @@ def shape_of(heads: HeadsOf, tensor: torch.Tensor, dim: int, wanted: int | None 
 
 def view(heads: HeadsOf, tensor: torch.Tensor, index: int, *shape: Any) -> torch.Tensor:
     """``tensor.reshape(shape)``, where the number at ``index`` is shared."""
-    sizes = _numbers(shape)
-    sizes[index] = heads.part(sizes[index])
-    return tensor.reshape(sizes)
+    return tensor.reshape(_shared_sizes(heads, index, shape))
 
 
 def expand(heads: HeadsOf, tensor: torch.Tensor, index: int, *shape: Any) -> torch.Tensor:
     """``tensor.expand(shape)``, where the number at ``index`` is shared."""
-    sizes = _numbers(shape)
-    sizes[index] = heads.part(sizes[index])
-    return tensor.expand(sizes)
+    return tensor.expand(_shared_sizes(heads, index, shape))
 
 
-def _numbers(shape: Sequence[Any]) -> list[int]:
-    return list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+def _shared_sizes(heads: HeadsOf, index: int, shape: Sequence[Any]) -> list[int]:
+    sizes = list(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else list(shape)
+    if sizes[index] != -1:
+        sizes[index] //= heads.ranks
+    return sizes
 
 
 def drop_in(heads: HeadsOf, module: nn.Module, tensor: torch.Tensor) -> torch.Tensor:

@@ -49,22 +49,20 @@ class NotProved(Exception):
     at = 0
 
 
-_SHAPE_KEEPING = {  # over a dim that is not split
-    *("softmax", "log_softmax", "normalize", "cumsum"),
-}
+_SHAPE_KEEPING = {"softmax", "log_softmax", "normalize", "cumsum"}  # over a dim that is not split
 _REDUCTIONS = {"sum", "mean", "amax", "amin"}
 _ELEMENTWISE = {
     *("add", "sub", "mul", "truediv", "div", "pow", "neg", "pos", "abs", "exp", "square", "sqrt", "rsqrt", "relu"),
     *("tanh", "sigmoid", "erf", "gelu", "silu", "clamp", "maximum", "minimum", "sin", "cos", "masked_fill", "where"),
-    *("contiguous", "clone", "float", "to", "type_as", "type", "half", "bfloat16", "relu6", "elu", "softplus"),
-    "detach",
+    *("contiguous", "clone", "detach", "float", "to", "type_as", "type", "half", "bfloat16", "relu6", "elu"),
+    "softplus",
     *("lt", "le", "gt", "ge", "eq", "ne", "logical_not", "logical_and", "logical_or", "invert"),
 }
 _RANDOM = {"dropout", "scaled_dot_product_attention"}
 _OTHERS = {
     *("view", "reshape", "flatten", "transpose", "swapaxes", "permute", "unsqueeze", "squeeze", "expand", "size"),
     *("chunk", "split", "unbind", "getitem", "matmul", "bmm", "einsum", "cat", "stack", "repeat_interleave", "getattr"),
-    *("dim",),
+    "dim",
 }
 _FUNCTIONS: dict[Any, str] = {
     getattr(holder, name): name
@@ -169,8 +167,7 @@ class Run:
         if layer in self.sizes:
             self._layer(layer, node, parts)
         elif not parts:
-            self.copies[node] = self.new.node_copy(node, self._copy_of)
-            self.values[node] = self._whole(node)
+            self._kept(node, self._whole(node), None)
         else:
             self._split(node, layer, parts)
 
@@ -235,13 +232,13 @@ class Run:
     def _split(self, node: fx.Node, module: nn.Module | None, parts: list[Any]) -> None:
         name = name_of(node)
         if module is not None:
-            self._module(node, module, parts)
+            self._module(node, module)
         elif name in _ELEMENTWISE:
             self._elementwise(node, parts)
         elif name in ("shape", "dtype", "device", "ndim") or name == "getattr":
             self._attribute(node)
         elif hasattr(self, f"_op_{name}"):
-            getattr(self, f"_op_{name}")(node, parts)
+            getattr(self, f"_op_{name}")(node)
         elif name in _SHAPE_KEEPING | _REDUCTIONS:
             self._over_a_dim(node, name)
         else:
@@ -254,6 +251,10 @@ class Run:
         for value in _flat([result]):
             if isinstance(value, torch.Tensor):
                 self._mark(value, split)
+
+    def _kept(self, node: fx.Node, result: Any, split: Split | None) -> None:
+        """The operation stays as it is."""
+        self._done(node, self.new.node_copy(node, self._copy_of), result, split)
 
     def _mark(self, value: torch.Tensor, split: Split) -> None:
         if sum(split.blocks) != value.shape[split.dim]:
@@ -285,6 +286,11 @@ class Run:
             raise NotProved("tensors meet that split heads otherwise")
         return found.pop()
 
+    def _all_split(self, what: str, tensors: Any) -> Any:
+        if any(id(tensor) not in self.splits for tensor in tensors):
+            raise NotProved(f"{what} of whole tensors with parts of heads")
+        return tensors
+
     def _met(self, argument: Any, dim: int, blocks: tuple[int, ...], rank: int) -> Any:
         """A copy of an argument, its whole tensors made to fit those that are split."""
         if not isinstance(argument, fx.Node):
@@ -312,13 +318,11 @@ class Run:
             result = torch.empty_like(result)
         args = tuple(self._met(argument, dim, blocks, result.dim()) for argument in node.args)
         options = {key: self._met(argument, dim, blocks, result.dim()) for key, argument in node.kwargs.items()}
-        if node.op == "call_method":
-            copy = self.new.call_method(str(node.target), args, options)
-        else:
-            copy = self.new.call_function(node.target, args, options)  # type: ignore[arg-type]
-        self._done(node, copy, result, Split(result.dim() + dim, blocks))
+        self._done(
+            node, self.new.create_node(node.op, node.target, args, options), result, Split(result.dim() + dim, blocks)
+        )
 
-    def _module(self, node: fx.Node, module: nn.Module, parts: list[Any]) -> None:
+    def _module(self, node: fx.Node, module: nn.Module) -> None:
         tensor, split = self._tensor(node)
         copied = self._copied(node.args[0])
         if len(node.args) != 1 or node.kwargs:
@@ -345,20 +349,20 @@ class Run:
             call = self._call(heads_code.shape_of, self._copied(node.args[0]), split.dim)
             self._done(node, call, tensor.shape, None)
         elif what in ("dtype", "device", "ndim"):
-            self._done(node, self.new.node_copy(node, self._copy_of), getattr(tensor, what), None)
+            self._kept(node, getattr(tensor, what), None)
         elif what in ("mT", "mH") or (what == "T" and tensor.dim() == 2):
             self._swap(node, tensor.dim() - 2, tensor.dim() - 1)
         else:
             raise NotProved(f"{what} of heads is not known")
 
-    def _op_size(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_size(self, node: fx.Node) -> None:
         _, split = self._tensor(node)
         wanted = self._argument(node, 1, "dim", None)
         call = self._call(heads_code.shape_of, self._copied(node.args[0]), split.dim, self._copied(wanted))
         self._done(node, call, self._whole(node), None)
 
-    def _op_dim(self, node: fx.Node, parts: list[Any]) -> None:
-        self._done(node, self.new.node_copy(node, self._copy_of), self._whole(node), None)
+    def _op_dim(self, node: fx.Node) -> None:
+        self._kept(node, self._whole(node), None)
 
     def _over_a_dim(self, node: fx.Node, name: str) -> None:
         tensor, split = self._tensor(node)
@@ -373,11 +377,11 @@ class Run:
             raise NotProved(f"{name} sees all heads")
         result = self._run(node)
         lost = 0 if result.dim() == tensor.dim() else sum(dim < split.dim for dim in chosen)
-        self._done(node, self.new.node_copy(node, self._copy_of), result, Split(split.dim - lost, split.blocks))
+        self._kept(node, result, Split(split.dim - lost, split.blocks))
 
     # shapes
 
-    def _op_view(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_view(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         if not node.args[1:] or node.kwargs:
             raise NotProved("a view to a dtype, or by keywords")
@@ -388,10 +392,10 @@ class Run:
 
     _op_reshape = _op_view
 
-    def _op_flatten(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_flatten(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         result = self._run(node)
-        self._done(node, self.new.node_copy(node, self._copy_of), result, self._viewed(tensor, split, result))
+        self._kept(node, result, self._viewed(tensor, split, result))
 
     def _viewed(self, tensor: torch.Tensor, split: Split, result: torch.Tensor) -> Split:
         """Where the split dim goes in a view: the parts must be runs of an outer dim again."""
@@ -419,7 +423,7 @@ class Run:
             seen *= length
         raise NotProved(f"a view of shape {tuple(tensor.shape)} to {tuple(result.shape)} mixes heads")
 
-    def _op_expand(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_expand(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         result = self._run(node)
         dim = split.dim + result.dim() - tensor.dim()
@@ -428,7 +432,7 @@ class Run:
         call = self._call(heads_code.expand, self._copied(node.args[0]), dim, *self._copied(tuple(node.args[1:])))
         self._done(node, call, torch.empty(result.shape), Split(dim, split.blocks))
 
-    def _op_transpose(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_transpose(self, node: fx.Node) -> None:
         a, b = (self._value(self._argument(node, index, f"dim{index - 1}", None)) for index in (1, 2))
         tensor, _ = self._tensor(node)
         self._swap(node, self._dim(a, tensor), self._dim(b, tensor))
@@ -438,48 +442,48 @@ class Run:
     def _swap(self, node: fx.Node, a: int, b: int) -> None:
         _, split = self._tensor(node)
         dim = {a: b, b: a}.get(split.dim, split.dim)
-        self._done(node, self.new.node_copy(node, self._copy_of), self._run(node), Split(dim, split.blocks))
+        self._kept(node, self._run(node), Split(dim, split.blocks))
 
-    def _op_permute(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_permute(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         order = [self._dim(dim, tensor) for dim in _flat([self._value(list(node.args[1:]))])]
         if len(order) != tensor.dim():
             raise NotProved("permute by keywords")
         dim = order.index(split.dim)
-        self._done(node, self.new.node_copy(node, self._copy_of), self._run(node), Split(dim, split.blocks))
+        self._kept(node, self._run(node), Split(dim, split.blocks))
 
-    def _op_unsqueeze(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_unsqueeze(self, node: fx.Node) -> None:
         _, split = self._tensor(node)
         result = self._run(node)
         at = self._value(self._argument(node, 1, "dim", None))
         at = at + result.dim() if at < 0 else at
         dim = split.dim + (at <= split.dim)
-        self._done(node, self.new.node_copy(node, self._copy_of), result, Split(dim, split.blocks))
+        self._kept(node, result, Split(dim, split.blocks))
 
-    def _op_squeeze(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_squeeze(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         at = self._value(self._argument(node, 1, "dim", None))
         if not isinstance(at, int) or self._dim(at, tensor) == split.dim:
             raise NotProved("squeeze may drop the dim of heads")
         result = self._run(node)
         lost = tensor.dim() - result.dim() if self._dim(at, tensor) < split.dim else 0
-        self._done(node, self.new.node_copy(node, self._copy_of), result, Split(split.dim - lost, split.blocks))
+        self._kept(node, result, Split(split.dim - lost, split.blocks))
 
-    def _op_repeat_interleave(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_repeat_interleave(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         times = self._value(self._argument(node, 1, "repeats", None))
         at = self._value(self._argument(node, 2, "dim", None))
         if not isinstance(times, int) or not isinstance(at, int):
             raise NotProved("repeat_interleave by a tensor, or without a dim")
         grown = tuple(block * times for block in split.blocks) if self._dim(at, tensor) == split.dim else split.blocks
-        self._done(node, self.new.node_copy(node, self._copy_of), self._run(node), Split(split.dim, grown))
+        self._kept(node, self._run(node), Split(split.dim, grown))
 
-    def _op_chunk(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_chunk(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         at = self._dim(self._value(self._argument(node, 2, "dim", 0)), tensor)
         pieces = self._run(node)
         if at != split.dim:
-            self._done(node, self.new.node_copy(node, self._copy_of), pieces, split)
+            self._kept(node, pieces, split)
             return
         taken = self._pieces(split, [piece.shape[at] for piece in pieces])
         mine = [sum(blocks) // self.ranks for blocks in taken]
@@ -502,19 +506,18 @@ class Run:
             found.append(tuple(taken))
         return found
 
-    def _op_unbind(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_unbind(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         at = self._dim(self._value(self._argument(node, 1, "dim", 0)), tensor)
         if at == split.dim:
             raise NotProved("unbind takes heads apart")
         made = Split(split.dim - (at < split.dim), split.blocks)
-        self._done(node, self.new.node_copy(node, self._copy_of), self._run(node), made)
+        self._kept(node, self._run(node), made)
 
-    def _op_getitem(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_getitem(self, node: fx.Node) -> None:
         tensor = self._value(node.args[0])
         if not isinstance(tensor, torch.Tensor):  # of a tuple: its element has its mark already
-            self.copies[node] = self.new.node_copy(node, self._copy_of)
-            self.values[node] = self._whole(node)
+            self._kept(node, self._whole(node), None)
             return
         tensor, split = self._tensor(node)
         index = self._value(node.args[1])
@@ -554,47 +557,39 @@ class Run:
         _, blocks = self._pieces(split, [start, stop - start]) if start else (None, self._pieces(split, [stop])[0])
         return blocks, (start // self.ranks, (stop - start) // self.ranks)
 
-    def _op_cat(self, node: fx.Node, parts: list[Any]) -> None:
-        tensors = self._value(node.args[0])
-        if any(id(tensor) not in self.splits for tensor in tensors):
-            raise NotProved("cat of whole tensors with parts of heads")
+    def _op_cat(self, node: fx.Node) -> None:
+        tensors = self._all_split("cat", self._value(node.args[0]))
         dim, blocks = self._same(tensors)
         at = self._dim(self._value(self._argument(node, 1, "dim", 0)), tensors[0])
         result = self._run(node)
         if at - tensors[0].dim() == dim:
             raise NotProved("cat along the dim of heads")
-        self._done(node, self.new.node_copy(node, self._copy_of), result, Split(result.dim() + dim, blocks))
+        self._kept(node, result, Split(result.dim() + dim, blocks))
 
-    def _op_stack(self, node: fx.Node, parts: list[Any]) -> None:
-        tensors = self._value(node.args[0])
-        if any(id(tensor) not in self.splits for tensor in tensors):
-            raise NotProved("stack of whole tensors with parts of heads")
+    def _op_stack(self, node: fx.Node) -> None:
+        tensors = self._all_split("stack", self._value(node.args[0]))
         dim, blocks = self._same(tensors)
         result = self._run(node)
         at = self._value(self._argument(node, 1, "dim", 0))
         at = at + result.dim() if at < 0 else at
         old = tensors[0].dim() + dim
-        self._done(node, self.new.node_copy(node, self._copy_of), result, Split(old + (at <= old), blocks))
+        self._kept(node, result, Split(old + (at <= old), blocks))
 
     # products
 
-    def _op_matmul(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_matmul(self, node: fx.Node) -> None:
         if len(node.args) != 2 or node.kwargs:
             raise NotProved("matmul by keywords")
-        dim, blocks = self._same(parts)
+        dim, blocks = self._same(self._parts(node))
         if dim > -3:
             raise NotProved("a product sums over heads")
         result = self._run(node)
         args = tuple(self._met(argument, dim, blocks, result.dim()) for argument in node.args)
-        if node.op == "call_method":
-            copy = self.new.call_method(str(node.target), args)
-        else:
-            copy = self.new.call_function(node.target, args)  # type: ignore[arg-type]
-        self._done(node, copy, result, Split(result.dim() + dim, blocks))
+        self._done(node, self.new.create_node(node.op, node.target, args), result, Split(result.dim() + dim, blocks))
 
     _op_bmm = _op_matmul
 
-    def _op_einsum(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_einsum(self, node: fx.Node) -> None:
         equation = str(node.args[0]).replace(" ", "")
         tensors = self._value(list(node.args[1:]))
         left, arrow, right = equation.partition("->")
@@ -606,38 +601,31 @@ class Run:
         if len(letters) != 1 or len(blocks) != 1 or not letters <= set(right):
             raise NotProved("einsum sums over heads")
         made = Split(right.index(letters.pop()), blocks.pop())
-        self._done(node, self.new.node_copy(node, self._copy_of), self._run(node), made)
+        self._kept(node, self._run(node), made)
 
-    def _op_scaled_dot_product_attention(self, node: fx.Node, parts: list[Any]) -> None:
-        query, key, value = (
-            self._value(self._argument(node, i, n, None)) for i, n in enumerate(("query", "key", "value"))
-        )
-        if any(id(tensor) not in self.splits for tensor in (query, key, value)):
-            raise NotProved("attention of whole tensors with parts of heads")
+    def _op_scaled_dot_product_attention(self, node: fx.Node) -> None:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")
+        given = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+        tensors = [given.pop(name, None) for name in names[:3]]
+        query, key, value = self._all_split("attention", self._value(tensors))
         dims = {self.splits[id(tensor)].dim - tensor.dim() for tensor in (query, key, value)}
         counts = {len(self.splits[id(tensor)].blocks) for tensor in (query, key, value)}
         if len(dims) != 1 or len(counts) != 1 or max(dims) > -3:
             raise NotProved("attention whose heads are not a batch dim")
         dim, blocks = dims.pop(), self.splits[id(query)].blocks
-        mask = self._argument(node, 3, "attn_mask", None)
-        met = self._met(mask, dim, blocks, query.dim())
+        mask = given.pop("attn_mask", None)
+        options = {"attn_mask": self._met(mask, dim, blocks, query.dim())} | self._copied(given)
         if isinstance(mask, fx.Node) and self.values[mask] is _UNKNOWN:
             result = torch.empty(*query.shape[:-1], value.shape[-1])
         else:
             result = self._run(node)
-        options = {"attn_mask": met} | {n: self._copied(a) for n, a in node.kwargs.items() if n not in ("attn_mask",)}
-        for index, name in enumerate(("attn_mask", "dropout_p", "is_causal", "scale")):
-            if len(node.args) > 3 + index and name != "attn_mask":
-                options[name] = self._copied(node.args[3 + index])
-        tensors = [self._copied(self._argument(node, i, n, None)) for i, n in enumerate(("query", "key", "value"))]
-        options = {n: a for n, a in options.items() if n not in ("query", "key", "value")}
-        if self._argument(node, 4, "dropout_p", 0):
-            copy = self._call(heads_code.attention, *tensors, **options)
+        if given.get("dropout_p"):
+            copy = self._call(heads_code.attention, *self._copied(tensors), **options)
         else:
-            copy = self.new.call_function(F.scaled_dot_product_attention, tuple(tensors), options)
+            copy = self.new.call_function(F.scaled_dot_product_attention, tuple(self._copied(tensors)), options)
         self._done(node, copy, result, Split(result.dim() + dim, blocks))
 
-    def _op_dropout(self, node: fx.Node, parts: list[Any]) -> None:
+    def _op_dropout(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         args, options = self._copied(tuple(node.args)), self._copied(dict(node.kwargs))
         active = self._argument(node, 2, "training", True)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,17 +36,8 @@ _CHANNEL_MODULES = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.Adaptiv
 _ELEMENTWISE = {
     *(operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg, operator.pos),
     *(torch.add, torch.sub, torch.mul, torch.div, torch.pow, torch.neg, torch.abs, torch.exp, torch.square, torch.sqrt),
-    *(
-        torch.relu,
-        torch.tanh,
-        torch.sigmoid,
-        torch.erf,
-        torch.clamp,
-        torch.maximum,
-        torch.minimum,
-        torch.sin,
-        torch.cos,
-    ),
+    *(torch.relu, torch.tanh, torch.sigmoid, torch.erf, torch.clamp, torch.maximum, torch.minimum),
+    *(torch.sin, torch.cos),
     *(F.relu, F.relu6, F.gelu, F.silu, F.tanh, F.sigmoid, F.elu, F.celu, F.selu, F.leaky_relu, F.softplus, F.mish),
     *(F.hardswish, F.hardtanh, F.hardsigmoid, F.logsigmoid, F.softsign),
 }
@@ -129,7 +121,9 @@ def _roots(module: nn.Module, layers: set[nn.Module], closed: set[nn.Module]) ->
     return below
 
 
-class _Tracer(fx.Tracer):
+class Tracer(fx.Tracer):
+    """Traces a module with ``leaves`` as they are."""
+
     def __init__(self, leaves: set[nn.Module]) -> None:
         super().__init__()
         self.leaves = leaves
@@ -138,20 +132,28 @@ class _Tracer(fx.Tracer):
         return m in self.leaves or super().is_leaf_module(m, module_qualified_name)
 
 
+@contextmanager
+def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Put ``module`` into training or evaluation mode in this block; each child is as before behind it."""
+    modes = {child: child.training for child in module.modules()}
+    module.train(training)
+    try:
+        yield
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+
+
 def _trace(module: nn.Module, leaves: set[nn.Module], training: bool) -> fx.Graph | None:
     """The graph of ``module`` in one mode; None where tracing it would prove nothing."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     if hooks or "forward" in module.__dict__ or not _plain_signature(module):
         return None
-    modes = {child: child.training for child in module.modules()}
     try:
-        module.train(training)
-        return _Tracer(leaves).trace(module)
+        with in_mode(module, training):
+            return Tracer(leaves).trace(module)
     except Exception:  # whatever the model's own code raises when it meets a stand-in
         return None
-    finally:
-        for child, mode in modes.items():
-            child.training = mode
 
 
 def _plain_signature(module: nn.Module) -> bool:
