@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -28,37 +28,19 @@ class Count(NamedTuple):
         return Count(self.calls + calls, self.elements + elements, self.bytes + size)
 
 
-class CollectiveCounts(Mapping[tuple[str, str], Count]):
+class CollectiveCounts(dict[tuple[str, str], Count]):
     """``counts[op, axis]`` -> :class:`Count`; zero for what was not issued. Compares equal to a dict of such tuples."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[str, str], Count] = {}
+        super().__init__()
         self._lock = threading.Lock()
+
+    def __missing__(self, key: tuple[str, str]) -> Count:
+        return Count()
 
     def _add(self, op: str, axis: str, elements: int, item_size: int) -> None:
         with self._lock:
-            self._counts[op, axis] = self[op, axis].plus(1, elements, elements * item_size)
-
-    def __getitem__(self, key: tuple[str, str]) -> Count:
-        return self._counts.get(key, Count())
-
-    def __iter__(self) -> Iterator[tuple[str, str]]:
-        return iter(self._counts)
-
-    def __len__(self) -> int:
-        return len(self._counts)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._counts
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, CollectiveCounts):
-            return self._counts == other._counts
-        if isinstance(other, Mapping):
-            return self._counts == {key: Count(*value) for key, value in other.items()}
-        return NotImplemented
-
-    __hash__ = None  # type: ignore[assignment]
+            self[op, axis] = self[op, axis].plus(1, elements, elements * item_size)
 
     def __repr__(self) -> str:
         rows = (f"{op} {axis}: {c.calls} x, {c.elements} elements, {c.bytes} B" for (op, axis), c in self.items())
@@ -67,7 +49,7 @@ class CollectiveCounts(Mapping[tuple[str, str], Count]):
     def total(self, op: str | None = None, axis: str | None = None) -> Count:
         """The sum over all operations and axes, or over those that match."""
         total = Count()
-        for (counted_op, counted_axis), count in self._counts.items():
+        for (counted_op, counted_axis), count in self.items():
             if op in (None, counted_op) and axis in (None, counted_axis):
                 total = total.plus(*count)
         return total

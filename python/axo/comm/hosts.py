@@ -73,7 +73,7 @@ def create_core(
     members: Sequence[int] = (),
     *,
     meeting: float | None = None,
-) -> Any:
+) -> _C.Communicator:
     """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
 
     ``seconds``: the time limit of its operations; ``meeting``: that of this call, None: the same.
@@ -89,7 +89,9 @@ def create_core(
     return core
 
 
-def _met(store: Store, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]) -> Any:
+def _met(
+    store: Store, key: str, rank: int, size: int, name: str, left: TimeLeft, members: Sequence[int]
+) -> _C.Communicator:
     if size == 1:
         return _C.create_host_communicator(store, key, rank, size, name, int(left() * 1000))
     # How many times these ranks have met here: a store outlives its groups, and a later one may have the same name.

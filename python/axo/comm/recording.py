@@ -31,6 +31,7 @@ from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
 from axo.comm.counting import watch
 from axo.comm.extension import _C
+from axo.comm.memory import check_elements
 from axo.comm.transports import alone
 from axo.comm.work import Work
 from axo.grid import Grid
@@ -120,17 +121,15 @@ class RecordingCommunicator(Communicator):
     def all_reduce(
         self, tensor: Any, op: str = "sum", async_op: bool = False, *, out: Any = None, scale: float | None = None
     ) -> Any:
-        source = self._checked(tensor, "all_reduce")
+        source = self._tensor(tensor, "all_reduce")
         self._op("all_reduce", op, source, scale)
-        target = source if out is None else self._checked(out, "all_reduce")
-        self._elements("all_reduce", target, source.numel())
+        target = source if out is None else self._tensor(out, "all_reduce")
+        check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
         return self._note("all_reduce", source, target, self._reduced(source, op, scale), async_op, op)
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
-        source = self._checked(tensor, "all_gather")
-        rows = source.shape[0] if source.dim() else 1
-        target = source.new_empty((self.size * rows, *source.shape[1:])) if out is None else out
-        self._elements("all_gather", target, self.size * source.numel())
+        source = self._tensor(tensor, "all_gather")
+        target, _ = self._whole("all_gather", source, tensor, out)
         with _disable_current_modes():  # what stands for peers is no memory of this rank
             whole = None if isinstance(source, FakeTensor) else source.reshape(-1).repeat(self.size)
         return self._note("all_gather", source, target, whole, async_op)
@@ -138,20 +137,16 @@ class RecordingCommunicator(Communicator):
     def reduce_scatter(
         self, tensor: Any, out: Any = None, op: str = "sum", async_op: bool = False, *, scale: float | None = None
     ) -> Any:
-        source = self._checked(tensor, "reduce_scatter")
+        source = self._tensor(tensor, "reduce_scatter")
         self._op("reduce_scatter", op, source, scale)
-        rows = source.shape[0] if source.dim() else 1
-        if rows % self.size:
-            raise ValueError(f"reduce_scatter: dim 0 has {rows} rows, which do not divide over {self.size} ranks")
-        target = source.new_empty((rows // self.size, *source.shape[1:])) if out is None else out
-        self._elements("reduce_scatter", target, source.numel() // self.size)
+        target, _ = self._part("reduce_scatter", source, tensor, out)
         values = self._reduced(source, op, scale)
         mine = None if values is None else values.reshape(self.size, -1)[self.rank]
         return self._note("reduce_scatter", source, target, mine, async_op, op)
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         self._check_rank("broadcast", "root", root)
-        source = self._checked(tensor, "broadcast")
+        source = self._tensor(tensor, "broadcast")
         written = self.rank != root
         return self._note("broadcast", source, source, None, async_op, f"root {root}", written=written)
 
@@ -160,10 +155,10 @@ class RecordingCommunicator(Communicator):
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
         self._check_rank("reduce", "root", root)
-        source = self._checked(tensor, "reduce")
+        source = self._tensor(tensor, "reduce")
         self._op("reduce", op, source)
-        target = source if out is None else self._checked(out, "reduce")
-        self._elements("reduce", target, source.numel())
+        target = source if out is None else self._tensor(out, "reduce")
+        check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
         here, detail = self.rank == root, f"{op} to root {root}"
         values = self._reduced(source, op, None) if here else None
         result = self._note("reduce", source, target, values, async_op, detail, written=here)
@@ -181,12 +176,8 @@ class RecordingCommunicator(Communicator):
     def close(self) -> None:
         """Nothing is pending."""
 
-    def _checked(self, tensor: Any, what: str) -> torch.Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self._tensor(tensor, what)
-
-    def _elements(self, what: str, target: torch.Tensor, count: int) -> None:
-        if target.numel() != count:
-            raise ValueError(f"{what}: out has {target.numel()} elements, expected {count}")
+    def _tensor(self, array: Any, what: str) -> torch.Tensor:
+        return array if isinstance(array, FakeTensor) else super()._tensor(array, what)
 
     def _reduced(self, source: torch.Tensor, op: str, scale: float | None) -> torch.Tensor | None:
         """What the ranks would get if all held ``source``; None where there are no values."""

@@ -13,12 +13,15 @@ from __future__ import annotations
 import threading
 import time
 from numbers import Real
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from axo.comm.counting import watch
 from axo.errors import Error, Mismatch
+
+if TYPE_CHECKING:
+    from axo.comm.communicator import Communicator
 
 _LONGEST_S = 1e9  # 30 years: what a clock of nanoseconds can hold
 
@@ -34,21 +37,12 @@ def milliseconds(timeout: float) -> int:
     return int(min(float(timeout), _LONGEST_S) * 1000)
 
 
-class Issuer(Protocol):
-    """The communicator: adds up the time that a rank is blocked, and tells other axes of a mismatch."""
-
-    _blocked: float
-    axis: str
-
-    def _spread(self, error: Mismatch) -> None: ...
-
-
 class Work:
     """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
 
     __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
 
-    def __init__(self, communicator: Issuer, core: Any, result: Any, copies: tuple) -> None:
+    def __init__(self, communicator: Communicator, core: Any, result: Any, copies: tuple) -> None:
         self._communicator = communicator
         self._core = core  # None: nothing is pending
         self._result = result

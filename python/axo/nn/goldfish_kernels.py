@@ -14,7 +14,7 @@ _LOW31 = tl.constexpr((1 << 31) - 1)
 def goldfish_kernel(
     tokens, keep, row_stride, length, k, ignore_index, drop_value, H: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write 1 where a token counts, 0 where it is left out; see axo_kernels/goldfish.py for the formula."""
+    """Write 1 where a token counts, 0 where it is left out; see axo/nn/goldfish.py for the formula."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = position < length

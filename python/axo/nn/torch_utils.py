@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import torch
 from torch import nn
@@ -26,18 +25,12 @@ from axo.nn.clip import total_norm
 from axo.placement import Placement
 
 
-class Placed(Protocol):
-    """A module whose own parameters have placements."""
-
-    _parameters: dict[str, nn.Parameter | None]
-
-
 class _TotalNorm:
     """``torch.nn.utils.get_total_norm`` that knows the parameters of parallel layers."""
 
     def __init__(self) -> None:
         self.torchs_own = clip_grad._get_total_norm
-        self.layers: weakref.WeakSet[Placed] = weakref.WeakSet()
+        self.layers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __call__(
         self,
@@ -72,7 +65,7 @@ def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> in
 _torchs_check = convert_parameters._check_param_device
 
 
-def know(layer: Placed) -> None:
+def know(layer: nn.Module) -> None:
     """Let torch's utilities see through the parameters of ``layer``."""
     norm: Callable[..., torch.Tensor] = clip_grad._get_total_norm
     if not isinstance(norm, _TotalNorm):
