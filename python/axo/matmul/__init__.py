@@ -1,5 +1,11 @@
 """Distributed matrix products: the algorithms by name, what each sends, and the product that the layers run.
 
+    algorithm, registry, summa, cannon, ...   the algorithms of the papers on plain matrices
+    product, blocks                           the product of a layer over ranks, with autograd: axonn's, and Tesseract's
+    products                                  its three products on one rank, as the tuner chose
+    fused                                     those that run chunk by chunk with their collective
+    cost, engine_cost                         what a layer sends, counted without running it
+
 What this loads is arithmetic: an algorithm uses the methods of the tensors that it is given; planning needs no torch.
 """
 

@@ -23,31 +23,19 @@ Not here: second derivatives (refused); the tuner's choices, fused products.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from axo.comm.connect import Communicators
 from axo.matmul.algorithm import accumulator, add_product, ahead
 from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
-from axo.matmul.products import LayerProducts, compute_dtype
+from axo.matmul.products import compute_dtype
 from axo.overlap.events import Pending, span
-from axo.overlap.exchange import Done, Exchange, Sum
+from axo.overlap.exchange import Done, Sum
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden
 from axo.placement import Placement
-
-
-class LayerMatmul(Protocol):
-    """The product of one layer: what ``axo.nn.Linear`` computes with."""
-
-    exchange: Exchange
-    products: LayerProducts
-    in_axis: str | None
-    out_axis: str | None
-
-    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """(..., k/Gin) -> (..., n/Gout)."""
 
 
 def layer_matmul(
@@ -58,7 +46,7 @@ def layer_matmul(
     out_axis: str | None,
     grad_reduce: str = "mean",
     gather_cache: str | int = "all",
-) -> LayerMatmul:
+) -> DistributedMatmul:
     """The product of the algorithm that ``comms`` is arranged for; arguments as for :class:`DistributedMatmul`.
 
     A weight that lies as Tesseract's embedding does is gathered over x, as axonn's over z, and multiplied at once.

@@ -32,6 +32,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from axo.arrangement import AXONN, Arrangement
+from axo.comm.counting import Count
 from axo.grid import Coords, Grid
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
@@ -67,14 +68,6 @@ class Call(NamedTuple):
         return self.elements * self.itemsize * self.calls
 
 
-class Count(NamedTuple):
-    """Totals of one (op, axis): ``elements`` and ``bytes`` are summed over the calls."""
-
-    calls: int
-    elements: int
-    bytes: int
-
-
 def chunk(size: int, parts: int) -> int:
     """Return the largest shard of ``size`` items over ``parts`` ranks (``torch.chunk``: ceil)."""
     return -(-size // parts)
@@ -90,10 +83,8 @@ def total(calls: Iterable[Call]) -> dict[tuple[str, str], Count]:
     """Sum calls into ``{(op, axis): Count}``, the form of ``axo.count_collectives``."""
     sums: dict[tuple[str, str], Count] = {}
     for call in calls:
-        old = sums.get((call.op, call.axis), Count(0, 0, 0))
-        sums[call.op, call.axis] = Count(
-            old.calls + call.calls, old.elements + call.elements * call.calls, old.bytes + call.bytes
-        )
+        old = sums.get((call.op, call.axis), Count())
+        sums[call.op, call.axis] = old.plus(call.calls, call.elements * call.calls, call.bytes)
     return sums
 
 

@@ -14,7 +14,8 @@ depth (``axo.matmul.tesseract``).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from axo.grid import Grid
 from axo.matmul.algorithm import (
@@ -48,34 +49,16 @@ class Summa(Algorithm):
             raise self.refuse(grid, "x = y and z = 1, such as 2x2x1x1")
 
     def forward(self, comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Tensor:
-        q = comms.x.size
-
-        def blocks(t: int) -> tuple:
-            inner = part(shape.k, q, t)
-            return (
-                start_broadcast(comms.y, a, t, a.shape[0], inner),
-                start_broadcast(comms.x, b, t, inner, b.shape[1]),
-            )
-
         total = accumulator(a, a.shape[0], b.shape[1])
-        for _, (a_t, b_t) in ahead(range(q), blocks):
+        for _, (a_t, b_t) in _steps(comms, a, b, shape):
             add_product(total, a_t, b_t)
         return total.to(a.dtype)
 
     def backward(
         self, comms: Communicators, a: Tensor, b: Tensor, grad_c: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor]:
-        q = comms.x.size
-
-        def blocks(t: int) -> tuple:
-            inner = part(shape.k, q, t)
-            return (
-                start_broadcast(comms.x, b, t, inner, b.shape[1]),
-                start_broadcast(comms.y, a, t, a.shape[0], inner),
-            )
-
         sums = []
-        for t, (b_t, a_t) in ahead(range(q), blocks):
+        for t, (a_t, b_t) in _steps(comms, a, b, shape):
             grad_a, grad_b = grad_c @ b_t.T, a_t.T @ grad_c
             sums.append((comms.y.reduce(grad_a, t, async_op=True), comms.x.reduce(grad_b, t, async_op=True)))
         done = [(left.wait(), right.wait()) for left, right in sums]
@@ -93,3 +76,13 @@ class Summa(Algorithm):
             for phase, op in ((FORWARD, "broadcast"), (BACKWARD, "broadcast"), (BACKWARD, "reduce"))
             for axis, moved in (("y", moved_a), ("x", moved_b))
         )
+
+
+def _steps(comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    """Yield each step t with A[i, t] and B[t, j]; those of the next step travel meanwhile."""
+
+    def start(t: int) -> tuple[Any, ...]:
+        inner = part(shape.k, comms.x.size, t)
+        return start_broadcast(comms.y, a, t, a.shape[0], inner), start_broadcast(comms.x, b, t, inner, b.shape[1])
+
+    return ahead(range(comms.x.size), start)
