@@ -1,5 +1,4 @@
-"""The picture of a run: its loss over steps; with a serial run, that curve behind it and the difference below. And that
-of a step in pipeline stages: stages down, time across."""
+"""The picture of a run: its loss over steps; with a serial run, that curve behind it and the difference below."""
 
 from __future__ import annotations
 
@@ -11,12 +10,6 @@ from typing import Any
 PLOT_NAME = "loss.png"
 _INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _AXO, _SERIAL = "#1668a8", "#f0a03c"
-_ACTIONS = {
-    "F": ("forward", "#7fb2dd"),
-    "B": ("backward", "#4f9d69"),
-    "I": ("of inputs", "#4f9d69"),
-    "W": ("of weights", "#f0a03c"),
-}
 
 
 def draw(
@@ -104,32 +97,3 @@ def _draw_difference(below, steps: Sequence[int], losses, serial, limit: float |
             f"limit {limit:.0e}", (1, limit), xycoords=("axes fraction", "data"), xytext=(0, 4),
             textcoords="offset points", ha="right", color="#c43d3d", fontsize=9,
         )  # fmt: skip
-
-
-def draw_stages(path: Path, ran: Sequence[Sequence[tuple[str, int, float, float]]], title: str) -> None:
-    """Draw what the ranks of a pipeline ran in one step, as a PNG.
-
-    Args:
-        ran: Of each rank, in order of the stages: (F, B, I or W; micro-batch; start; end), in seconds.
-        title: Above the picture.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    figure = Figure(figsize=(11, 0.6 * len(ran) + 1.6), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    last = max((end for actions in ran for *_, end in actions), default=1e-3)
-    for rank, actions in enumerate(ran):
-        for kind, microbatch, start, end in actions:
-            axes.broken_barh([(1e3 * start, 1e3 * (end - start))], (rank - 0.4, 0.8), facecolors=_ACTIONS[kind][1],
-                             edgecolor="white", linewidth=0.4)  # fmt: skip
-            if end - start > last / 60:
-                axes.text(500 * (start + end), rank, str(microbatch), ha="center", va="center", fontsize=7)
-    kinds = [kind for kind in _ACTIONS if any(one[0] == kind for actions in ran for one in actions)]
-    axes.legend(handles=[Patch(color=_ACTIONS[kind][1], label=_ACTIONS[kind][0]) for kind in kinds], frameon=False,
-                ncols=len(kinds), loc="lower right", bbox_to_anchor=(1, 1), fontsize=8)  # fmt: skip
-    axes.set_yticks(range(len(ran)), [f"rank {rank}" for rank in range(len(ran))])
-    axes.invert_yaxis()
-    axes.set(xlabel="ms", xlim=(0, 1e3 * last))
-    axes.set_title(title, fontsize=10, loc="left")
-    figure.savefig(path)

@@ -31,7 +31,6 @@ from axo.overlap import Events, record
 from axo.perf import chrome_trace
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.pipeline import Stage, actions
-from axo.train import plot
 
 _PRODUCTS = {"forward": "product", "dI": "dI", "dW": "dW"}
 
@@ -163,19 +162,21 @@ def write(spans: list[list[Span]], path: Path, title: str, stages: int = 1) -> N
 
     of_all = [replace(span, rank=rank) for rank, of_rank in enumerate(spans) for span in of_rank]
     chrome_trace.write(path, of_all, list(range(len(spans))))
-    if stages == 1:
-        path.with_suffix(".png").write_bytes(plots.timeline(spans[0], title))
-    else:
-        plot.draw_stages(
-            path.with_suffix(".png"), [_actions(of_rank) for of_rank in spans[:: len(spans) // stages]], title
-        )
+    drawn = plots.timeline(spans[0], title) if stages == 1 else _picture(spans[:: len(spans) // stages], title)
+    path.with_suffix(".png").write_bytes(drawn)
 
 
-def _actions(spans: list[Span]) -> list[tuple[str, int, float, float]]:
-    """(kind, micro-batch, start, end) of a rank's actions, in seconds from the step's begin."""
-    begin = min(span.start for span in spans)
-    found = []
-    for span in spans:
-        if said := re.fullmatch(r"([FBIW])(\d+) stage \d+", span.name):
-            found.append((said[1], int(said[2]), span.start - begin, span.end - begin))
-    return found
+def _picture(of_ranks: list[list[Span]], title: str) -> bytes:
+    """The actions of one rank of each stage: a lane a rank, time across."""
+    from axo.perf import plots
+    from axo.perf.pipeline_schedule import Action, Ran, Timeline
+
+    ran: list[Ran] = []
+    for rank, spans in enumerate(of_ranks):
+        begin = min(span.start for span in spans)
+        for span in spans:
+            if said := re.fullmatch(r"([FBIW])(\d+) stage (\d+)", span.name):
+                action = Action(said[1], int(said[3]), int(said[2]))
+                ran.append(Ran(rank, action, span.start - begin, span.end - begin))
+    seconds = max((one.end for one in ran), default=0.0)
+    return plots.pipeline_timeline(Timeline("", len(of_ranks), 0, 0, seconds, ran, ()), title)
