@@ -18,6 +18,7 @@ import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 from axo.errors import Refused
@@ -81,6 +82,12 @@ def split_ranges(ranges: list[Range], parts: int, index: int) -> list[Range]:
             taken.append((a + low, a + high))
         position += b - a
     return taken
+
+
+def local_ranges(ranges: list[Range]) -> list[Range]:
+    """Where each of a rank's global ranges lies in the rank's own part."""
+    ends = list(accumulate((stop - start for start, stop in ranges), initial=0))
+    return list(pairwise(ends))
 
 
 @dataclass(frozen=True)
@@ -284,10 +291,8 @@ class Placement:
         if dim == full.dim():
             full.copy_(part)
             return
-        position = 0
-        for a, b in ranges[dim]:
-            self._put(full.narrow(dim, a, b - a), part.narrow(dim, position, b - a), ranges, dim + 1)
-            position += b - a
+        for (a, b), (start, _) in zip(ranges[dim], local_ranges(ranges[dim]), strict=True):
+            self._put(full.narrow(dim, a, b - a), part.narrow(dim, start, b - a), ranges, dim + 1)
 
     def _where(self, grid: Grid | None, coords: Coords | None) -> tuple[Grid, Coords]:
         if grid is None or coords is None:

@@ -17,17 +17,37 @@ For tests, checkpoints and the edges of a model; a training step has no need of 
 from __future__ import annotations
 
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES, Coords
-from axo.placement import Placement, Range
+from axo.placement import Placement, local_ranges
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
-def shard(full: torch.Tensor, where: Any) -> torch.Tensor:
+class Layer(Protocol):
+    """What a parallel layer says of itself; see ``axo.nn.layer.ParallelLayer``."""
+
+    comms: Communicators
+    placements: dict[str, Placement]
+    feature_dim: int
+    in_axis: str | None
+    out_axis: str | None
+    out_blocks: tuple[int, ...] | None
+    out_copies: tuple[int, ...] | None
+    in_features_whole: int | None
+    out_features_whole: int | None
+
+    def label(self) -> str:
+        """How messages call it."""
+
+
+def shard(full: torch.Tensor, where: Placement | Layer) -> torch.Tensor:
     """Cut this rank's part out of a whole tensor, as a tensor of its own.
 
     Raises:
@@ -36,7 +56,7 @@ def shard(full: torch.Tensor, where: Any) -> torch.Tensor:
     return _placement(where).take(full).clone(memory_format=torch.contiguous_format)
 
 
-def unshard(local: torch.Tensor, where: Any) -> torch.Tensor:
+def unshard(local: torch.Tensor, where: Placement | Layer) -> torch.Tensor:
     """Gather the whole tensor from all ranks' parts, on every rank. Every rank must call it.
 
     Raises:
@@ -120,7 +140,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
     return batch
 
 
-def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+def shard_input(layer: Layer, tensor: torch.Tensor) -> torch.Tensor:
     """Cut out what ``layer`` takes on this rank: rows (dim 0) as ``shard_batch``, features over its in axis.
 
     Raises:
@@ -140,16 +160,14 @@ def shard_input(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
     return shard(tensor, Placement(tuple(tensor.shape), tuple(splits), comms=layer.comms))
 
 
-def unshard_output(layer: Any, tensor: torch.Tensor) -> torch.Tensor:
+def unshard_output(layer: Layer, tensor: torch.Tensor) -> torch.Tensor:
     """Gather what ``layer`` returned: features over its out axis, then rows (dim 0) over the axes that split them.
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
     """
-    dim = layer.feature_dim
-    if layer.out_axis is not None and tensor.shape[dim] != layer.out_features_whole:
-        tensor = gather_features(
-            tensor, layer.comms, layer.out_axis, layer.out_features_whole, layer.out_blocks, layer.out_copies, dim
-        )
+    dim, whole = layer.feature_dim, layer.out_features_whole
+    if layer.out_axis is not None and whole is not None and tensor.shape[dim] != whole:
+        tensor = gather_features(tensor, layer.comms, layer.out_axis, whole, layer.out_blocks, layer.out_copies, dim)
     return _GatherRows.apply(tensor, layer.comms) if tensor.dim() > -dim else tensor
 
 
@@ -217,7 +235,7 @@ class _GatherFeatures(torch.autograd.Function):
         full = tensor.new_empty(shape)  # contiguous as the serial layer's output, and no view
         for part in range(parts):
             ranges = features.ranges(0, comms.grid, comms.coords._replace(**{axis: part}))
-            for (a, b), (c, d) in zip(ranges, _local(ranges), strict=True):
+            for (a, b), (c, d) in zip(ranges, local_ranges(ranges), strict=True):
                 full.narrow(dim, a, b - a).movedim(dim, -1).copy_(gathered[part, ..., c:d])
         ctx.features, ctx.dim = features, dim
         return full
@@ -260,7 +278,7 @@ class _GatherRows(torch.autograd.Function):
         return grad_output.narrow(0, *ctx.rows).contiguous(), None
 
 
-def to_dtensor(parameter: torch.Tensor) -> Any:
+def to_dtensor(parameter: torch.Tensor) -> DTensor:
     """View a parameter as a DTensor on ``comms.checkpoint_mesh``: same storage, no copy.
 
     Collective on its first use on a grid, when the mesh is made.
@@ -296,16 +314,7 @@ def pad_to(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(tensor, [amount for size in reversed(missing) for amount in (0, size)])
 
 
-def _local(ranges: list[Range]) -> list[Range]:
-    """Where each global range lies in the rank's own part."""
-    local, position = [], 0
-    for a, b in ranges:
-        local.append((position, position + b - a))
-        position += b - a
-    return local
-
-
-def _placement(where: Any) -> Placement:
+def _placement(where: Placement | Layer) -> Placement:
     if isinstance(where, Placement):
         placement = where
     elif isinstance(getattr(where, "placements", None), dict):

@@ -17,7 +17,7 @@ from torch import nn
 
 import axo
 from axo.checkpoint import CheckpointError, consolidate, latest, load, save
-from axo.checkpoint.folder import complete, name_of, write_file
+from axo.checkpoint.folder import complete, name_of, whole_file
 from axo.checkpoint.parts import Parts
 from tests.launcher import rank_outcomes, run_ranks
 
@@ -342,10 +342,11 @@ def test_what_fails_half_way_leaves_no_part(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", full)
         assert "No space left" in tell(lambda: save(tmp_path / "good", filled(2.0), step=2))
-        with pytest.raises(OSError, match="No space left"):
-            write_file(tmp_path / "small.json", "{}")
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
+        with pytest.raises(OSError, match="No space left"):
+            with whole_file(tmp_path / "small.json") as file:
+                file.write(b"{}")
         for name in ("m.pth", "m.safetensors"):
             assert "No space left" in tell(lambda name=name: consolidate(good, tmp_path / name))
     assert sorted(tmp_path.rglob("*")) == before

@@ -26,8 +26,10 @@ import re
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 METADATA = ".metadata"
 MARKER = "axo.json"
@@ -285,17 +287,18 @@ def make_folder(folder: Path) -> None:
         _sync(folder.parent)
 
 
-def write_file(path: Path, text: str) -> None:
-    """Write a small file, whole or not at all."""
-    new = path.with_name(f".{path.name}.new")
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write in this block; it gets its name behind it, whole and on disk, or not at all."""
+    unfinished = path.with_name(f".{path.name}.part")
     try:
-        with open(new, "w", encoding="utf-8") as file:
-            file.write(text)
+        with open(unfinished, "wb") as file:
+            yield file
             file.flush()
             os.fsync(file.fileno())
-        os.rename(new, path)
+        os.replace(unfinished, path)
     finally:
-        new.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     _sync(path.parent)
 
 

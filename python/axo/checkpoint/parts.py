@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import LoadPlan, TensorWriteData, WriteItem, WriteItemType
 
-from axo.placement import Placement, Range
+from axo.placement import Placement, local_ranges
 
 
 class Parts:
@@ -39,11 +39,13 @@ class Parts:
         ranges = (
             [[(0, n)] for n in self.shape] if placement is None else list(map(placement.ranges, range(len(self.shape))))
         )
-        for corner in product(*(_with_local(of_dim) for of_dim in ranges)):
+        ranges = [of_dim or [(0, 0)] for of_dim in ranges]  # a dim of which there is nothing: one empty range
+        placed = (zip(of_dim, local_ranges(of_dim), strict=True) for of_dim in ranges)
+        for corner in product(*placed):
             size = torch.Size(stop - start for (start, stop), _ in corner)
             if math.prod(size) or not math.prod(self.shape):
                 offset = torch.Size(start for (start, _), _ in corner)
-                self.boxes[offset] = size, tuple(where for _, where in corner)
+                self.boxes[offset] = size, tuple(slice(*where) for _, where in corner)
 
     def size(self) -> torch.Size:
         """Shape of the whole tensor."""
@@ -100,12 +102,3 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         return self.state_dict[index.fqn].chunk(index.offset)
-
-
-def _with_local(ranges: list[Range]) -> list[tuple[Range, slice]]:
-    """Each global range with where it lies in the part; none at all counts as one empty range."""
-    found, position = [], 0
-    for start, stop in ranges or [(0, 0)]:
-        found.append(((start, stop), slice(position, position + stop - start)))
-        position += stop - start
-    return found

@@ -127,7 +127,8 @@ class Run:
 
     def _start(self, folder: Path) -> str:
         identity = secrets.token_hex(8)
-        folders.write_file(folder / IDENTITY, json.dumps({"run": identity}) + "\n")
+        with folders.whole_file(folder / IDENTITY) as file:
+            file.write(json.dumps({"run": identity}).encode() + b"\n")
         return identity
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from axo.checkpoint.folder import whole_file
 
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -43,18 +44,11 @@ def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extr
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    unfinished = out.with_name(f".{out.name}.part")
-    try:
-        with open(unfinished, "wb") as file:
-            file.write(struct.pack("<Q", len(text)) + text)
-            for tensor in tensors:
-                if tensor.numel():
-                    file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, out)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(out) as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            if tensor.numel():
+                file.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
