@@ -254,8 +254,7 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
         dtype: Of the operands.
         descriptors: Whether operands and result allow tensor descriptors.
         purpose: ``"plain"``; ``"wide"``: the epilogue reads a tile too (accumulating, a gate); ``"fused"``: the kernel
-        that
-            waits or signals.
+            that waits or signals.
 
     Hopper: 128x256x64 on 8 warps is the tile that public measurements of stock Triton put within 0.92 to 1.02 of cuBLAS
     at 8192^2 (read, not measured here); the others are the largest that compile without spilling registers.

@@ -44,13 +44,3 @@ def tune_model(layers: list[Layer], tuner: Tuner, *, dtype: torch.dtype, device:
         best = tuner.layer(layer.m, layer.n, layer.k, dtype, place)
         stored = "[in, out]" if best.transposed else "[out, in]"
         yield Row(f"{layer.name} weight", "all three", best.baseline, f"stored {stored}", best.seconds)
-
-
-def as_table(rows: list[Row]) -> str:
-    """Columns in plain text."""
-    lines = [("layer", "product", "torch ms", "chosen", "ms", "gain")]
-    for row in rows:
-        times = f"{row.torch_seconds * 1e3:.3f}", row.chosen, f"{row.chosen_seconds * 1e3:.3f}", f"{row.gain:.2f}"
-        lines.append((row.layer, row.product, *times))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)

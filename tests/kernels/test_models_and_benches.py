@@ -10,7 +10,7 @@ import torch
 from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
-from axo_kernels.tune.model import as_table, tune_model
+from axo_kernels.tune.model import tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.simulated import SimulatedCommunicator
 from tests.launcher import Command
@@ -56,7 +56,6 @@ def test_tuning_a_model_fills_the_cache(tmp_path):
     again = Tuner("cached", cache=Cache("a device", {}, tmp_path))
     assert list(tune_model(cut, again, dtype=torch.float32, device="cpu")) == rows
     assert again.measured == 0
-    assert as_table(rows).count("\n") == len(rows)
 
 
 @pytest.mark.parametrize("strategy", ["serial", "split", "signal"])

@@ -19,6 +19,7 @@ def say(line: str) -> None:
 def show_table(title: str, table: Table) -> None:
     """Print a table; columns of numbers are set to the right. What is no terminal is 160 signs wide."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table as Drawing
 
     from axo.perf.output import text_columns
@@ -28,7 +29,7 @@ def show_table(title: str, table: Table) -> None:
     for name, text in zip(header, text_columns(table), strict=True):
         drawn.add_column(name, justify="left" if text else "right", overflow="fold")
     for row in rows:
-        drawn.add_row(*row)
+        drawn.add_row(*map(escape, row))
     console = Console()
     (console if console.is_terminal else Console(width=160)).print(drawn)
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from axo.cli.output import check_file, is_stdout, say, write
+from axo.cli.output import check_file, is_stdout, say, show_table, write
 from axo.grid import Grid
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
     from axo_kernels import Tuner
     from axo_kernels import device as devices
     from axo_kernels.tune.cache import Cache
-    from axo_kernels.tune.model import as_table, tune_model
+    from axo_kernels.tune.model import tune_model
     from axo_kernels.tune.model_shapes import layers
 
     place = _device(device)
@@ -92,7 +92,13 @@ def _measure(model: str, grid: Grid, rows: int, dtype: str, device: str, shrink:
         "measured": tuner.measured, "cache": str(cache.path), "products": [asdict(row) for row in found],
     }  # fmt: skip
     if not quiet:
-        say(as_table(found))
+        table = [
+            [row.layer, row.product, f"{1e3 * row.torch_seconds:.3f}", row.chosen, f"{1e3 * row.chosen_seconds:.3f}",
+             f"{row.gain:.2f}"]
+            for row in found
+        ]  # fmt: skip
+        title = f"{model} cut by {grid}, {rows} rows, {dtype}"
+        show_table(title, (["layer", "product", "torch ms", "chosen", "ms", "gain"], table))
         kept = "choices are in" if cache.path.exists() else "could not be kept in"
         say(f"{tuner.measured} products measured in {seconds:.1f} s on {result['device']}; {kept} {cache.path}")
     return result
