@@ -26,14 +26,12 @@ from axo.comm.connect import Communicators
 from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets
 from axo.overlap.events import Events
-from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers
+from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers, in_backward
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits, idle_limit
 from axo.overlap.pool import Pool
 from axo.overlap.step_check import check_same_inputs
 from axo.overlap.zero import Zero
-
-_in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 class _End:
@@ -132,14 +130,14 @@ class Engine:
     def _before_forward(self, model: torch.nn.Module, inputs: Any, named: Any) -> None:
         if self.zero is not None:
             self.zero.restore()
-        if _in_backward() == -1:
+        if not in_backward():
             if self.compares_inputs and torch.is_grad_enabled():
                 self.compares_inputs = os.environ.get("AXO_CHECK") == "1"
                 check_same_inputs(self.comms, _tensors((inputs, named)))
             self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
 
     def _after_forward(self, model: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if _in_backward() != -1:
+        if in_backward():
             return
         self.gathers.end()
         if torch.is_grad_enabled():

@@ -18,7 +18,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,7 +32,11 @@ if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
 TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"
-_in_backward: Any = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass of autograd."""
+    return torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -158,7 +162,7 @@ class Gathers:
         block = found.wait()
         if self._engine.holding and self._admit(route, weight, block):
             self._between[route] = found
-        if _in_backward() != -1:
+        if in_backward():
             if recording and wanted:
                 self._hold(route, found, first_run=False)
                 self._engine.arm()

@@ -22,6 +22,7 @@ from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets, Slot
 from axo.overlap.deferred import Deferred
 from axo.overlap.events import Pending, span
+from axo.overlap.gathers import in_backward
 from axo.overlap.route import Route, Stage
 from axo.overlap.weight_phase import deliver
 
@@ -32,9 +33,6 @@ SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GradientBuffer = torch.Tensor | Slot  # what a product may put a gradient into
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
-
-
-_in_backward: Any = torch._C._current_graph_task_id  # type: ignore[attr-defined]
 
 
 def how(node: torch.autograd.graph.Node, index: int) -> str:
@@ -151,13 +149,10 @@ class Gradients:
 
     def cast(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient in the dtype that it is to be reduced in."""
-        dtype = self._reduced_in(grad)
-        if dtype == grad.dtype:
-            return grad
-        return self._engine.pool.take(tuple(grad.shape), dtype, grad.device).copy_(grad)
+        return self._cast(grad, self._reduced_in(grad))
 
     def _begin(self, parameter: torch.Tensor) -> None:
-        if _in_backward() == -1:
+        if not in_backward():
             return  # the weight phase of a pipeline's micro-batch: nothing of autograd is under way
         self._engine.arm()
         self._count += 1

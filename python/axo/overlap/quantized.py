@@ -64,12 +64,6 @@ class QuantizedWeight(torch.Tensor):
         """Where the codes lie: what is gathered from them is told apart by it."""
         return self.codes.data_ptr()
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes that it takes."""
-        scales = self.state.absmax.nbytes + (self.state.state2.absmax.nbytes if self.state.nested else 0)
-        return self.codes.nbytes + scales
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
