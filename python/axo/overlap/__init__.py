@@ -3,7 +3,15 @@
     model = axo.parallelize(model, comms, overlap=axo.Overlap(gather_cache="none"))
 
 ``attach`` does the same to a model made of Axo's layers by hand. Each layer's ``Exchange`` asks its engine; nothing
-here is global. See ``options`` for what can be switched, ``engine`` for when things happen.
+here is global.
+
+    options                        what can be switched
+    route                          over which axes a layer's tensors travel; exchange: what a layer asks for
+    engine                         when things happen, for a whole model
+    gathers, quantized             weights: gathered ahead of their products, kept or dropped
+    gradients, buckets, deferred   gradients: from a product, over the axes, to ``.grad``
+    zero, optimizer_state, scaler  optimizer state cut over data, and torch's GradScaler
+    pool, modes, events            buffers, what hides from dispatch modes, and a record of what was done
 """
 
 from axo.overlap.engine import Engine

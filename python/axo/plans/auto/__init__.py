@@ -1,1 +1,9 @@
-"""The plan for any module: what may stay split is proved, what cannot is kept whole and named."""
+"""The plan for any module: what may stay split is proved, what cannot is kept whole and named.
+
+plan           replaces the layers: asks the others, in this order
+patterns       what the user says of single layers
+hugging_face   attention that is known by class
+by_heads       attention of any class: the proof (``heads_trace``), and the code that runs then (``heads_code``)
+regions        which activations may stay split, by a trace
+decide         which layer is normal, which transposed, which stays whole
+"""

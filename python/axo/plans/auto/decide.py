@@ -1,11 +1,11 @@
 """Which layer is normal, which transposed, which stays whole; and where activations stay split between them. Pure.
 
 Each region (``axo.plans.auto.regions``) gets an axis, x or y, over which its features are split; a layer between two
-regions needs two different ones, which makes it normal (in over y, out over x) or transposed. (With Tesseract features
-lie over y in all regions, and every layer is normal.) Axes are given along
-chains of layers, x first. A region that cannot have one (an odd cycle, as a residual sum around one layer makes; a
-width that does not divide; a layer whose other side does not) is given up: its activations are whole. A layer whose own
-sizes do not divide either way stays serial.
+regions needs two different ones, which makes it normal (in over y, out over x) or transposed. Axes are given along
+chains of layers, x first. A region cannot have one in an odd cycle (as a residual sum around one layer makes), where
+its width does not divide, or where the other side of a layer has none; then its activations are whole. A layer whose
+own sizes do not divide either way stays serial. With Tesseract features lie over y in all regions, and every layer is
+normal.
 """
 
 from __future__ import annotations

@@ -7,12 +7,12 @@
     mlp.fc(_1, _2)   normal;   mlp.proj transposed;   a mixture of experts: ``axo.plans.litgpt.moe``
     lm_head          normal                           logits: vocabulary over x, uneven where it does not divide
 
-The attention module computes with n_head/Gx heads and n_query_groups/Gx groups (fewer groups than x: with one, which
-the ranks whose queries attend to it all hold): it alone gets a shallow copy of the
-configuration. ``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping of logits,
-scaled embeddings, rotary variants, sliding windows) need nothing; soft-capped scores get a right mask with a KV cache
-(``axo.plans.litgpt.attention``). A norm over each head's queries and keys is replicated over
-x, so its gradient is summed there; OLMo 2's norm over all heads is split over x.
+The attention module computes with n_head/Gx heads and n_query_groups/Gx groups. With fewer groups than ranks along x
+it has one, which all ranks hold whose queries attend to it. It alone gets a shallow copy of the configuration:
+``GPT.config`` and the blocks' stay whole. Elementwise features (gated MLPs, soft-capping of logits, scaled embeddings,
+rotary variants, sliding windows) need nothing; soft-capped scores get a right mask with a KV cache
+(``axo.plans.litgpt.attention``). A norm over each head's queries and keys is replicated over x, so its gradient is
+summed there; OLMo 2's norm over all heads is split over x.
 
 A head tied to the embedding stays tied: both split the vocabulary over x and the hidden size over y alike, so one shard
 serves both, and its gradient is the sum of both uses.
