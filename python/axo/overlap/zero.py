@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -37,13 +37,12 @@ NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "L
 _UNDER_WAY = 2  # buckets that are gathered at a time
 
 
-class _Narrowed:
+class _Narrowed(NamedTuple):
     """A parameter that is its rows only, and what it was."""
 
-    __slots__ = ("grad", "parameter", "whole")
-
-    def __init__(self, parameter: torch.Tensor, whole: torch.Tensor, grad: torch.Tensor | None) -> None:
-        self.parameter, self.whole, self.grad = parameter, whole, grad
+    parameter: torch.Tensor
+    whole: torch.Tensor
+    grad: torch.Tensor | None
 
 
 class Zero:
@@ -56,7 +55,7 @@ class Zero:
 
     def __init__(self, engine: Engine, stage: int) -> None:
         self.stage = stage
-        self._engine = weakref.ref(engine)
+        self._engine_ref = weakref.ref(engine)
         self._narrowed: list[_Narrowed] = []
         self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters, and their rows' gradients
         me = weakref.ref(self)
@@ -76,7 +75,13 @@ class Zero:
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
 
-        return copy.deepcopy(self._engine(), memo).zero  # type: ignore[union-attr]
+        return copy.deepcopy(self._engine, memo).zero
+
+    @property
+    def _engine(self) -> Engine:
+        engine = self._engine_ref()
+        assert engine is not None
+        return engine
 
     def mine(self, parameter: torch.Tensor) -> bool:
         """Whether this cuts the state of ``parameter``."""
@@ -137,8 +142,7 @@ class Zero:
                 self._gather(parameters)
 
     def _gather(self, parameters: list[torch.Tensor]) -> None:
-        engine = self._engine()
-        assert engine is not None
+        engine = self._engine
         under_way: list[Callable[[], None]] = []
         for bucket in self._buckets(parameters, engine.overlap.bucket_bytes):
             under_way.append(self._start_gather(engine, bucket))
@@ -195,9 +199,7 @@ class Zero:
         """Put rows' gradients aside: autograd may have whole ones to add up."""
         if self.stage < 2:
             return
-        engine = self._engine()
-        assert engine is not None
-        for parameter in engine.parameters():
+        for parameter in self._engine.parameters():
             grad = parameter.grad
             if grad is not None and grad.shape != parameter.shape and self.mine(parameter):
                 self._aside[id(parameter)] = parameter, grad
@@ -207,9 +209,7 @@ class Zero:
         """Cut whole gradients that autograd has left, and bring back what was put aside."""
         if self.stage < 2:
             return
-        engine = self._engine()
-        assert engine is not None
-        for parameter in engine.parameters():
+        for parameter in self._engine.parameters():
             if parameter.grad is not None and self.mine(parameter) and parameter.grad.shape == parameter.shape:
                 self.put(parameter, self.rows_of(parameter, parameter.grad).clone())
         aside, self._aside = self._aside, {}
@@ -234,10 +234,8 @@ class Zero:
     def rows_of(self, parameter: torch.Tensor, tensor: torch.Tensor | None = None) -> torch.Tensor:
         """This rank's rows of ``tensor``, which is shaped as the parameter; default: of the parameter itself."""
         tensor = parameter.data if tensor is None else tensor
-        engine = self._engine()
-        assert engine is not None
         dim = parameter.placement.state_dim  # type: ignore[attr-defined]
-        low, high = chunk_bounds(tensor.shape[dim], self._ranks, engine.comms.coords.data)
+        low, high = chunk_bounds(tensor.shape[dim], self._ranks, self._engine.comms.coords.data)
         return tensor.narrow(dim, low, high - low)
 
     def _placed(self, parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -253,6 +251,4 @@ class Zero:
 
     @property
     def _ranks(self) -> int:
-        engine = self._engine()
-        assert engine is not None
-        return engine.comms.grid.data
+        return self._engine.comms.grid.data
