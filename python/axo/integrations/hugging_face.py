@@ -99,13 +99,12 @@ class GridAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:
         """Data ranks."""
-        return self._axo_comms.grid.z * self._axo_comms.grid.data
+        return self._axo_comms.data_ranks
 
     @property
     def process_index(self) -> int:
         """Which data rank this is."""
-        where = self._axo_comms.coords
-        return where.z + self._axo_comms.grid.z * where.data
+        return self._axo_comms.data_rank
 
     def _split(self, model: nn.Module) -> None:
         if not any(isinstance(part, ParallelLayer) for part in model.modules()):

@@ -34,9 +34,7 @@ class LitGPTStrategy(AxoStrategy):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, counts="data", **options)
         self.train: Any = None
-        self.after_setup: Callable[[nn.Module], None] | None = (
-            None  # what is to be done with the next model, once split
-        )
+        self.after_setup: Callable[[nn.Module], None] | None = None  # for the next model, once split
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         module = super().setup_module(module)
