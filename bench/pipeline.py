@@ -6,7 +6,8 @@
 A stage computes nothing: its passes wait for a given time, so that ranks may be more than cores. Forward, gradient of
 the input and gradient of the weight of one micro-batch take --ms each on a rank, over all of its stages; what torch and
 Axo do beside is filled up to SLACK, so that all passes of a kind last as long. Contestants: ``axo``
-(axo.pipeline.Stage), and torch's PipelineStage over gloo and over backend axo; they take steps in turns.
+(axo.pipeline.Stage), and torch's PipelineStage over gloo and over backend axo; they take steps in turns, the order
+turned round each time.
 
 Columns: ms a step (the slowest rank; median), the part of the ranks' time, from the first pass to the end of the last,
 in which they run nothing (bubble), the same where ``axo.perf.pipeline_schedule.simulate`` runs the schedule with the
@@ -168,7 +169,7 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         steps: dict[str, list[Measured]] = {one: [] for one in field}
         wrong = dict.fromkeys(field, 0)
         for repeat in range(options.repeats + 1):
-            for one, (schedule, stages) in field.items():
+            for one, (schedule, stages) in list(field.items())[:: -1 if repeat % 2 else 1]:
                 everyone.barrier()
                 start = time.perf_counter()
                 with filled_up(stages, each), record(stages) as ran:
