@@ -1,15 +1,18 @@
-"""Is the planner right? All 20 grids of 8 ranks, timed for real over a limited link, beside what it predicts.
+"""Is the planner right? What 8 ranks can do, timed for real over a limited link, beside what it predicts.
 
-    axo bench plan_validation --seconds 200          again, until it says that all grids are measured
+    axo bench plan_validation --seconds 200          again, until it says that all plans are measured
+
+Plans are the 20 grids of axonn, those of Tesseract, those of two stages (1f1b), and some with sequence parallelism.
 
 Four "hosts" of two CPU ranks on this machine (axo.comm.hosts.simulate); what leaves one is held to --limit bytes a
 second by sleeping, so that a step is communication for the most part and other load on the machine matters little.
 First what `axo profile` measures is measured on the same ranks and the same link, and kept as a machine file; nothing
-is fitted to the 20 results. Then every grid trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the
+is fitted to the results. Then every plan trains a small GPT (fp32, AdamW, all overlaps on) for some steps: the
 slowest rank's seconds, the median of the counted steps of all passes.
 
-Predictions: the planner's closed form, the simulator, and the closed form with one bandwidth for every axis, without
-placement. What is measured already stays in --state, so a run of limited time goes on where the last one ended.
+Predictions: the planner's closed form, the simulator (of Tesseract, which it does not know, the closed form), and the
+closed form with one bandwidth for every axis, without placement. What is measured already stays in --state, so a run of
+limited time goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -18,22 +21,25 @@ import json
 import os
 import statistics
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from axo.grid import Grid
-from axo.perf import machine, model, profile, readers, simulator
+from axo.perf import machine, model, profile, readers, simulator, tesseract
 from axo.perf.calibrate import spearman
 from axo.perf.layer_time import Run
+from axo.perf.stages import Timing, planned
 from axo.perf.workload import Workload
+from axo.train.data import rank_rows
 
 from .lib.arguments import Parser
 from .lib.link import rate
 from .lib.table import Table, environment
 
-RANKS, A_HOST = 8, 2
+RANKS, A_HOST, STAGES = 8, 2, 2
 CONFIG = {
     "name": "small GPT",
     "n_layer": 2,
@@ -52,7 +58,8 @@ CONFIG = {
 SEQUENCES, LENGTH = 8, 32
 COLUMNS = {"grid": "s", "measured_s": ".3f", "predicted_s": ".3f", "error": "+.1%"}
 COLUMNS |= {"simulated_s": ".3f", "sim_error": "+.1%", "agnostic_s": ".3f", "spread": ".1%"}
-GOALS = {"spearman": 0.8, "best": 1.10, "step": 0.15}
+SPLIT = ("8x1x1x1", "4x2x1x1", "4x1x2x1", "2x2x2x1")  # grids that are measured with sequence parallelism too
+GOALS = {"spearman": 0.85, "best": 1.10, "step": 0.15}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,13 +72,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further grid after this time")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each grid, after two that are not")
     parser.add_argument("--passes", type=int, default=2, help="over all grids, so that a busy minute hits none twice")
-    parser.add_argument("--grids", default="", help="only these, comma-separated; all by default")
+    parser.add_argument("--plans", default="", help="only these, comma-separated: '2x2x2x1, 4x1x1x1 in 2 stages'")
     parser.add_argument("--json", type=Path, default=None, help="append JSON lines here when all is measured")
     options = parser.parse_args(arguments)
     options.state.mkdir(parents=True, exist_ok=True)
     setup = {"limit": options.limit, "steps": options.steps, "config": CONFIG, "sequences": SEQUENCES, "length": LENGTH}
     state = State(options.state / "state.json", setup)
-    grids = [text for text in options.grids.split(",") if text] or [str(grid) for grid in Grid.all(RANKS)]
+    grids = [text.strip() for text in options.plans.split(",") if text] or every_plan()
     deadline = time.time() + options.seconds
     if not state.machine.exists():
         profile.write(launch_local(measure_machine, RANKS, options.limit), state.machine)
@@ -87,6 +94,19 @@ def main(arguments: list[str] | None = None) -> int:
     header = environment(torch.device("cpu")) | {"bench": "plan_validation", "ranks": RANKS, "ranks_per_host": A_HOST}
     header |= {"cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 1), "setup": setup}
     return report(grids, state, Table(COLUMNS, options.json, header | {"machine": state.machine.read_text()}))
+
+
+def every_plan() -> list[str]:
+    """What is measured, by name: a grid and how it is run."""
+    plans = [str(grid) for grid in Grid.all(RANKS)]
+    plans += [f"{grid} by tesseract" for grid in tesseract.grids(RANKS)]
+    plans += [f"{grid} in {STAGES} stages" for grid in Grid.all(RANKS // STAGES)]
+    return plans + [f"{grid} with split tokens" for grid in SPLIT]
+
+
+def micro_batches(grid: Grid) -> int:
+    """Of stages: one sequence each, as the planner has it."""
+    return SEQUENCES // (grid.z * grid.data)
 
 
 class State:
@@ -143,48 +163,75 @@ def measure_grids(grids: list[str], steps: int, deadline: float, state: State, l
     torch.set_num_threads(1)
     simulate(A_HOST, rate=limit)
     torch.distributed.init_process_group("axo")
-    for grid in grids:
-        comms = axo.connect(grid)
+    for plan in grids:
+        grid, _, how = plan.partition(" ")
+        comms = axo.connect(grid, pipeline=STAGES if "stages" in how else 1)
         late = torch.tensor([float(time.time() > deadline)])
-        if comms.world.all_reduce(late, "max").item():
+        if comms.everyone.all_reduce(late, "max").item():
             comms.close()
             return
-        seconds = time_steps(comms, steps)
+        seconds = time_steps(comms, steps, how)
         comms.close()
-        if comms.rank == 0:
-            state.add(grid, seconds)
-            print(f"{grid}: {', '.join(f'{one:.3f}' for one in seconds)} s", flush=True)
+        if torch.distributed.get_rank() == 0:
+            state.add(plan, seconds)
+            print(f"{plan}: {', '.join(f'{one:.3f}' for one in seconds)} s", flush=True)
 
 
-def time_steps(comms: Any, steps: int) -> list[float]:
+def time_steps(comms: Any, steps: int, how: str) -> list[float]:
     """Seconds of the slowest rank in each counted step."""
     from litgpt import GPT, Config
 
     import axo
+    from axo.arrangement import arrangement_of
 
+    name = "tesseract" if "tesseract" in how else "axonn"
     torch.manual_seed(0)
-    built = axo.parallelize(GPT(Config(**CONFIG)), comms, overlap=axo.Overlap())
+    options: dict[str, Any] = {"algorithm": name, "sequence_parallel": "tokens" in how, "overlap": axo.Overlap()}
+    built = axo.parallelize(GPT(Config(**CONFIG)), comms, **options)
+    modules = axo.pipeline.split(built, comms, "even") if comms.stages > 1 else []
     optimizer = torch.optim.AdamW(built.parameters(), lr=1e-3)
-    rows = SEQUENCES // (comms.grid.z * comms.grid.data)
-    first = (comms.coords.data * comms.grid.z + comms.coords.z) * rows
+    rows = rank_rows(SEQUENCES, comms.grid, comms.coords, arrangement_of("bench", name))
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(512, (SEQUENCES, LENGTH + 1), generator=generator)[first : first + rows]
+    ids = torch.randint(512, (SEQUENCES, LENGTH + 1), generator=generator)[rows.start : rows.stop]
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return axo.nn.cross_entropy(logits, targets, comms=comms, columns=512)
+
+    if modules:
+        pieces = micro_batches(comms.grid)
+        stages = axo.pipeline.stages(modules, comms, rows=rows.count // pieces, tokens=LENGTH)
+        schedule = axo.pipeline.schedule("1f1b", stages, microbatches=pieces, loss=loss)
     found = []
     for _ in range(2 + steps):  # the first learns the order of gathers, the second has buffers to make
-        comms.world.barrier()
+        comms.everyone.barrier()
         started = time.perf_counter()
-        logits = built(ids[:, :-1])
-        axo.nn.cross_entropy(logits, ids[:, 1:], comms=comms, columns=512).backward()
+        if modules:
+            schedule.step(ids[:, :-1], target=ids[:, 1:])
+        else:
+            loss(built(ids[:, :-1]), ids[:, 1:]).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         spent = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        found.append(float(comms.world.all_reduce(spent, "max")))
+        found.append(float(comms.everyone.all_reduce(spent, "max")))
     return found[2:]
 
 
-def predictions(grid: Grid, on: machine.Machine) -> tuple[float, float, float]:
+def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     """Seconds of a step: the closed form, the simulator, the closed form without placement."""
-    work, run = workload(), Run(SEQUENCES * LENGTH, itemsize=4, cached_gathers=1.0)
+    name, _, how = plan.partition(" ")
+    work, grid, tokens = workload(), Grid.parse(name), SEQUENCES * LENGTH
+    run = Run(tokens, itemsize=4, cached_gathers=1.0, sequence_parallel="tokens" in how)
+    if "tesseract" in how:
+        held = tesseract.as_much_as(grid)
+        run = replace(run, rows=tokens // held.data, cached_gathers=0.0)
+        closed, agnostic = (tesseract.predict(work, grid, one, run).total for one in (on, on.agnostic()))
+        return closed, closed, agnostic
+    if "stages" in how:
+        run = replace(run, micro_batches=micro_batches(grid), rows=grid.z * LENGTH)
+        cut = replace(planned(work, STAGES, "1f1b"), bounds=(0, 1, 2))
+        closed, agnostic = (Timing(work, grid, one, run).predict(cut).total for one in (on, on.agnostic()))
+        timing = Timing(work, grid, on, run)
+        return closed, closed - timing.estimate(cut) + timing.simulate(cut).seconds, agnostic
     closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, on.agnostic()))
     return closed, simulator.simulate(work, grid, on, run).seconds, agnostic
 
@@ -194,7 +241,7 @@ def report(grids: list[str], state: State, table: Table) -> int:
     on = machine.load(str(state.machine))
     measured = {grid: statistics.median(state.steps[grid]) for grid in grids}
     for grid in sorted(grids, key=lambda name: measured[name]):
-        closed, simulated, agnostic = predictions(Grid.parse(grid), on)
+        closed, simulated, agnostic = predictions(grid, on)
         seconds, all_steps = measured[grid], state.steps[grid]
         table.add(
             grid=grid, measured_s=seconds, predicted_s=closed, error=closed / seconds - 1, simulated_s=simulated,

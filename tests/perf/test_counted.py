@@ -73,6 +73,15 @@ def heads_of_their_own(case: dict) -> list[dict]:
     return [case | {"grid": grid, "config": case["config"] | changed} for grid, changed in changes]
 
 
+def tokens_split(case: dict) -> list[dict]:
+    """Sequence parallelism: norms of both kinds, recomputation, and a gated MLP, whose two products share tokens."""
+    llama = {"norm_class_name": "RMSNorm", "mlp_class_name": "LLaMAMLP"}
+    plain = case | {"seq": 8, "split": True}
+    changes: list[tuple[str, bool, dict]] = [("4x2x1x1", False, {}), ("2x1x2x2", True, llama | {"norm_qk": True})]
+    return [plain | {"grid": grid, "checkpointed": again, "config": case["config"] | changed}
+            for grid, again, changed in changes]  # fmt: skip
+
+
 def count(cases: list[dict]) -> list[dict]:
     """On every rank: run each case once and return what was counted."""
     from litgpt import GPT, Config
@@ -85,7 +94,7 @@ def count(cases: list[dict]) -> list[dict]:
         config = Config(**{**case["config"], "vocab_size": case["config"]["padded_vocab_size"]})
         cache = "all" if case["keep"] else "none"
         overlap = axo.Overlap(gather_cache=cache, bucket_bytes=case["bucket"])
-        model = axo.parallelize(GPT(config), comms, overlap=overlap)
+        model = axo.parallelize(GPT(config), comms, overlap=overlap, sequence_parallel=case.get("split", False))
         if case["checkpointed"]:
             for block in model.transformer.h:
                 again = block.forward
@@ -113,6 +122,7 @@ def predict(case: dict, rank: int) -> dict:
         itemsize=4,
         cached_gathers=1.0 if case["keep"] else 0.0,
         bucket_bytes=case["bucket"],
+        sequence_parallel=case.get("split", False),
     )
     calls = layer_time.step_calls(workload, grid, run, grid.coords(rank))
     return {key: tuple(value) for key, value in cost.total(calls).items()}
@@ -131,7 +141,7 @@ def test_predicted_collectives_are_those_that_the_engine_issues() -> None:
     cases = draw(20)
     sample = [next(c for c in cases if c["grid"] == grid) for grid in ("2x2x2x1", "1x1x4x2", "4x2x1x1", "2x1x2x2")]
     sample[0]["checkpointed"] = True
-    sample += heads_of_their_own(cases[1])
+    sample += heads_of_their_own(cases[1]) + tokens_split(cases[0])
     assert {case["config"]["norm_class_name"] for case in sample} == {"LayerNorm", "RMSNorm"}
     check(sample)
 
@@ -140,6 +150,6 @@ def test_predicted_collectives_are_those_that_the_engine_issues() -> None:
 def test_twenty_random_models_on_every_grid_of_eight_ranks() -> None:
     cases = draw(20)
     assert len({case["grid"] for case in cases}) == 20
-    check(cases + heads_of_their_own(cases[3]))
+    check(cases + heads_of_their_own(cases[3]) + tokens_split(cases[1]))
     line = {"proof": "predicted collectives are the counted ones", "models": 20, "grids": 20, "ranks": RANKS}
     print("\n" + json.dumps(line | {"ranks_that_differ": 0}))

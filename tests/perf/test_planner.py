@@ -14,7 +14,8 @@ from dataclasses import replace
 import pytest
 
 from axo.grid import Grid
-from axo.perf import machine, memory, model, planner, readers, simulator
+from axo.perf import machine, memory, model, others, planner, readers, simulator
+from axo.perf.candidate import impossible, ways
 from axo.perf.layer_time import OVERLAPS, Run
 from axo.perf.workload import gpt
 
@@ -59,18 +60,36 @@ def test_the_search_of_32768_gpus_takes_less_than_ten_seconds(what: str, pipelin
 
 
 @pytest.mark.parametrize("gibibytes", [16, 40])
-def test_the_search_offloads_where_that_is_faster_and_only_there(
-    gibibytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Oracle: every grid with offload tried whether it may win or not."""
+def test_bounds_leave_nothing_out_that_is_faster(gibibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Oracle: every way to run a grid tried, whether it may win or not."""
     on = replace(machine.load("h100"), memory_gib=gibibytes)
     asked = planner.Request(readers.read("gpt-20b"), on, 32, 2**18, search=True)
     made = planner.plan(asked)
-    monkeypatch.setattr(planner, "_offload_may_win", lambda *_: True)
+    for bound in ("_floor", "_seconds"):
+        monkeypatch.setattr(planner, bound, lambda *_: 0.0)
     every = planner.plan(asked)
     assert made.ranked == every.ranked and [one.grid for one in made.left_out] == [one.grid for one in every.left_out]
+    assert {one.run.sequence_parallel for one in made.ranked if one.grid.x > 1} == {False, True}
     offloaded = {one.run.offload for one in made.ranked}
     assert True in offloaded and (gibibytes == 16 or False in offloaded)
+
+
+def test_the_best_of_each_other_choice() -> None:
+    """Oracle: each kind alone on every grid."""
+    made = planner.plan(request(search=True, pipeline=(1, 2), machine=machine.load("h100")))
+    found = {one.kind: one.candidate for one in others.others(made)}
+    assert {"with stages", "sequence parallelism"} <= set(found) or {"without stages"} <= set(found)
+    for kind, belongs in others.KINDS.items():
+        every = [planner.consider(made.request, grid, count, None, tried) for count in (1, 2)
+                 for grid in Grid.all(64 // count) if (tried := [way for way in ways(made.request, grid)
+                                                                 if belongs(count, "axonn", way)])]  # fmt: skip
+        fitting = [one.seconds for one in every if not one.reason]
+        best = made.best if belongs(made.best.pipeline, "axonn", made.best.way) else found.get(kind)
+        assert (best is None) == (not every), kind
+        if best is not None and best.time is not None:
+            assert best.seconds == pytest.approx(min(fitting)), kind
+        elif best is not None:
+            assert not fitting, kind
 
 
 def test_offload_by_hand() -> None:
@@ -306,7 +325,7 @@ def test_a_count_that_no_grid_fits_says_which_would() -> None:
         planner.plan(request(gpus=67, batch_tokens=2**16))
     near = [int(count) for count in str(caught.value).rsplit("work: ", 1)[1].split(", ")]
     for count in near:
-        assert any(not planner._impossible(request(gpus=count, batch_tokens=2**16), grid) for grid in Grid.all(count))
+        assert any(not impossible(request(gpus=count, batch_tokens=2**16), grid) for grid in Grid.all(count))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import cut, machine, memory, model, output, planner, plots, readers
 from axo.perf import pipeline_schedule as schedules
+from axo.perf.candidate import share_that_fits
 from axo.perf.command import command_line
 from axo.perf.layer_time import Run
 from axo.perf.stages import Stages, Timing, planned
@@ -133,13 +134,15 @@ def test_the_search_leaves_out_only_what_cannot_win(changes: dict, monkeypatch: 
     bounds: list[tuple[float, float]] = []
     least = Timing.least
 
-    def full(timing: Timing, stages: Stages) -> float:
+    def full(timing: Timing, stages: Stages, zero: int, offload: bool) -> float:
         for share in (0.0, 0.3, 1.0):
-            one = Timing(timing.workload, timing.grid, timing.machine, replace(timing.run, cached_gathers=share))
-            bounds.append((least(timing, stages), one.memory(stages).total))
+            run = replace(timing.run, cached_gathers=share, zero=zero, offload=offload)
+            one = Timing(timing.workload, timing.grid, timing.machine, run)
+            bounds.append((least(timing, stages, zero, offload), one.memory(stages).total))
         return 0.0
 
     monkeypatch.setattr(Timing, "least", full)
+    monkeypatch.setattr(Timing, "saved_by_splitting", lambda *_: float("inf"))
     each = [planner.consider(asked, one.grid, one.stages.ranks if one.stages else 1)
             for one in (*made.ranked, *made.left_out)]  # fmt: skip
     assert [one == other for one, other in zip((*made.ranked, *made.left_out), each, strict=True)] == [True] * len(each)
@@ -151,7 +154,7 @@ def test_memory_that_gathered_weights_do_not_change() -> None:
     asked = request()
     held = memory.Memory(1e9, 5e9, 1e9, 5e9, 0.0, 0.0, 0.0, 0.0, 0.0)
     tight = replace(asked.machine, memory_gib=held.total / memory.GIB / 0.95)
-    assert planner._share_that_fits(replace(asked, machine=tight), replace(held, gathered=1e9), held) == 1.0
+    assert share_that_fits(replace(asked, machine=tight), replace(held, gathered=1e9), held) == 1.0
 
 
 def test_selective_recomputation_stands_between_none_and_full() -> None:
@@ -182,6 +185,7 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
         config = configs.pop()
         assert (config.grid, config.pipeline, config.schedule) == (one.grid, one.stages.ranks, one.stages.schedule)
         assert (config.microbatches, config.accumulate) == (one.run.micro_batches, 1)
+        assert (config.zero, config.sequence_parallel) == (one.run.zero, one.run.sequence_parallel)
         assert config.recompute_keeps == ("products" if one.recomputes == "selective" else "nothing")
         assert config.cuts == ("even" if one.stages.even else "planner")
     simulated = planner.plan(request(pipeline=(4,), schedules=("interleaved-1f1b",)))
@@ -199,7 +203,13 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     ("words", "message"),
     [
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 0", "pipeline='0' is not a number of stages"),
-        ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 3", "pipeline=(3,) stages do not divide 8 GPUs"),
+        ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 1,3", "pipeline=(3,) stages do not divide 8 GPUs"),
+        ("plan --compare a.json --gpus 8", "--compare reads plans that --json wrote, and plans nothing"),
+        (
+            "plan --model gpt-5b --gpus 8 --machine h100 --sequence-parallel --algorithm all",
+            "no sequence_parallel with",
+        ),
+        ("plan --model unet-1b --gpus 8 --machine h100 --sequence-parallel", "its tokens cannot be split over x"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --pipeline 2 --schedule 2f2b", "schedule='2f2b' is not known"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --recompute-keeps all", "recompute-keeps='all' is not one of"),
         ("plan --model gpt-5b --gpus 8 --machine h100 --offload all", "offload='all' is not planned; use none, or"),

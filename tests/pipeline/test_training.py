@@ -38,7 +38,7 @@ def staged(text: str, **options: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("grid", "schedule", "options"),
     [
-        ("1x1x2x1", "zero-bubble", {"recompute": True}),
+        ("2x1x2x1", "zero-bubble", {"recompute": True, "sequence_parallel": True}),
         ("1x2x1x1", "1f1b", {"accumulate": 2, "goldfish_k": 4}),
         ("2x2x1x1", "1f1b", {"algorithm": "tesseract"}),
         pytest.param("2x2x2x2", "1f1b", FIGURE_6, marks=pytest.mark.soak),

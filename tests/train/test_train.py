@@ -63,6 +63,10 @@ def test_defaults_are_valid_and_printable(tmp_path: Path) -> None:
         ({"batch_size": 6, "grid": Grid(1, 1, 2, 2)}, r"batch-size=6 rows do not divide over z\*data=4.*use 4 or 8"),
         ({"batch_size": 0}, r"batch-size=0 is out of range; it must be at least 1"),
         ({"accumulate": 3}, r"accumulate=3 does not divide a rank's 8 rows.*use one of \[1, 2, 4, 8\]"),
+        (
+            {"seq_len": 31, "grid": Grid(2, 1, 1, 1), "sequence_parallel": True},
+            r"seq-len=31 does not divide over x=2; use 30 or 32",
+        ),
         ({"seq_len": 65}, r"seq-len=65 is not in \[1, block_size=64\]"),
         ({"batch_size": 1024}, r"hold \d+ windows of seq-len=32, fewer than batch-size=1024"),
         ({"precision": "fp8"}, r"precision='fp8' is not one of bf16-mixed, 32-true, bf16-true, 16-mixed"),
@@ -289,7 +293,7 @@ def train_on_rank(config: TrainConfig) -> tuple[list[float], list[float]]:
     ("grid", "options"),
     [
         ("2x2x1x1", {"model": "file"}),
-        ("2x1x2x1", {"accumulate": 2, "clip": 0.3, "offload": "optimizer,activations"}),
+        ("2x1x2x1", {"accumulate": 2, "clip": 0.3, "offload": "optimizer,activations", "sequence_parallel": True}),
         (
             "1x2x1x2",
             {"recompute": True, "recompute_keeps": "products", "goldfish_k": 3, "goldfish_h": 4, "accumulate": 2},

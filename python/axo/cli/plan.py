@@ -35,6 +35,7 @@ Keeps = Annotated[str, typer.Option(help="What recomputation keeps: nothing, or 
 Schedule = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
 Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
 OffloadTo = Annotated[str, typer.Option("--offload", help="In the host's memory: none, or optimizer (AdamW's state).")]
+Tokens = Annotated[bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
 CsvOut = Annotated[Path | None, typer.Option("--csv", help="Write CSV here; - for stdout.")]
 PlotOut = Annotated[Path | None, typer.Option("--plot", help="Write the plots (PNG) into this folder.")]
@@ -59,10 +60,11 @@ def plan(
     network: Gigabits = 0.0,
     precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
     search: Annotated[
-        bool, typer.Option("--search", help="Search recomputation, ZeRO, micro-batches and offload beside the grid.")
+        bool, typer.Option("--search", help="Search recomputation, ZeRO, micro-batches, sequence parallelism, offload.")
     ] = False,
     recompute_keeps: Keeps = "nothing",
     offload: OffloadTo = "none",
+    sequence_parallel: Tokens = False,
     pipeline: Annotated[
         str, typer.Option(help="Stages to try: 1, 4, or 1,2,4; auto: 1 and every power of two that divides.")
     ] = "1",
@@ -84,6 +86,8 @@ def plan(
     from axo.perf import output, planner, plots, simulator
 
     if compare:
+        if model or gpus:
+            raise ValueError("--compare reads plans that --json wrote, and plans nothing; leave --model and --gpus out")
         show_table("the best of each plan", output.compare_table([(str(path), _plan_file(path)) for path in compare]))
         return
     if not model or not gpus:
@@ -97,7 +101,7 @@ def plan(
     _check_outputs(json_out, csv_out, html, plot=plot)
     request = _request(
         model, gpus, machine_name, batch_tokens, tokens, seq, overlap, gather, checkpoint, zero, precision, search,
-        network, micro_batches, recompute_keeps, pipeline, schedule, offload,
+        network, micro_batches, recompute_keeps, pipeline, schedule, offload, sequence_parallel,
     )  # fmt: skip
     if algorithm != "all" and algorithm not in planner.ALGORITHMS:
         raise ValueError(f"algorithm={algorithm!r} is not known; use {', '.join(planner.ALGORITHMS)} or all")
@@ -116,9 +120,8 @@ def plan(
         drawn = plots.plan_plots(made, step)
         return drawn, lambda: output.plan_page(made, step, drawn)
 
-    _write_outputs(
-        json_out, output.plan_json(made, gpu_hour=gpu_hour), csv_out, lambda: output.plan_csv(made), plot, html, draw
-    )
+    values = output.plan_json(made, gpu_hour=gpu_hour) if json_out else None
+    _write_outputs(json_out, values, csv_out, lambda: output.plan_csv(made), plot, html, draw)
 
 
 def simulate(
@@ -135,6 +138,7 @@ def simulate(
     network: Gigabits = 0.0,
     recompute_keeps: Keeps = "nothing",
     offload: OffloadTo = "none",
+    sequence_parallel: Tokens = False,
     pipeline: Annotated[int, typer.Option(help="Stages, each of them such a grid.")] = 1,
     schedule: Schedule = "1f1b",
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
@@ -152,7 +156,7 @@ def simulate(
     request = _request(
         model, parsed.world_size * max(1, pipeline), machine_name, batch_tokens, "0", seq, overlap, gather, checkpoint,
         zero, network=network, micro_batches=micro_batches, recompute_keeps=recompute_keeps, pipeline=str(pipeline),
-        schedule=schedule, offload=offload,
+        schedule=schedule, offload=offload, sequence_parallel=sequence_parallel,
     )  # fmt: skip
     if pipeline > 1 and (trace is not None or straggle):
         raise ValueError("--trace and --straggle are of one grid; leave them out with --pipeline")
@@ -367,6 +371,7 @@ def _request(
     pipeline: str = "1",
     schedule: str = "",
     offload: str = "none",
+    sequence_parallel: bool = False,
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
     from axo.perf.layer_time import OVERLAPS
@@ -390,6 +395,7 @@ def _request(
         *asked,
         selective=recompute_keeps == "products",
         offload=offload == "optimizer",
+        sequence_parallel=sequence_parallel,
         pipeline=_counts(pipeline, gpus),
         schedules=tuple(part.strip() for part in schedule.split(",")) if schedule else default,
     )
@@ -402,7 +408,10 @@ def _counts(text: str, gpus: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):
         raise ValueError(f"pipeline={text!r} is not a number of stages; use 4, or 1,2,4, or auto")
-    return tuple(dict.fromkeys(map(int, parts)))
+    counts = tuple(dict.fromkeys(map(int, parts)))
+    if uneven := tuple(count for count in counts if gpus % count):
+        raise ValueError(f"plan: pipeline={uneven} stages do not divide {gpus} GPUs")
+    return counts
 
 
 def _plan_file(path: Path) -> dict[str, Any]:
@@ -428,7 +437,7 @@ def _grid(text: str, gpus: int) -> Grid:
 
 
 def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: float) -> None:
-    from axo.perf import output
+    from axo.perf import others, output
 
     asked = made.request
     say(
@@ -436,7 +445,8 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
         f" {asked.batch_tokens:,} tokens a batch ({asked.sequences:,} sequences of {asked.workload.seq_length})"
     )
     calibrated = ", ".join(asked.machine.calibrated_on) or "nothing: its fractions are guesses (axo profile measures)"
-    say(f"{asked.machine.name}: {asked.machine.description}; calibrated on {calibrated}")
+    described = f"{asked.machine.description}; " if asked.machine.description else ""
+    say(f"{asked.machine.name}: {described}calibrated on {calibrated}")
     if asked.machine.assumed:
         values = ", ".join(f"{name} {getattr(asked.machine, name):g}" for name in asked.machine.assumed)
         say(f"  not in its file, so as measured on the papers' machines: {values}")
@@ -456,11 +466,12 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
     for line in output.commands(made, top):
         say(f"  {line}")
     say(made.why(made.best))
-    rival = next((c for c in made.ranked if c.algorithm != made.best.algorithm), None)
-    staged = next((c for c in made.ranked if (c.stages is None) != (made.best.stages is None)), None)
-    for other in (rival, staged):
-        if other is not None:
-            say(made.why(other))
+    found = others.others(made)
+    for one in found:
+        if one.candidate.time is not None and one.kind in others.EXPLAINED:
+            say(made.why(one.candidate))
+    if found:
+        show_table("The best of each other choice", output.others_table(found, made.best))
     if explain is not None:
         chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
         say("")

@@ -161,11 +161,11 @@ def linear(
         calls.append(Call(phase, op, in_axis, my_rows * my_out, itemsize, REDUCE_OUTPUT))
     if scatters:
         calls.append(Call(BACKWARD, "all_gather", "x", my_rows * my_out // grid.x, itemsize, REDUCE_OUTPUT))
-        calls += [Call(BACKWARD, "all_reduce", "x", my_out, bias_itemsize, REDUCE_WEIGHT_GRAD)] * bias
     if input_grad and not (sequence_parallel and not transposed):
         calls.append(Call(BACKWARD, "all_reduce", out_axis, my_rows * my_in, itemsize, REDUCE_INPUT_GRAD))
     calls += weight_grad(shard, grid, itemsize)
     if bias:
+        calls += [Call(BACKWARD, "all_reduce", "x", my_out, bias_itemsize, REDUCE_WEIGHT_GRAD)] * scatters
         calls += replicated_grad(my_out, bias_itemsize)
     if copies > 1:
         first, rows = coords.z * chunk(my_out, grid.z), part(my_out, grid.z, coords.z)
@@ -305,13 +305,14 @@ def relayout(
     return issued(calls, grid)
 
 
-def gather_sequence(grid: Grid, rows: int, features: int, *, coords: Coords = FIRST) -> list[Call]:
+def gather_sequence(
+    grid: Grid, rows: int, features: int, *, itemsize: int = 4, recompute: bool = False, coords: Coords = FIRST
+) -> list[Call]:
     """Count what gathers tokens that are split over x, features over y; backward adds up their gradient."""
     whole = part(rows, grid.z, coords.z) * part(features, grid.y, coords.y)
-    calls = [
-        Call(FORWARD, "all_gather", "x", whole // grid.x, 4, REDUCE_INPUT_GRAD),
-        Call(BACKWARD, "reduce_scatter", "x", whole, 4, REDUCE_INPUT_GRAD),
-    ]
+    phases = (FORWARD, RECOMPUTE) if recompute else (FORWARD,)
+    calls = [Call(phase, "all_gather", "x", whole // grid.x, itemsize, REDUCE_INPUT_GRAD) for phase in phases]
+    calls.append(Call(BACKWARD, "reduce_scatter", "x", whole, itemsize, REDUCE_INPUT_GRAD))
     return issued(calls, grid)
 
 

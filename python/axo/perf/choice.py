@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from axo.grid import Grid
-from axo.perf.planner import Candidate, Plan, Request, plan
+from axo.perf.planner import Candidate, Plan, Request, cause, plan
 
 MOST_STAGES = 64
 
@@ -33,8 +33,8 @@ class Choice:
         seconds: Of a step of the whole batch.
         plan: That ``best`` is of: grids that run the batch in as many pieces.
         fit, missed: Grids that suit the batch, in as many stages: how many fit in memory, how many do not.
-        against: The fastest with stages where ``best`` has none, without where it has some: its name, seconds of a
-            step; None where nothing of the kind fits.
+        others: The fastest of each other number of stages: its name, seconds of a step, and what most of the
+            difference is; where nothing of it fits, its number of stages, 0 and why.
         unsuited: Grids without stages over which the batch does not divide.
     """
 
@@ -43,18 +43,17 @@ class Choice:
     plan: Plan
     fit: int
     missed: int
-    against: tuple[str, float] | None
+    others: tuple[tuple[str, float, str], ...]
     unsuited: int
 
     def tell(self) -> str:
-        """Say what was compared: ``12 grids fit, 3 do not; in stages ... would take ...``."""
+        """Say what was compared: ``12 grids fit, 3 do not; 1x1x2x1 x 2 stages would take ...``."""
         text = f"{self.fit} grids fit, {self.missed} do not"
         text += f", {self.unsuited} do not suit the batch sizes" if self.unsuited else ""
-        if self.against is None:
-            return text
-        name, seconds = self.against
-        kind = "without stages" if self.best.stages is not None else "in stages"
-        return f"{text}; {kind} {name} would take {100 * (seconds / self.seconds - 1):+.1f}%"
+        for name, seconds, why in self.others:
+            behind = f"would take {100 * (seconds / self.seconds - 1):+.1f}%, most of it {why}" if seconds else why
+            text += f"; {name} {behind}"
+        return text
 
 
 def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int = 0) -> Choice:
@@ -99,8 +98,21 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
             plan(replace(request, pipeline=(1,), micro_batches=0), suited[1])
         raise why[0]
     seconds, made, best = min(found, key=lambda one: one[0])
-    others = [(time, one.name) for time, _, one in found if (one.stages is None) != (best.stages is None)]
-    against = min(others)[::-1] if others else None
     ranks = best.stages.ranks if best.stages is not None else 1
     fit = sum(len(one.ranked) for _, one, _ in found if one.request.pipeline == (ranks,))
-    return Choice(best, seconds, made, fit, len(suited[ranks]) - fit, against, unsuited)
+    others = [_other(count, found, (seconds, best)) for count in request.pipeline if count != ranks]
+    return Choice(best, seconds, made, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
+
+
+def _other(
+    stages: int, found: list[tuple[float, Plan, Candidate]], best: tuple[float, Candidate]
+) -> tuple[str, float, str]:
+    """The fastest of a number of stages."""
+    of = [(time, one) for time, _, one in found if one.pipeline == stages]
+    if not of:
+        return ("without stages" if stages == 1 else f"in {stages} stages", 0.0, "nothing fits")
+    seconds, one = min(of, key=lambda each: each[0])
+    assert one.time is not None and best[1].time is not None
+    scales = seconds / one.seconds, best[0] / best[1].seconds
+    why = cause(one.time, best[1].time, scales[0] / scales[1])
+    return ("without stages " if stages == 1 else "") + one.name, seconds, why

@@ -29,6 +29,7 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         parts += [] if workload.checkpointed else ["--no-checkpoint"]
         parts += ["--recompute-keeps", "products"] if run.selective else []
         parts += ["--offload", "optimizer"] if run.offload else []
+        parts += ["--sequence-parallel"] if run.sequence_parallel else []
         parts += ["--micro-batches", str(run.micro_batches)] if run.micro_batches > 1 else []
         parts += _stages(candidate)
         return shlex.join(parts + _overlap(run.overlap))
@@ -50,6 +51,8 @@ def command_line(made: Plan, candidate: Candidate) -> str:
         parts += ["--recompute-keeps", "products"]
     if run.offload:
         parts += ["--offload", "optimizer"]
+    if run.sequence_parallel:
+        parts.append("--sequence-parallel")
     if run.zero:
         parts += ["--zero", str(run.zero)]
     if asked.precision != "bf16-mixed":

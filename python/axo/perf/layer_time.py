@@ -9,7 +9,7 @@ It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from axo.arrangement import AXONN, Arrangement
@@ -25,9 +25,8 @@ PRECISIONS = {  # bytes of Run.itemsize, stream and weights
     "bf16-true": {"itemsize": 2, "stream": 2, "weights": 2},
     "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
 }
+KEPT = ("linear", "attention")  # whose results selective recomputation keeps
 OPTIMIZER_BYTES = 32.0  # a parameter: fp32 weight, two moments and gradient read, weight and moments written, bf16 copy
-
-
 HOST_BYTES = 28.0  # of an update in the host's memory: weight, gradient and two moments read, all but one written
 
 
@@ -50,6 +49,8 @@ class Run:
         offload: The optimizer's state lies in the host's memory, and its step runs there (``axo.Offload``).
         selective: A checkpointed block keeps the results of its products and of attention; only what lies between
             them is run again, and all its collectives.
+        sequence_parallel: The tokens of the residual stream are split over x: the same bytes, but what is on the stream
+            (``Layer.on_stream``) has 1/x of the rows, and no product hides the sums of dI.
     """
 
     batch_tokens: int
@@ -64,6 +65,11 @@ class Run:
     zero: int = 0
     selective: bool = False
     offload: bool = False
+    sequence_parallel: bool = False
+
+    def token_ranks(self, grid: Grid) -> int:
+        """Ranks that the tokens of the residual stream are split over."""
+        return grid.x if self.sequence_parallel else 1
 
     @property
     def keeps(self) -> bool:
@@ -72,7 +78,7 @@ class Run:
 
     def run_again(self, layers: Iterable[Layer], forward: Iterable[float]) -> float:
         """Of these layers' ``forward`` seconds: those that a checkpointed block takes once more."""
-        kept = ("linear", "attention") if self.selective else ()
+        kept = KEPT if self.selective else ()
         return sum(seconds for layer, seconds in zip(layers, forward, strict=True) if layer.kind not in kept)
 
     def optimizer_share(self, grid: Grid) -> float:
@@ -120,7 +126,8 @@ class LayerCost(NamedTuple):
     input_reduce: dict[str, float]  # all-reduce of dI
     backward_blocking: dict[str, float]  # statistics of norms
     scatter: float  # reduce-scatter of dW, all-reduce of the bias gradient over z
-    data: float  # all-reduce over data
+    reduced: float  # bytes that are all-reduced over data, the same for any size of it
+    reduces: float  # and in how many calls
 
 
 def optimizer_seconds(machine: Machine, grid: Grid, run: Run, shard: float) -> float:
@@ -165,9 +172,15 @@ def calls_of(
     Those of one expert, where there are several.
     """
     rows = max(1, round(rows * layer.rows))
+    split = run.sequence_parallel
     if layer.kind == "linear":
         copies = layer.kv_copies(grid.x)
-        return cost.linear(
+        gathered: list[cost.Call] = []
+        if split and layer.gathers:
+            gathered = cost.gather_sequence(
+                grid, rows, layer.in_features, itemsize=run.itemsize, recompute=checkpointed, coords=coords
+            )
+        return gathered + cost.linear(
             grid,
             rows,
             layer.in_features,
@@ -180,11 +193,20 @@ def calls_of(
             input_grad=layer.input_grad,
             copied_features=layer.kv_features if copies > 1 else 0,
             copies=copies,
+            sequence_parallel=split,
             arrangement=arrangement,
             coords=coords,
         )
     if layer.kind == "embedding":
-        return cost.embedding(grid, rows, layer.in_features, layer.out_features, arrangement=arrangement, coords=coords)
+        return cost.embedding(
+            grid,
+            rows,
+            layer.in_features,
+            layer.out_features,
+            sequence_parallel=split,
+            arrangement=arrangement,
+            coords=coords,
+        )
     if layer.kind == "norm":
         return cost.norm(
             grid,
@@ -192,6 +214,7 @@ def calls_of(
             layer.out_features or layer.in_features,
             kind=layer.norm,
             recompute=checkpointed,
+            sequence_parallel=split and layer.on_stream,
             axis=arrangement.inner if layer.over == "x" else layer.over or None,
             sum_grad_over=() if layer.over else (arrangement.inner,),
             arrangement=arrangement,
@@ -213,39 +236,175 @@ def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.F
         gathers = 1 if run.keeps else 2
         for _ in range(block.repeat):
             for layer in reversed(block.layers):
-                calls += layer.experts * calls_of(
+                issued = calls_of(
                     layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
                 )
+                if run.sequence_parallel and layer is ends_block(block.layers):
+                    issued = [one for one in issued if (one.phase, one.op) != (cost.RECOMPUTE, "reduce_scatter")]
+                calls += layer.experts * issued
     return cost.in_buckets(calls, run.bucket_bytes)
+
+
+def ends_block(layers: tuple[Layer, ...]) -> Layer | None:
+    """The layer whose product ends a block, if nothing behind it keeps anything.
+
+    Recomputation stops at its product: with sequence parallelism, which sums results apart, these are not summed again.
+    """
+    for layer in reversed(layers):
+        if layer.kind != "pointwise":
+            return layer if layer.kind == "linear" and layer.transposed else None
+    return None
 
 
 def layer_cost(
     layer: Layer, grid: Grid, rows: int, run: Run, machine: Machine, network: Network, seq_length: int
 ) -> LayerCost:
     """Return the seconds of one layer (``rows`` of one data-parallel group)."""
-    gather = scatter = data = 0.0
+    gather = scatter = reduced = reduces = 0.0
     output: dict[str, float] = {}
     input_reduce: dict[str, float] = {}
     blocking: dict[str, float] = {}
     for call in calls_of(layer, grid, rows, run):
+        if call.axis == "data":
+            reduced += layer.experts * call.calls * call.elements * call.itemsize
+            reduces += layer.experts * call.calls
+            continue
         seconds = layer.experts * call.calls * network.seconds(call.op, call.axis, call.elements * call.itemsize)
         if call.purpose == cost.GATHER_WEIGHT:
             gather += seconds
-        elif call.axis == "data":
-            data += seconds
         elif call.purpose in (cost.SCATTER_WEIGHT_GRAD, cost.REDUCE_WEIGHT_GRAD):
             scatter += seconds
         else:
             into = output if call.phase == cost.FORWARD else blocking
-            if call.purpose == cost.REDUCE_INPUT_GRAD:
+            if call.purpose == cost.REDUCE_INPUT_GRAD and call.op == "all_reduce":  # not of gathered tokens
                 into = input_reduce
             into[call.axis] = into.get(call.axis, 0.0) + seconds
-    forward, input_grad, weight_grad = products(layer, grid, rows, machine, seq_length)
-    return LayerCost(forward, input_grad, weight_grad, gather, output, input_reduce, blocking, scatter, data)
+    token_ranks = run.token_ranks(grid) if layer.on_stream else 1
+    forward, input_grad, weight_grad = products(layer, grid, rows, machine, seq_length, token_ranks)
+    times = (forward, input_grad, weight_grad, gather, output, input_reduce, blocking, scatter)
+    return LayerCost(*times, reduced, reduces)
 
 
-def products(layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: int) -> tuple[float, float, float]:
-    """Return seconds of (forward, dI, dW) of one layer on one rank; layers that only move memory have no dW."""
+Pair = tuple[float, float]  # seconds over x, over y
+
+
+class BlockCost(NamedTuple):
+    """Seconds of one block, one micro-batch: the sums of its layers."""
+
+    forward: float
+    input_grad: float
+    weight_grad: float
+    stream: float  # of the first two, what sequence parallelism splits
+    again: float  # its forward products, and those that are run again when results of products stay
+    again_kept: float
+    gather: float
+    scatter: float
+    last_scatter: float  # of the layer whose backward comes last
+    output: Pair
+    again_output: Pair  # of a block that runs again
+    blocking: Pair
+    reduce: Pair  # all-reduces of dI, and what shows of them when dW products run beside
+    shown_reduce: Pair
+    reduced: float
+    reduces: float
+    parameters: int
+    segments: list[tuple[float, float, Pair]]  # from one gathered weight to the next: it, products and output, output
+
+
+def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: Run) -> BlockCost:
+    """Add up the layers of a block."""
+    forward = inputs = weights = stream = again_kept = gather = scatter = last_scatter = reduced = reduces = 0.0
+    parameters, segments = 0, list[tuple[float, float, Pair]]()
+    output, blocking, reduce, shown = ([0.0, 0.0] for _ in range(4))
+    waits, path, sums = 0.0, 0.0, (0.0, 0.0)  # of the segment so far
+    for layer, one in zip(layers, costs, strict=True):
+        forward, inputs, weights = forward + one.forward, inputs + one.input_grad, weights + one.weight_grad
+        again_kept += one.forward * (layer.kind not in KEPT)
+        stream += (one.forward + one.input_grad) * layer.on_stream
+        parameters += layer.parameters
+        scatter, last_scatter = scatter + one.scatter, last_scatter or one.scatter
+        reduced, reduces = reduced + one.reduced, reduces + one.reduces
+        if one.gather and path:
+            segments.append((waits, path, sums))
+            waits, path, sums = 0.0, 0.0, (0.0, 0.0)
+        gather, waits, path = gather + one.gather, waits + one.gather, path + one.forward
+        for axis, seconds in one.output.items():
+            output[axis == "y"] += seconds
+            path += seconds
+            sums = (sums[0] + seconds, sums[1]) if axis == "x" else (sums[0], sums[1] + seconds)
+        for axis, seconds in one.backward_blocking.items():
+            blocking[axis == "y"] += seconds
+        for axis, seconds in one.input_reduce.items():
+            reduce[axis == "y"] += seconds
+            shown[axis == "y"] += max(0.0, seconds - one.weight_grad)
+    segments.append((waits, path, sums))
+    ends = ends_block(layers) if run.sequence_parallel else None
+    twice = output[0] if ends is None else output[0] - costs[layers.index(ends)].output.get("x", 0.0)
+    pairs = [(each[0], each[1]) for each in (output, (twice, output[1]), blocking, reduce, shown)]
+    times = (forward, inputs, weights, stream, forward, again_kept, gather, scatter, last_scatter)
+    return BlockCost._make([*times, *pairs, reduced, reduces, parameters, segments])
+
+
+class MicroBatch(NamedTuple):
+    """Seconds of one micro-batch, without data and the optimizer: what shows over x, y, z, and all of it."""
+
+    compute: float
+    exposed: tuple[float, ...]
+    communication: tuple[float, ...]
+    reduced: float  # bytes over data, and calls
+    reduces: float
+
+
+class Costs:
+    """What plans of one request share: networks, and blocks, of which most does not depend on data.
+
+    Layers and blocks are known by their ``id``: they live as long as the request's workload, and a hash of all their
+    fields would take longer than what it saves.
+    """
+
+    def __init__(self, machine: Machine, seq_length: int) -> None:
+        self.machine, self.seq_length = machine, seq_length
+        self._networks: dict[Grid, Network] = {}
+        self._layers: dict[tuple[int, ...], dict[int, LayerCost]] = {}
+        self._blocks: dict[tuple[int, ...], BlockCost] = {}
+        self._alike: dict[Layer, int] = {}
+        self._numbers: dict[int, int] = {}
+        self.micro_batches: dict[tuple[float, ...], MicroBatch] = {}
+
+    def network(self, grid: Grid) -> Network:
+        """The network of one grid."""
+        if grid not in self._networks:
+            self._networks[grid] = Network(self.machine, grid)
+        return self._networks[grid]
+
+    def _number(self, layer: Layer) -> int:
+        """The same of layers that are alike but for their names."""
+        if id(layer) not in self._numbers:
+            same = replace(layer, name="")
+            self._numbers[id(layer)] = self._alike.setdefault(same, len(self._alike))
+        return self._numbers[id(layer)]
+
+    def block(self, layers: tuple[Layer, ...], grid: Grid, rows: int, run: Run) -> BlockCost:
+        """The cost of a block; ``rows`` of one data-parallel group."""
+        here = (grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
+        if (*here, id(layers)) not in self._blocks:
+            network, known = self.network(grid), self._layers.setdefault(here, {})
+            numbers = [self._number(layer) for layer in layers]
+            for number, layer in zip(numbers, layers, strict=True):
+                if number not in known:
+                    known[number] = layer_cost(layer, grid, rows, run, self.machine, network, self.seq_length)
+            self._blocks[*here, id(layers)] = block_cost(layers, [known[number] for number in numbers], run)
+        return self._blocks[*here, id(layers)]
+
+
+def products(
+    layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: int, token_ranks: int = 1
+) -> tuple[float, float, float]:
+    """Return seconds of (forward, dI, dW) of one layer on one rank; layers that only move memory have no dW.
+
+    Args:
+        token_ranks: Ranks that split the rows of this rank of z (sequence parallelism, on the residual stream).
+    """
     my_rows = cost.chunk(max(1, round(rows * layer.rows)), grid.z)
     memory = 1e9 * machine.memory_gbs
     x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
@@ -261,7 +420,7 @@ def products(layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: 
     if layer.kind in ("pointwise", "norm"):
         forward, backward = NORM if layer.kind == "norm" else layer.moves
         split = grid.size(layer.over or "x") if layer.kind == "norm" else x
-        elements = layer.experts * my_rows * cost.chunk(layer.in_features, split)
+        elements = layer.experts * my_rows / token_ranks * cost.chunk(layer.in_features, split)
         return forward * elements / memory, backward * elements / memory, 0.0
     if layer.kind == "embedding":
         return 2.0 * my_rows * cost.chunk(layer.out_features, grid.y) * 2.0 / memory, 0.0, 0.0

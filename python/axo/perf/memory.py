@@ -39,6 +39,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
@@ -105,8 +106,39 @@ class Memory:
         return self.total <= machine.memory_gib * GIB
 
 
-def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
-    """Return the memory of one rank; shards and rows that do not divide are rounded up."""
+class _OfBlock(NamedTuple):
+    """Bytes of one block: what each layer saves, its weights as products read them, its input, its gradients."""
+
+    sizes: list[float]
+    saved: float
+    linear: list[Layer]
+    of_weights: float
+    through: float
+    come: float
+    peaks: dict[float, float]  # of ``_backward``, by what flies ahead
+
+
+Known = dict[tuple[float, ...], _OfBlock]
+
+
+def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _OfBlock:
+    split, keeps = run.sequence_parallel, run.cached_gathers > 0
+    key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, keeps, split)
+    if key not in known:
+        sizes = [saved(layer, grid, rows, run) for layer in block.layers]
+        linear = [layer for layer in block.layers if layer.kind == "linear"]
+        weights, through = read(linear, grid, run), block_input(block, grid, rows, run)
+        known[key] = _OfBlock(sizes, sum(sizes), linear, weights, through, _arrives(linear, grid, run), {})
+    return known[key]
+
+
+def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = None) -> Memory:
+    """Return the memory of one rank; shards and rows that do not divide are rounded up.
+
+    Args:
+        known: What estimates of this workload with the same precision and overlaps found; more is put in.
+    """
+    known = {} if known is None else known
     rows = chunk(run.group_rows(grid), grid.z)
     shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
     at_once = gathered(workload, grid, run)
@@ -116,8 +148,7 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
     before = [0.0]  # of each block that runs backward: what there is, against when the loss was there
     arrived = 0.0  # bytes of gradients, as far as backward has come
 
-    linear = [layer for block in workload.blocks for layer in block.layers * block.repeat if layer.kind == "linear"]
-    products = sum(layer.parameters for layer in linear) / workload.parameters * shard
+    products = workload.of_products / workload.parameters * shard
     others = min(run.weights * (shard - products), run.bucket_bytes)  # gradients of norms and tables, in weights' dtype
 
     def held() -> float:  # of them: with ZeRO-2 this rank's share; and the buckets that they wait in, made as a whole
@@ -127,14 +158,11 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
 
     gone = of_head = 0.0
     for block in reversed(workload.blocks):
-        sizes = [saved(layer, grid, rows, run) for layer in block.layers]
-        linear = [layer for layer in block.layers if layer.kind == "linear"]
-        of_weights = read(linear, grid, run)
-        through = block_input(block, grid, rows, run)
-        come = _arrives(linear, grid, run)
+        one = _of_block(block, grid, rows, run, known)
+        linear, of_weights, through, come = one.linear, one.of_weights, one.through, one.come
         if any(layer.kind == "loss" for layer in block.layers):
-            logits += sum(sizes)
-            head = of_weights + _backward(block, sizes, grid, rows, run) + held()
+            logits += one.saved
+            head = of_weights + _backward(block, one, grid, rows, run) + held()
             before_head = run.cached_gathers * of_weights + gradients_through(block.layers[-1], grid, rows, run)
             if not run.cached_gathers:
                 before_head -= at_once  # forward has let go of all
@@ -145,12 +173,12 @@ def estimate(workload: Workload, grid: Grid, run: Run) -> Memory:
             of_head = come * grid.z
             continue
         results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
-        mine = through + results if block.checkpointed else sum(sizes)
+        mine = through + results if block.checkpointed else one.saved
         kept += block.repeat * mine
         if linear:
-            again = sum(sizes) - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
+            again = one.saved - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
             flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
-            working = again + through + _backward(block, sizes, grid, rows, run, flying)
+            working = again + through + _backward(block, one, grid, rows, run, flying)
             if block.checkpointed:  # when the block has run again, for which its weights were cast again
                 cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
                 working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
@@ -201,7 +229,7 @@ def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
 
 def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
     """Bytes that a checkpointed block keeps: its input, a piece of the residual stream."""
-    first = block.layers[0]
+    first, rows = block.layers[0], rows // run.token_ranks(grid)
     return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
 
 
@@ -246,16 +274,18 @@ def _arrives(linear: list[Layer], grid: Grid, run: Run) -> float:
     return itemsize * sum(layer.parameters for layer in linear) / (grid.x * grid.y * grid.z)
 
 
-def _backward(block: Block, sizes: list[float], grid: Grid, rows: int, run: Run, ahead: float = 0.0) -> float:
-    """Bytes on top of what a block has saved (``sizes``) at the fullest moment of its backward, layer by layer.
+def _backward(block: Block, one: _OfBlock, grid: Grid, rows: int, run: Run, ahead: float = 0.0) -> float:
+    """Bytes on top of what a block has saved at the fullest moment of its backward, layer by layer.
 
     What a layer has saved, and its gathered weight, go when its turn is over; its gradient stays. ``ahead``: bytes of
     the gradient before them that is on its way over z.
     """
+    if ahead in one.peaks:
+        return one.peaks[ahead]
     releases = run.cached_gathers > 0 or (grid.z > 1 and "oag" in run.overlap)
     most = there = 0.0
     flying = [ahead]  # gradients on their way over z
-    for layer, size in zip(reversed(block.layers), reversed(sizes), strict=True):
+    for layer, size in zip(reversed(block.layers), reversed(one.sizes), strict=True):
         if layer.kind == "loss":  # the gradient of the logits is put into them
             there -= size
             continue
@@ -268,12 +298,13 @@ def _backward(block: Block, sizes: list[float], grid: Grid, rows: int, run: Run,
             flying.append(scattered)
             there += _arrives([layer], grid, run)
         there -= size
+    one.peaks[ahead] = most
     return most
 
 
 def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     """Bytes of the gradients of one layer's input and output, and of temporaries, while its backward runs."""
-    my_rows = rows * layer.rows * layer.experts
+    my_rows = _rows(layer, grid, rows, run)
     if layer.kind == "norm":  # in fp32: its output's gradient, normalized, scaled, a product, its input's gradient
         elements = my_rows * chunk(layer.in_features, grid.size(layer.over or "x"))
         narrow = _itemsize(layer, run)
@@ -285,6 +316,8 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
         width = chunk(layer.in_features, grid.x if layer.transposed else grid.y)
         if not layer.transposed or run.stream != run.itemsize:  # else its output's gradient is that of the stream
             width += _columns(layer, grid)
+        if run.sequence_parallel and grid.x > 1:  # tokens are laid out anew, before they are scattered or once gathered
+            width += layer.gathers * chunk(layer.in_features, grid.y) + layer.transposed * _columns(layer, grid)
         return run.itemsize * my_rows * width
     if layer.kind == "attention":
         return run.itemsize * my_rows * 4 * chunk(layer.in_features, grid.x) + 2.0 * _scores(layer, grid, my_rows)
@@ -299,6 +332,11 @@ def _columns(layer: Layer, grid: Grid) -> int:
     """Features of a product's result that a rank has; keys and values that neighbours share it has whole."""
     ranks = grid.y if layer.transposed else grid.x
     return chunk(layer.out_features + layer.kv_features * (layer.kv_copies(ranks) - 1), ranks)
+
+
+def _rows(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+    """Rows of a layer on this rank: of all its experts, and of its tokens where the stream's are split over x."""
+    return rows * layer.rows * layer.experts / (run.token_ranks(grid) if layer.on_stream else 1)
 
 
 def _itemsize(layer: Layer, run: Run) -> int:
@@ -318,7 +356,7 @@ def _heads(layer: Layer, grid: Grid) -> tuple[int, int]:
 
 def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     """Bytes that one layer keeps for its backward; ``rows`` of one rank."""
-    my_rows = rows * layer.rows * layer.experts
+    my_rows = _rows(layer, grid, rows, run)
     if layer.kind == "loss":  # the logits, before they are capped too, ids, and two statistics a row
         logits = run.itemsize * (1 + layer.capped) * chunk(layer.out_features, grid.x)
         return my_rows * (logits + 8 + 2 * FP32)
@@ -329,7 +367,9 @@ def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     if layer.kind == "embedding":
         return 8.0 * my_rows
     if layer.kind == "linear":
-        if layer.shares_input and run.stream == run.itemsize:
+        # Tokens that are gathered come in the dtype of products, once for all that read them; else each casts its own.
+        split = run.sequence_parallel
+        if layer.shares_input and not (split and layer.gathers) and (split or run.stream == run.itemsize):
             return 0.0
         return run.itemsize * my_rows * chunk(layer.in_features, grid.x if layer.transposed else grid.y)
     if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's

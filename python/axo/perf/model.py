@@ -18,12 +18,12 @@ It does not simulate: ``axo.perf.simulator`` does, event by event, and is held a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, layer_cost, optimizer_seconds
+from axo.perf.layer_time import BlockCost, Costs, MicroBatch, Network, Pair, Run, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Workload
 
@@ -130,159 +130,116 @@ def communication_seconds(workload: Workload, grid: Grid, machine: Machine, run:
 # ---------------------------------------------------------------------------------------------------- a whole step
 
 
-def predict(
-    workload: Workload,
-    grid: Grid,
-    machine: Machine,
-    run: Run,
-    known: dict[tuple[int, int], LayerCost] | None = None,
-    network: Network | None = None,
-) -> StepTime:
+def predict(workload: Workload, grid: Grid, machine: Machine, run: Run, known: Costs | None = None) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
 
     Args:
-        known: Costs by rows of a group and ``id`` of a layer that other runs on this grid have found; more are put in.
-        network: Of this grid, if it is known.
+        known: What other predictions of this workload on this machine found; more is put in.
 
     Returns:
         Products, exposed and total communication by axis, optimizer: seconds.
     """
-    network = network or Network(machine, grid)
-    rows = run.group_rows(grid)
-    step = StepTime()
-    pieces = _Pieces(step, run, network, workload)
-    known = {} if known is None else known
-    for block in workload.blocks:
-        costs = []
-        for layer in block.layers:
-            if (rows, id(layer)) not in known:
-                known[rows, id(layer)] = layer_cost(layer, grid, rows, run, machine, network, workload.seq_length)
-            costs.append(known[rows, id(layer)])
-        pieces.block(block, costs)
-    pieces.finish()
-    for axis in AXES:
-        step.exposed[axis] *= run.micro_batches
-        step.communication[axis] *= run.micro_batches
-    step.compute *= run.micro_batches
+    known = known or Costs(machine, workload.seq_length)
+    network, pieces = known.network(grid), run.micro_batches
+    one = micro_batch(workload, grid, run, known)
+    reduced = network.seconds("all_reduce", "data", one.reduced, one.reduces) if one.reduces else 0.0
     shard = workload.parameters / (grid.x * grid.y * grid.z)
-    data = data_seconds(network, pieces.data, shard, run)
-    step.exposed["data"] += data
-    step.communication["data"] += data
-    hidden = sum(step.communication.values()) - step.exposed_total
+    data = data_seconds(network, reduced, shard, run)
+    exposed = {axis: pieces * seconds for axis, seconds in zip("xyz", one.exposed, strict=True)} | {"data": data}
+    sent = {axis: pieces * seconds for axis, seconds in zip("xyz", one.communication, strict=True)} | {"data": data}
+    step = StepTime(pieces * one.compute, exposed, sent)
+    hidden = sum(sent.values()) - step.exposed_total
     step.contention = machine.contention * max(0.0, min(hidden, step.compute))
     step.optimizer = optimizer_seconds(machine, grid, run, shard)
     return step
 
 
-class _Pieces:
-    """Adds blocks up into a StepTime, one micro-batch."""
+def micro_batch(workload: Workload, grid: Grid, run: Run, known: Costs) -> MicroBatch:
+    """Lay the schedule of one micro-batch over its products."""
+    rows = run.group_rows(grid)
+    way = (id(workload), run.selective, run.cached_gathers, run.sequence_parallel)
+    key = (grid.x, grid.y, grid.z, grid.data > 1, rows, *way)
+    if key not in known.micro_batches:
+        pieces = _Pieces(run, known.network(grid))
+        for block in workload.blocks:
+            pieces.block(block, known.block(block.layers, grid, rows, run))
+        known.micro_batches[key] = pieces.finish()
+    return known.micro_batches[key]
 
-    def __init__(self, step: StepTime, run: Run, network: Network, workload: Workload) -> None:
-        self.step, self.run, self.network, self.workload = step, run, network, workload
-        self.data = 0.0
+
+class _Pieces:
+    """Adds blocks up, one micro-batch."""
+
+    def __init__(self, run: Run, network: Network) -> None:
+        self.run = run
+        self.shared = [network.shared["z"] and network.shared[axis] for axis in "xy"]  # who shares the NICs with z
+        self.compute = self.reduced = self.reduces = 0.0
+        self.exposed, self.sent = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
         self.path = 0.0  # backward: products and blocking collectives, the time in which z may hide
         self.queue = 0.0  # backward: what waits on z
-        self.shared = 0.0  # backward: blocking collectives that use the NICs too
+        self.on_nics = 0.0  # backward: blocking collectives that use the NICs too
         self.last_scatter = 0.0
         self.open: tuple[float, float] | None = None  # the last segment so far: its path, its collectives on the NICs
 
-    def block(self, block: Block, costs: list[LayerCost]) -> None:
+    def block(self, block: Block, one: BlockCost) -> None:
         """Add one block, ``repeat`` times."""
         times = block.repeat
-        for one in costs:
-            self.step.compute += times * (one.forward + one.input_grad + one.weight_grad)
-            self.data += times * one.data
-        self._forward(costs, times)
+        self.compute += times * (one.forward + one.input_grad + one.weight_grad)
+        self.reduced, self.reduces = self.reduced + times * one.reduced, self.reduces + times * one.reduces
+        self._forward(one, times)
         if block.checkpointed:
-            self._recompute(block, costs, times)
-        elif not self.run.keeps:
-            self._regather(costs, times)
-        self._backward(costs, times)
+            again = one.again_kept if self.run.selective else one.again
+            self.compute += times * again
+            self.path += times * again
+            self._backward_waits(one.again_output, one.again_output, times)
+        if block.checkpointed or not self.run.keeps:
+            self._queue((1.0 - self.run.cached_gathers) * one.gather, times, "oag")
+        shows = one.shown_reduce if "oar" in self.run.overlap else one.reduce
+        self._backward_waits(one.blocking, one.blocking, times)
+        self._backward_waits(one.reduce, shows, times)
+        self.path += times * (one.input_grad + one.weight_grad)
+        self._queue(one.scatter, times, "ors")
+        self.last_scatter = self.last_scatter or one.last_scatter
 
-    def _forward(self, costs: list[LayerCost], times: int) -> None:
-        segments = _segments(costs)
-        for i, (gather, path, blocking) in enumerate(segments):
-            self._blocking(blocking, times)
-            self.step.communication["z"] += times * gather
-            if "oag" not in self.run.overlap:
-                self.step.exposed["z"] += times * gather
-                continue
-            if i == 0:  # behind what stood before this block once, then behind the end of its own last repeat
-                before = self.open or (0.0, 0.0)
-                self.step.exposed["z"] += max(0.0, gather + before[1] - before[0])
-                repeats, after = times - 1, segments[0][0]
-                last = segments[-1]
-                behind = after + self._nics(last[2]) - last[1]
-                self.step.exposed["z"] += repeats * max(0.0, behind)
-            if i + 1 < len(segments):
-                self.step.exposed["z"] += times * max(0.0, segments[i + 1][0] + self._nics(blocking) - path)
-            self.open = path, self._nics(blocking)
+    def _forward(self, one: BlockCost, times: int) -> None:
+        self._waits(one.output, one.output, times)
+        self.sent[2] += times * one.gather
+        if "oag" not in self.run.overlap:
+            self.exposed[2] += times * one.gather
+            return
+        # The first gather stands behind what was before this block once, then behind the end of its own last repeat.
+        first, last = one.segments[0], one.segments[-1]
+        before = self.open or (0.0, 0.0)
+        self.exposed[2] += max(0.0, first[0] + before[1] - before[0])
+        self.exposed[2] += (times - 1) * max(0.0, first[0] + self._nics(last[2]) - last[1])
+        for (_, path, blocking), (gather, _, _) in itertools.pairwise(one.segments):
+            self.exposed[2] += times * max(0.0, gather + self._nics(blocking) - path)
+        self.open = last[1], self._nics(last[2])
 
-    def _recompute(self, block: Block, costs: list[LayerCost], times: int) -> None:
-        again = self.run.run_again(block.layers, [one.forward for one in costs])
-        self.step.compute += times * again
-        self.path += times * again
-        for one in costs:
-            self._blocking(one.output, times)
-            self.path += times * sum(one.output.values())
-            self.shared += times * self._nics(one.output)
-        self._regather(costs, times)
-
-    def _regather(self, costs: list[LayerCost], times: int) -> None:
-        gathers = times * (1.0 - self.run.cached_gathers) * sum(one.gather for one in costs)
-        self.step.communication["z"] += gathers
-        if "oag" in self.run.overlap:
-            self.queue += gathers
-        else:
-            self.step.exposed["z"] += gathers
-
-    def _backward(self, costs: list[LayerCost], times: int) -> None:
-        hides = "oar" in self.run.overlap
-        for one in costs:
-            self._blocking(one.backward_blocking, times)
-            reduce = sum(one.input_reduce.values())
-            for axis, seconds in one.input_reduce.items():
-                self.step.communication[axis] += times * seconds
-                self.step.exposed[axis] += times * (max(0.0, seconds - one.weight_grad) if hides else seconds)
-            self.path += times * (one.input_grad + sum(one.backward_blocking.values()))
-            self.path += times * (max(one.weight_grad, reduce) if hides else one.weight_grad + reduce)
-            self.shared += times * (self._nics(one.input_reduce) + self._nics(one.backward_blocking))
-            self.step.communication["z"] += times * one.scatter
-            if "ors" in self.run.overlap:
-                self.queue += times * one.scatter
-            else:
-                self.step.exposed["z"] += times * one.scatter
-            if one.scatter and not self.last_scatter:
-                self.last_scatter = one.scatter
-
-    def finish(self) -> None:
+    def finish(self) -> MicroBatch:
         """Close the backward: what z could not hide behind products, and the last reduce-scatter."""
-        left = max(0.0, self.queue + self.shared - self.path)
-        self.step.exposed["z"] += max(left, self.last_scatter) if "ors" in self.run.overlap else left
+        left = max(0.0, self.queue + self.on_nics - self.path)
+        self.exposed[2] += max(left, self.last_scatter) if "ors" in self.run.overlap else left
+        return MicroBatch(self.compute, tuple(self.exposed), tuple(self.sent), self.reduced, self.reduces)
 
-    def _blocking(self, by_axis: dict[str, float], times: int) -> None:
-        for axis, seconds in by_axis.items():
-            self.step.communication[axis] += times * seconds
-            self.step.exposed[axis] += times * seconds
+    def _waits(self, every: Pair, shows: Pair, times: int) -> None:
+        for axis in (0, 1):
+            self.sent[axis] += times * every[axis]
+            self.exposed[axis] += times * shows[axis]
 
-    def _nics(self, by_axis: dict[str, float]) -> float:
+    def _backward_waits(self, every: Pair, shows: Pair, times: int) -> None:
+        self._waits(every, shows, times)
+        self.path += times * sum(shows)
+        self.on_nics += times * self._nics(every)
+
+    def _queue(self, seconds: float, times: int, overlap: str) -> None:
+        """Put something on z, which waits in a queue or, with that overlap off, at once."""
+        self.sent[2] += times * seconds
+        if overlap in self.run.overlap:
+            self.queue += times * seconds
+        else:
+            self.exposed[2] += times * seconds
+
+    def _nics(self, pair: Pair) -> float:
         """Seconds of collectives that share the NICs with z."""
-        if not self.network.shared["z"]:
-            return 0.0
-        return sum(seconds for axis, seconds in by_axis.items() if axis != "z" and self.network.shared[axis])
-
-
-def _segments(costs: Iterable[LayerCost]) -> list[tuple[float, float, dict[str, float]]]:
-    """Cut layers at gathered weights: (gather, products + blocking until the next one, blocking by axis)."""
-    segments: list[tuple[float, float, dict[str, float]]] = []
-    gather, path, blocking = 0.0, 0.0, dict[str, float]()
-    for one in costs:
-        if one.gather and path:
-            segments.append((gather, path, blocking))
-            gather, path, blocking = 0.0, 0.0, {}
-        gather += one.gather
-        path += one.forward + sum(one.output.values())
-        for axis, seconds in one.output.items():
-            blocking[axis] = blocking.get(axis, 0.0) + seconds
-    segments.append((gather, path, blocking))
-    return segments
+        return pair[0] * self.shared[0] + pair[1] * self.shared[1]

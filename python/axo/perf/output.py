@@ -19,6 +19,7 @@ from axo.grid import AXES
 from axo.perf.command import command_line
 from axo.perf.lines import Group, Summary, summaries
 from axo.perf.memory import GIB
+from axo.perf.others import Other, others
 from axo.perf.planner import Candidate, Plan
 from axo.perf.reproduce import CANNOT, CONTRADICTIONS
 from axo.perf.simulator import Simulation
@@ -73,6 +74,7 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
             "recomputes": candidate.recomputes,
             "bubble_s": time.bubble,
             "zero": candidate.run.zero,
+            "sequence_parallel": candidate.run.sequence_parallel,
             "offload": "optimizer" if candidate.run.offload else "none",
             "why": made.why(candidate),
             "command": command_line(made, candidate),
@@ -100,8 +102,16 @@ def plan_json(made: Plan, top: int | None = None, *, gpu_hour: float = 0.0) -> d
         "gpu_hour": gpu_hour,
         "hardware_flops_a_step": made.step_flops(),
         "ranked": [record(made, candidate) for candidate in made.ranked[:top]],
+        "others": [{"kind": one.kind, "because": one.why} | record(made, one.candidate) for one in others(made)],
         "left_out": [record(made, candidate) for candidate in made.left_out],
     }
+
+
+_COLUMNS = (
+    "rank grid algorithm x y z data step_s compute_s contention_s exposed_x_s exposed_y_s exposed_z_s exposed_data_s"
+    " hfu_percent mfu_percent days gpu_hours recompute recomputes zero sequence_parallel offload micro_batches pipeline"
+    " schedule cuts bubble_s cached_gathers memory_bytes command reason"
+).split()
 
 
 def plan_csv(made: Plan) -> str:
@@ -114,30 +124,7 @@ def plan_csv(made: Plan) -> str:
         row |= {f"exposed_{axis}_s": seconds for axis, seconds in row.get("exposed_s", {}).items()}
         row["memory_bytes"] = f"{candidate.memory.total:.0f}" if candidate.memory else ""
         rows.append(row)
-    columns = [
-        "rank",
-        "grid",
-        "algorithm",
-        *AXES,
-        "step_s",
-        "compute_s",
-        "contention_s",
-        *(f"exposed_{axis}_s" for axis in AXES),
-    ]
-    columns += [
-        "hfu_percent",
-        "mfu_percent",
-        "days",
-        "gpu_hours",
-        "recompute",
-        "recomputes",
-        "zero",
-        "offload",
-        "micro_batches",
-    ]
-    columns += ["pipeline", "schedule", "cuts", "bubble_s"]
-    columns += ["cached_gathers", "memory_bytes", "command", "reason"]
-    return as_csv(rows, columns)
+    return as_csv(rows, _COLUMNS)
 
 
 def plan_table(made: Plan, top: int) -> Table:
@@ -154,7 +141,8 @@ def plan_table(made: Plan, top: int) -> Table:
     if made.request.search:
         header += ["recompute", "zero"]
     offloads = any(candidate.run.offload for candidate in made.ranked[:top])
-    header += ["offload"] * offloads
+    splits = any(candidate.run.sequence_parallel for candidate in made.ranked[:top])
+    header += ["offload"] * offloads + ["tokens"] * splits
     staged = made.request.pipeline != (1,)
     if staged:
         header += ["bubble s", "stages", "schedule", "blocks of stages"]
@@ -173,11 +161,24 @@ def plan_table(made: Plan, top: int) -> Table:
         if made.request.search:
             row += [candidate.recomputes, str(candidate.run.zero)]
         row += ["optimizer" if candidate.run.offload else ""] * offloads
+        row += ["over x" if candidate.run.sequence_parallel else ""] * splits
         if staged:
             one = candidate.stages
             row += [f"{time.bubble:.2f}", str(one.ranks if one else 1), one.schedule if one else "", cuts_text(one)]
         rows.append(row)
     return header, rows
+
+
+def others_table(found: Sequence[Other], best: Candidate) -> Table:
+    """Return the best plan of each other kind, how far it is behind, and why."""
+    rows = []
+    for kind, one, why in found:
+        seconds, behind = "", ""
+        if one.time is not None:
+            seconds, behind = f"{one.seconds:.2f}", f"{100 * (one.seconds / best.seconds - 1):+.1f}%"
+        held = "" if one.memory is None else f"{one.memory.total / GIB:.1f}"
+        rows.append([kind, one.name, one.way.text, str(one.run.micro_batches), seconds, behind, held, why])
+    return ["instead", "grid", "how", "micro", "step s", "behind", "GiB", "why"], rows
 
 
 def cuts_text(stages: Stages | None) -> str:
@@ -375,12 +376,14 @@ def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: 
     ]
     fullest = simulation.peak_memory / GIB
     step = f"One simulated step of {best.grid}: {simulation.seconds:.2f} s, at most {fullest:.1f} GiB."
+    found = others(made)
     reasons = [f"{candidate.grid}: {candidate.reason}" for candidate in made.left_out[:40]]
     if len(made.left_out) > 40:
         reasons.append(f"and {len(made.left_out) - 40} more")
     sections = [
         ("What was asked", [bullets(facts)]),
         (f"The best {min(top, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, top))]),
+        *([("The best of each other choice", [html_table(others_table(found, best))])] if found else []),
         ("Plots", [image(png, name) for name, png in plots.items()]),
         (f"Traffic of {best.grid}", [html_table(traffic_table(made, best))]),
         (f"Memory of {best.grid}", [html_table(memory_table(best))]),

@@ -309,7 +309,7 @@ def estimate_of_ranks(
         return microbatches * sum(slowest)
     fill = sum(count * _fill(schedule, ranks, *seconds) for count, seconds in groups)
     fill -= _fill(schedule, ranks, *slowest)
-    return microbatches * sum(slowest) + fill + message_s * _messages(schedule, ranks, microbatches)
+    return microbatches * sum(slowest) + fill + message_s * messages(schedule, ranks, microbatches)
 
 
 def _fill(schedule: str, ranks: int, forward: float, inputs: float, weights: float) -> float:
@@ -326,7 +326,7 @@ def _fill(schedule: str, ranks: int, forward: float, inputs: float, weights: flo
     return least + (max(0.0, inputs - weights / 2 - least) * inner if schedule == "dualpipev" else 0.0)
 
 
-def _messages(schedule: str, ranks: int, microbatches: int) -> float:
+def messages(schedule: str, ranks: int, microbatches: int) -> float:
     """Messages that nothing hides, one behind the other."""
     if schedule in ("gpipe", "looped-bfs"):
         return 2.0 * (ranks - 1)

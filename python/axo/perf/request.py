@@ -33,10 +33,11 @@ class Request:
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
         precision: "bf16-mixed" or "bf16-true"; machine files know the rates of bf16 products.
         micro_batches: Pieces that a rank's rows are run in; 0: as few as fit.
-        search: Look beside the grid for the best of recomputation (none, selective, full), ZeRO (0, 2), micro-batches
-            and offload; else these are as said here, with the fewest micro-batches that fit.
+        search: Look beside the grid for the best of recomputation (none, selective, full), ZeRO (0, 2), micro-batches,
+            sequence parallelism and offload; else these are as said here, with the fewest micro-batches that fit.
         selective: Recomputation keeps the results of products and of attention.
         offload: The optimizer's state lies in the host's memory.
+        sequence_parallel: The tokens of the residual stream are split over x.
         pipeline: Numbers of stages (ranks of a pipeline) that are tried; (1,): none.
         schedules: Of stages.
         algorithms: How products may be distributed: "axonn", "tesseract" (SUMMA is its grids of z = 1), which is not
@@ -59,6 +60,7 @@ class Request:
     pipeline: tuple[int, ...] = (1,)
     schedules: tuple[str, ...] = ("1f1b",)
     offload: bool = False
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.gpus, bool) or not isinstance(self.gpus, int) or self.gpus < 1:
@@ -67,12 +69,16 @@ class Request:
             raise ValueError(f"plan: gpus={self.gpus} is more than any machine has; use at most {MOST_GPUS}")
         if isinstance(self.micro_batches, bool) or not isinstance(self.micro_batches, int) or self.micro_batches < 0:
             raise ValueError(f"plan: micro_batches={self.micro_batches!r} is not a count; use 0 for as few as fit")
-        if not isinstance(self.search, bool):
-            raise ValueError(f"plan: search={self.search!r} is not a switch; use True or False")
-        if not isinstance(self.offload, bool):
-            raise ValueError(f"plan: offload={self.offload!r} is not a switch; use True or False")
-        if self.offload and "tesseract" in self.algorithms:
-            raise ValueError("plan: the planner knows no offload with Tesseract; leave one of them out")
+        for name in ("search", "offload", "sequence_parallel"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"plan: {name}={getattr(self, name)!r} is not a switch; use True or False")
+            if name != "search" and getattr(self, name) and "tesseract" in self.algorithms:
+                raise ValueError(f"plan: the planner knows no {name} with Tesseract; leave one of them out")
+        if self.sequence_parallel and not self.workload.splits_tokens:
+            raise ValueError(
+                f"plan: {self.workload.name} has experts or is no transformer: its tokens cannot be split over x; leave"
+                " sequence_parallel out"
+            )
         if self.batch_tokens < self.workload.seq_length:
             raise ValueError(
                 f"plan: a batch of {self.batch_tokens} tokens is less than one sequence of {self.workload.seq_length}"

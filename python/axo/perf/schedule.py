@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from axo.grid import AXES, Grid
 from axo.perf import memory
 from axo.perf.chrome_trace import COMPUTE
-from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, layer_cost, optimizer_seconds
+from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, ends_block, layer_cost, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -175,8 +175,10 @@ class _Builder:
             drop = self._gathered(layer) if gathered and used_up else 0.0
             seconds = self.run.run_again([layer], [cost.forward]) if again else cost.forward
             self.path = self._add(f"{name} {phase}", COMPUTE, seconds, self.path + gathered, saved, drop)
+            ends = again and self.run.sequence_parallel and layer is ends_block(block.layers)
             if layer.kind not in ("norm", "loss"):
-                self._blocking(name, f"{phase} output", cost.output)
+                output = {axis: seconds for axis, seconds in cost.output.items() if not (ends and axis == "x")}
+                self._blocking(name, f"{phase} output", output)
 
     def _backward(self, number: int, block: Block) -> None:
         cached = block.checkpointed or self._cached(number, block)
@@ -216,10 +218,9 @@ class _Builder:
             done = self._add(f"{name} dW reduce-scatter", "z", cost.scatter, after)
             if "ors" not in self.run.overlap:
                 self.path = tuple(dict.fromkeys(self.path + done))
-        if cost.data:
-            self.scattered.append((name, cost.data, done))
-        elif cost.scatter:
-            self.scattered.append((name, 0.0, done))
+        if cost.reduces or cost.scatter:
+            seconds = self.network.seconds("all_reduce", "data", cost.reduced, cost.reduces) if cost.reduces else 0.0
+            self.scattered.append((name, seconds, done))
 
     def _reduce(self) -> None:
         """End a backward pass: it returns when every gradient is complete."""

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -27,11 +28,11 @@ from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import LayerCost, Network, Run, calls_of, data_seconds, layer_cost, optimizer_seconds
+from axo.perf.layer_time import Costs, Run, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
-from axo.perf.workload import Block, Layer, Workload
+from axo.perf.workload import Block, Workload
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Part(NamedTuple):
     sent_z: float
     once: float  # over z, once a step: what shows, and all
     once_sent: float
+    stream: float  # of products: what is on the residual stream
     reduced: float  # bytes that are all-reduced over data, once a step, and in how many calls
     reduces: float
     parameters: float  # of all ranks of x, y and z together
@@ -123,49 +125,65 @@ class Cut(NamedTuple):
     full: list[Full]
 
 
-class Known:
-    """What plans of one request share: most of a grid does not depend on data, on the stages or on ZeRO.
+class Known(Costs):
+    """What plans of one request share: costs, memory, cuts, and what stages are put together from."""
 
-    Layers and blocks are known by their ``id``: they live as long as the request's workload, and a hash of all their
-    fields would take longer than what it saves.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, machine: Machine, workload: Workload) -> None:
+        super().__init__(machine, workload.seq_length)
         self._parts: dict[tuple[object, ...], dict[tuple[Blocks, bool], Part]] = {}
         self._memories: dict[tuple[object, ...], Memory] = {}
+        self._block_memories: memory.Known = {}
+        self._states: dict[tuple[int, bool], Run] = {}
         self._kept: dict[tuple[object, ...], dict[int, float]] = {}
-        self._costs: dict[tuple[int, ...], dict[int, LayerCost]] = {}
-        self._data: dict[tuple[int, ...], dict[int, tuple[float, float]]] = {}
+        self._ends: dict[Grid, dict[tuple[object, ...], tuple[float, float]]] = {}
         self._cuts: dict[int, tuple[Cut, Stages]] = {}
-        self._networks: dict[Grid, Network] = {}
-        self._planned: dict[tuple[int, str], Stages | str] = {}
-
-    def network(self, machine: Machine, grid: Grid) -> Network:
-        """The network of one grid."""
-        if grid not in self._networks:
-            self._networks[grid] = Network(machine, grid)
-        return self._networks[grid]
+        self._layouts: dict[int, cut.Layout] = {}
+        self._workloads: dict[tuple[int, Blocks], Workload] = {}
+        self._stages: dict[tuple[int, str], Stages] = {}
 
     def memory(self, workload: Workload, grid: Grid, run: Run) -> Memory:
         """``memory.estimate`` of a whole model: of data it depends only where ZeRO cuts over it, or it is 1."""
         cut = (run.zero, grid.data) if run.zero else (0, grid.data > 1)
-        way = (run.rows, run.micro_batches > 1, run.cached_gathers, run.selective, run.offload)
-        key = (id(workload), grid.x, grid.y, grid.z, *cut, *way)
+        way = (run.rows, run.micro_batches > 1, run.cached_gathers, run.selective, run.sequence_parallel)
+        key = (id(workload), grid.x, grid.y, grid.z, *cut, *way, run.offload)
         if key not in self._memories:
-            self._memories[key] = memory.estimate(workload, grid, run)
+            there = self._memories.get((*key[:-1], False)) if run.offload else None
+            if there is None:
+                self._memories[key] = memory.estimate(workload, grid, run, self._block_memories)
+            else:
+                self._memories[key] = replace(there, optimizer=0.0)
         return self._memories[key]
 
-    def planned(self, workload: Workload, ranks: int, schedule: str) -> Stages:
-        """``planned``, once for each number of ranks and schedule; see there."""
-        if (ranks, schedule) not in self._planned:
-            try:
-                self._planned[ranks, schedule] = planned(workload, ranks, schedule)
-            except ValueError as error:
-                self._planned[ranks, schedule] = str(error)
-        found = self._planned[ranks, schedule]
-        if isinstance(found, str):
-            raise ValueError(found)
-        return found
+    def part(self, workload: Workload, blocks: Blocks) -> Workload:
+        """The part of a model that a rank of a pipeline has."""
+        key = (id(workload), blocks)
+        if key not in self._workloads:
+            kinds = self.layout(workload).kinds
+            each = tuple(replace(kinds[kind], repeat=times) for kind, times in blocks)
+            self._workloads[key] = replace(workload, blocks=each)
+        return self._workloads[key]
+
+    def state(self, run: Run, zero: int, offload: bool) -> Run:
+        """A run with this place of the optimizer's state; all else is that of any run of the request."""
+        if (zero, offload) not in self._states:
+            self._states[zero, offload] = replace(run, zero=zero, offload=offload)
+        return self._states[zero, offload]
+
+    def layout(self, workload: Workload) -> cut.Layout:
+        """``cut.layout``; see there."""
+        if id(workload) not in self._layouts:
+            self._layouts[id(workload)] = cut.layout(workload)
+        return self._layouts[id(workload)]
+
+    def stages(self, workload: Workload, ranks: int, schedule: str, pieces: int) -> Stages | str:
+        """``planned`` stages for so many micro-batches, or why there are none."""
+        try:
+            schedules.check(schedule, pieces, ranks)
+            if (ranks, schedule) not in self._stages:
+                self._stages[ranks, schedule] = planned(workload, ranks, schedule)
+        except ValueError as error:
+            return str(error)
+        return self._stages[ranks, schedule]
 
 
 class Timing:
@@ -177,17 +195,13 @@ class Timing:
 
     def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: Run, known: Known | None = None) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
-        known = known or Known()
-        self.network = known.network(machine, grid)
-        self.layout = cut.layout(workload)
-        self.rows = run.group_rows(grid)
-        self._cuts = known._cuts
-        here = (grid.x, grid.y, grid.z, self.rows)
+        self.known = known = known or Known(machine, workload)
+        self.network, self.layout, self.rows = known.network(grid), known.layout(workload), run.group_rows(grid)
+        here = (grid.x, grid.y, grid.z, grid.data > 1, self.rows, run.sequence_parallel)
         way = (*here, workload.checkpointed, run.selective)
-        self._costs = known._costs.setdefault(here, {})
-        self._data = known._data.setdefault(here[:3], {})
         self._parts = known._parts.setdefault((*way, run.cached_gathers), {})
         self._kept_of = known._kept.setdefault(way, {})
+        self._ends = known._ends.setdefault(grid, {})
         self._message_bytes, self._message = self.message(), self.message_seconds()
 
     def with_state(self, zero: int, *, offload: bool) -> Timing:
@@ -199,7 +213,7 @@ class Timing:
         return other
 
     def _cut(self, stages: Stages) -> Cut:
-        found, _ = self._cuts.get(id(stages), (None, None))
+        found, _ = self.known._cuts.get(id(stages), (None, None))
         if found is None:
             of_stage = [self._blocks(stages, [stage]) for stage in range(stages.count)]
             of_rank = [self._blocks(stages, stages.of(rank)) for rank in range(stages.ranks)]
@@ -212,7 +226,7 @@ class Timing:
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))
             found = Cut(of_stage, groups, full)
-            self._cuts[id(stages)] = found, stages  # which so keeps its id
+            self.known._cuts[id(stages)] = found, stages  # which so keeps its id
         return found
 
     def _blocks(self, stages: Stages, which: list[int]) -> Blocks:
@@ -220,85 +234,49 @@ class Timing:
 
     def part(self, blocks: Blocks, splits: bool) -> Part:
         """What one rank does for some blocks."""
-        if (blocks, splits) not in self._parts:
-            if len(blocks) == 1 and blocks[0][1] == 1:
-                found = self._one(self.layout.kinds[blocks[0][0]], splits)
-            else:
-                each = [(times, self.part(((kind, 1),), splits)) for kind, times in blocks]
-                scaled = [[times * value for value in part] for times, part in each]
-                found = Part._make(map(sum, zip(*scaled, strict=True)))
-            self._parts[blocks, splits] = found
-        return self._parts[blocks, splits]
-
-    def _cost(self, layer: Layer) -> LayerCost:
-        if id(layer) not in self._costs:
-            grid = Grid(self.grid.x, self.grid.y, self.grid.z)  # without data: see _over_data
-            self._costs[id(layer)] = layer_cost(
-                layer, grid, self.rows, self.run, self.machine, self.network, self.workload.seq_length
-            )
-        return self._costs[id(layer)]
-
-    def _over_data(self, layer: Layer) -> tuple[float, float]:
-        """Bytes of all all-reduces over data, and how many there are; the same for any size of data."""
-        if id(layer) not in self._data:
-            grid = Grid(self.grid.x, self.grid.y, self.grid.z, 2)
-            calls = [call for call in calls_of(layer, grid, self.rows, self.run) if call.axis == "data"]
-            assert all(call.op == "all_reduce" for call in calls)
-            each = [layer.experts * call.calls for call in calls]
-            sizes = [times * call.elements * call.itemsize for times, call in zip(each, calls, strict=True)]
-            self._data[id(layer)] = sum(sizes), sum(each)
-        return self._data[id(layer)]
+        found = self._parts.get((blocks, splits))
+        if found is None:
+            each = []
+            for kind, times in blocks:
+                one = self._parts.get((((kind, 1),), splits))
+                if one is None:
+                    one = self._parts[((kind, 1),), splits] = self._one(self.layout.kinds[kind], splits)
+                each.append(one if times == 1 else [times * value for value in one])
+            found = self._parts[blocks, splits] = Part._make(map(sum, zip(*each, strict=True)))
+        return found
 
     def _one(self, block: Block, splits: bool) -> Part:
         run = self.run
-        costs = [self._cost(layer) for layer in block.layers]
-        shown, sent = dict.fromkeys(AXES, 0.0), dict.fromkeys(AXES, 0.0)
-        once = once_sent = 0.0
-
-        def wait(by_axis: dict[str, float], hidden: float = 0.0) -> float:
-            total = 0.0
-            for axis, seconds in by_axis.items():
-                sent[axis] += seconds
-                shows = max(0.0, seconds - hidden)
-                shown[axis] += shows
-                total += shows
-            return total
-
-        forward = products = sum(one.forward for one in costs)
-        forward += sum(wait(one.output) for one in costs)
-        ahead = forward
-        inputs = weights = 0.0
+        one = self.known.block(block.layers, self.grid, self.rows, run)
+        shows = one.shown_reduce if "oar" in run.overlap and not splits else one.reduce
+        again = one.again_kept if run.selective else one.again
+        products, weights = one.forward + one.input_grad + one.weight_grad, one.weight_grad
+        forward = ahead = one.forward + sum(one.output)
+        inputs = one.input_grad + sum(one.blocking) + sum(shows)
         if block.checkpointed:
-            again = run.run_again(block.layers, [one.forward for one in costs])
-            products += again
-            inputs += again + sum(wait(one.output) for one in costs)
-        hides = "oar" in run.overlap and not splits
-        for one in costs:
-            products += one.input_grad + one.weight_grad
-            weights += one.weight_grad
-            inputs += one.input_grad + wait(one.backward_blocking)
-            inputs += wait(one.input_reduce, one.weight_grad if hides else 0.0)
-        gather = sum(one.gather for one in costs)
-        if gather:
-            dropped, oag = (1.0 - run.cached_gathers) * gather, "oag" in run.overlap
+            products, inputs = products + again, inputs + again + sum(one.again_output)
+        twice = one.again_output if block.checkpointed else (0.0, 0.0)
+        waits = [sum(each) for each in zip(one.output, twice, one.blocking, strict=True)]
+        shown_x, shown_y = (waits[0] + shows[0], waits[1] + shows[1])
+        sent_x, sent_y = (waits[0] + one.reduce[0], waits[1] + one.reduce[1])
+        shown_z = sent_z = once = once_sent = 0.0
+        if one.gather:
+            dropped, oag = (1.0 - run.cached_gathers) * one.gather, "oag" in run.overlap
             for path, forwards in ((ahead, True), (inputs + weights, False)):
-                shows = max(0.0, dropped - path) if oag else dropped
-                sent["z"] += dropped
-                shown["z"] += shows
-                forward, inputs = forward + shows * forwards, inputs + shows * (not forwards)
-            kept = run.cached_gathers * gather
-            scatter = sum(one.scatter for one in costs)
+                shown = max(0.0, dropped - path) if oag else dropped
+                sent_z, shown_z = sent_z + dropped, shown_z + shown
+                forward, inputs = forward + shown * forwards, inputs + shown * (not forwards)
+            kept = run.cached_gathers * one.gather
             once = max(0.0, kept - ahead) if oag else kept
-            once += max(0.0, scatter - inputs - weights) if "ors" in run.overlap else scatter
-            once_sent = kept + scatter
-        reduced, reduces = map(sum, zip(*(self._over_data(layer) for layer in block.layers), strict=True))
-        parameters = sum(layer.parameters for layer in block.layers)
-        seconds = [products, forward, inputs, weights, *(each[axis] for each in (shown, sent) for axis in "xyz")]
-        return Part._make([*seconds, once, once_sent, reduced, reduces, parameters])
+            once += max(0.0, one.scatter - inputs - weights) if "ors" in run.overlap else one.scatter
+            once_sent = kept + one.scatter
+        z = (shown_z, sent_x, sent_y, sent_z, once, once_sent, one.stream)
+        return Part(products, forward, inputs, weights, shown_x, shown_y, *z, one.reduced, one.reduces, one.parameters)
 
     def message(self) -> float:
         """Bytes of the residual stream of a micro-batch on one rank."""
-        return self.run.stream * chunk(self.rows, self.grid.z) * chunk(self.workload.hidden, self.grid.y)
+        rows = chunk(self.rows, self.grid.z) // self.run.token_ranks(self.grid)
+        return self.run.stream * rows * chunk(self.workload.hidden, self.grid.y)
 
     def message_seconds(self) -> float:
         """Seconds of one message: all ranks of a node send at the same time."""
@@ -311,12 +289,15 @@ class Timing:
 
     def estimate(self, stages: Stages) -> float:
         """Return the seconds of all micro-batches by the closed form, without what is once a step."""
-        splits = schedules.known(stages.schedule).splits
-        parts = [(count, self.part(blocks, splits)) for count, blocks in self._cut(stages).groups]
-        return self._estimate(stages, parts)
+        return self._estimate(stages, self._ranks(stages))
 
-    def _estimate(self, stages: Stages, parts: list[tuple[int, Part]]) -> float:
-        groups = [(count, (part.forward, part.inputs, part.weights)) for count, part in parts]
+    def _ranks(self, stages: Stages) -> list[tuple[int, Blocks, Part]]:
+        """How many ranks have the same blocks, these, and what they do."""
+        splits = schedules.known(stages.schedule).splits
+        return [(count, blocks, self.part(blocks, splits)) for count, blocks in self._cut(stages).groups]
+
+    def _estimate(self, stages: Stages, ranks: list[tuple[int, Blocks, Part]]) -> float:
+        groups = [(count, (part.forward, part.inputs, part.weights)) for count, _, part in ranks]
         pieces = self.run.micro_batches
         return schedules.estimate_of_ranks(stages.schedule, stages.ranks, pieces, groups, self._message)
 
@@ -333,43 +314,73 @@ class Timing:
 
     def predict(self, stages: Stages) -> StepTime:
         """Return the time of one step: of the slowest rank, and what all wait for."""
-        splits = schedules.known(stages.schedule).splits
-        parts = [(count, self.part(blocks, splits)) for count, blocks in self._cut(stages).groups]
-        seconds = self._estimate(stages, parts)
-        ends = [self._end(part) for _, part in parts]
-        slowest = max(range(len(parts)), key=lambda i: self._alone(parts[i][1]) + sum(ends[i]))
-        part, data, pieces = parts[slowest][1], ends[slowest][0], self.run.micro_batches
+        ranks = self._ranks(stages)
+        ends = [self._end(blocks, part) for _, blocks, part in ranks]
+        slowest = max(range(len(ranks)), key=lambda i: self._alone(ranks[i][2]) + sum(ends[i]))
+        part, data, pieces = ranks[slowest][2], ends[slowest][0], self.run.micro_batches
         exposed = (pieces * part.shown_x, pieces * part.shown_y, pieces * part.shown_z + part.once, data)
         sent = (pieces * part.sent_x, pieces * part.sent_y, pieces * part.sent_z + part.once_sent, data)
         step = StepTime(
             pieces * part.products, dict(zip(AXES, exposed, strict=True)), dict(zip(AXES, sent, strict=True))
         )
         step.optimizer = max(optimizer for _, optimizer in ends)
-        step.bubble = seconds - pieces * max(part.work for _, part in parts)
+        step.bubble = self._estimate(stages, ranks) - pieces * max(part.work for *_, part in ranks)
         hidden = sum(sent) - step.exposed_total
         step.contention = self.machine.contention * max(0.0, min(hidden, step.compute))
         return step
+
+    def seconds(self, stages: Stages, states: Iterable[tuple[int, bool]]) -> list[float]:
+        """Return what ``predict`` gives in all for each (ZeRO, offload) of the optimizer's state: a quick look."""
+        ranks, pieces, slows = self._ranks(stages), self.run.micro_batches, self.machine.contention
+        waits = self._estimate(stages, ranks) - pieces * max([part.work for *_, part in ranks])
+        times = []  # of each rank: seconds until its last backward, and with all that is not in states
+        for *_, part in ranks:
+            alone, products = self._alone(part), pieces * part.products
+            hidden = pieces * (part.sent_x + part.sent_y + part.sent_z) + part.once_sent - (alone - products)
+            times.append((alone, alone + waits + slows * max(0.0, min(hidden, products))))
+        found = []
+        for zero, offload in states:
+            ends = [self._end(blocks, part, zero, offload) for _, blocks, part in ranks]
+            ended = [alone + data + steps for (alone, _), (data, steps) in zip(times, ends, strict=True)]
+            slowest = ended.index(max(ended))
+            found.append(times[slowest][1] + ends[slowest][0] + max([steps for _, steps in ends]))
+        return found
+
+    def saved_by_splitting(self, stages: Stages) -> float:
+        """Return seconds of which sequence parallelism saves no more: what ranks spend on the stream, and messages."""
+        most = max(part.stream for *_, part in self._ranks(stages))
+        saved = (self.run.micro_batches + stages.ranks) * most
+        return saved + self._message * schedules.messages(stages.schedule, stages.ranks, self.run.micro_batches)
 
     def _alone(self, part: Part) -> float:
         """Seconds of one rank until its last backward, without waiting for others."""
         return self.run.micro_batches * (part.products + part.shown_x + part.shown_y + part.shown_z) + part.once
 
-    def _end(self, part: Part) -> tuple[float, float]:
-        """Seconds over data, and of the optimizer, of one rank."""
-        shard = part.parameters / (self.grid.x * self.grid.y * self.grid.z)
-        sends = self.grid.data > 1 and part.reduces
-        reduced = self.network.seconds("all_reduce", "data", part.reduced, part.reduces) if sends else 0.0
-        optimizer = optimizer_seconds(self.machine, self.grid, self.run, shard)
-        return data_seconds(self.network, reduced, shard, self.run, 1), optimizer
+    def _end(
+        self, blocks: Blocks, part: Part, zero: int | None = None, offload: bool | None = None
+    ) -> tuple[float, float]:
+        """Seconds over data, and of the optimizer, of one rank; with another place of its state if that is given."""
+        run, grid = self.run, self.grid
+        key = (blocks, run.zero if zero is None else zero, run.offload if offload is None else offload)
+        if key not in self._ends:
+            run = self.known.state(run, key[1], key[2])
+            shard = part.parameters / (grid.x * grid.y * grid.z)
+            sends = grid.data > 1 and part.reduces
+            reduced = self.network.seconds("all_reduce", "data", part.reduced, part.reduces) if sends else 0.0
+            self._ends[key] = (
+                data_seconds(self.network, reduced, shard, run, 1),
+                optimizer_seconds(self.machine, grid, run, shard),
+            )
+        return self._ends[key]
 
     def memory(self, stages: Stages) -> Memory:
         """Return the memory of the fullest rank."""
         return max((self._memory(stages, one) for one in self._cut(stages).full), key=lambda held: held.total)
 
-    def least(self, stages: Stages) -> float:
+    def least(self, stages: Stages, zero: int, offload: bool) -> float:
         """Return bytes that ``memory`` is never below, whatever share of gathered weights is kept: a quick look."""
         most, ranks = 0.0, self.grid.x * self.grid.y * self.grid.z
-        state = self.run.weights * (1 + 2 * self.run.optimizer_share(self.grid) * (not self.run.offload)) / ranks
+        state = self.run.weights * (1 + 2 / (self.grid.data if zero else 1) * (not offload)) / ranks
         buffer = self.run.micro_batches * self._message_bytes
         for one in self._cut(stages).full:
             kept = sum(times * self._kept(kind) for kind, times in one.blocks)
@@ -394,8 +405,7 @@ class Timing:
 
     def _memory(self, stages: Stages, one: Full) -> Memory:
         run, grid = self.run, self.grid
-        each = tuple(replace(self.layout.kinds[kind], repeat=times) for kind, times in one.blocks)
-        held = memory.estimate(replace(self.workload, blocks=each), grid, run)
+        held = self.known.memory(self.known.part(self.workload, one.blocks), grid, run)
         reduces = grid.z * grid.data > 1
         unreduced = run.itemsize * one.parameters / (grid.x * grid.y)
         return replace(

@@ -59,6 +59,7 @@ class Layer:
         shares_input: Its input is that of an earlier layer, which keeps it.
         kept: Of a pointwise layer: tensors of its width that it keeps for backward.
         of_product: Of a norm: its input is a product's result, in the dtype of products.
+        gathers: Of a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
     """
 
     kind: str
@@ -82,6 +83,12 @@ class Layer:
     scores: int = 0
     capped: bool = False
     of_product: bool = False
+    gathers: bool = False
+
+    @property
+    def on_stream(self) -> bool:
+        """Whether it works on the residual stream, token by token: what sequence parallelism splits over x."""
+        return (self.kind == "norm" and self.over == "y") or (self.kind == "pointwise" and self.transposed)
 
     def kv_copies(self, ranks: int) -> int:
         """How many neighbours along x hold the same keys and values."""
@@ -145,6 +152,13 @@ class Workload:
         """Trainable values of the whole model."""
         return sum(block.repeat * layer.parameters for block in self.blocks for layer in block.layers)
 
+    @cached_property
+    def of_products(self) -> int:
+        """Those of them that products read."""
+        return sum(
+            block.repeat * layer.parameters for block in self.blocks for layer in block.layers if layer.kind == "linear"
+        )
+
     def copied(self, grid: Grid) -> int:
         """Values that are held more than once on ``grid`` (keys and values that neighbours along x share), added up."""
         if not 0 < self.kv_heads < grid.x:
@@ -186,6 +200,11 @@ class Workload:
     @cached_property
     def _norms_all_keys(self) -> bool:
         return any(layer.over == "x" for block in self.blocks for layer in block.layers)
+
+    @cached_property
+    def splits_tokens(self) -> bool:
+        """Whether ``axo.parallelize`` can split its tokens over x (sequence parallelism)."""
+        return any(layer.gathers for block in self.blocks for layer in block.layers)
 
     @property
     def checkpointed(self) -> bool:
@@ -307,10 +326,11 @@ def gpt(
     head_size = head_size or hidden // heads
     inner = heads * head_size
     qkv = (heads + 2 * kv_heads) * head_size
-    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias, shares_input=norms == 1)]
+    gathers = experts is None
+    fc = [Layer("linear", "mlp.fc", hidden, intermediate, bias, shares_input=norms == 1, gathers=gathers)]
     if gated:
         fc = [
-            Layer("linear", "mlp.fc_1", hidden, intermediate, bias, shares_input=norms == 1),
+            replace(fc[0], name="mlp.fc_1"),
             Layer("linear", "mlp.fc_2", hidden, intermediate, bias, shares_input=True),
         ]
     keys = 2 * kv_heads * head_size
@@ -333,6 +353,7 @@ def gpt(
                 bias if qkv_bias is None else qkv_bias,
                 kv_features=keys,
                 kv_groups=kv_heads,
+                gathers=gathers,
             ),
             # Where every head has keys and values of its own, attention keeps v where qkv laid it: all of that is held.
             Layer(
@@ -361,7 +382,7 @@ def gpt(
             Block(
                 (
                     Layer("norm", "ln_f", hidden, norm=norm),
-                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True),
+                    Layer("linear", "lm_head", hidden, vocab, head_bias, uneven=True, gathers=gathers),
                     Layer("loss", "loss", hidden, vocab, capped=caps[1]),
                 )
             ),

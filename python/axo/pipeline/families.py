@@ -79,6 +79,36 @@ def _litgpt(model: Any, first: bool, last: bool) -> None:
         model.config = copy.copy(model.config)
         for name, value in changes.items():
             setattr(model.config, name, value)
+    ranks = next((part.comms.grid.x for part in model.modules() if getattr(part, "scatters_tokens", False)), 1)
+    if not first and ranks > 1:
+        names = {"_token_ranks": ranks, "__module__": type(model).__module__}
+        model.__class__ = type(f"Stage{type(model).__name__}", (_PartOfTokens, type(model)), names)
+
+
+class _PartOfTokens:
+    """Mixed into the class of a GPT that takes its part of the tokens: attention sees, and rotates, all of them."""
+
+    _token_ranks: int
+
+    def forward(self: Any, first: torch.Tensor) -> torch.Tensor:
+        """The residual stream (rows, tokens / ranks, features) -> that, or logits."""
+        tables = {name: self._buffers[name] for name in ("cos", "sin")}
+        for name, table in tables.items():
+            self._buffers[name] = _Rows(table, self._token_ranks)
+        try:
+            return super().forward(first)  # type: ignore[misc]
+        finally:
+            self._buffers.update(tables)
+
+
+class _Rows:
+    """A table of which ``[:n]`` gives the first ``ranks * n`` rows."""
+
+    def __init__(self, table: torch.Tensor, ranks: int) -> None:
+        self.table, self.ranks = table, ranks
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        return self.table[: rows.stop * self.ranks]
 
 
 class _Tensors:

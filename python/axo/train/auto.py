@@ -57,6 +57,7 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         precision=_PLANNED[config.precision],
         selective=selective,
         offload=config.offload == "optimizer",
+        sequence_parallel=config.sequence_parallel,
         pipeline=(config.pipeline,) if "pipeline" in given else stage_counts(ranks),
         schedules=(config.schedule,) if "schedule" in given else planner.SEARCHED,
     )

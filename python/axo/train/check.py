@@ -19,6 +19,7 @@ from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
 from axo.comm.transports import check_device
 from axo.perf import cut
+from axo.placement import check_divides
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import data, models
 from axo.train.config import KEPT, PRECISIONS, TrainConfig
@@ -48,7 +49,8 @@ def check(config: TrainConfig) -> None:
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
     _check_offload(config, model.n_layer)
-    litgpt_plan.check(models.build_empty(model), config.grid, arrangement_of("train", config.algorithm))
+    arrangement = arrangement_of("train", config.algorithm)
+    litgpt_plan.check(models.build_empty(model), config.grid, arrangement, config.sequence_parallel)
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))
@@ -73,6 +75,9 @@ def check_step(config: TrainConfig) -> Config:
         raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
     model = models.resolve(config.model, config.model_overrides)
     models.check_sequence(model, config.seq_len)
+    if config.sequence_parallel:
+        arrangement.only_axonn("train: sequence-parallel")
+        check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
     rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
     if rows.count % config.accumulate:
         raise ValueError(

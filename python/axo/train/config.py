@@ -94,6 +94,9 @@ class TrainConfig:
         "even", RANKS, "First blocks of later stages: even, planner (the least flops of the busiest rank), or 3,7."
     )
     microbatches: int = _option(8, RANKS, "Micro-batches that fill the stages in each piece.", least=1)
+    sequence_parallel: bool = _option(
+        False, RANKS, "Split the tokens of the residual stream over x: norms keep 1/x of their activations."
+    )
     threads: int = _option(0, RANKS, "CPU threads of a rank; 0: its share of the cores.", least=0, most=4096)
     data: tuple[str, ...] = _option(
         (), DATA, "Text: files or folders. Default: Python's library.", metavar="PATH...", text=list[str], read=tuple

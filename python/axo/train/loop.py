@@ -256,7 +256,8 @@ def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:
     model = models.build_empty(models.resolve(config.model, config.model_overrides))
     model.max_seq_length = config.seq_len
     options: dict[str, Any] = {"zero": config.zero, "overlap": overlap_of(config), "offload": offload_of(config)}
-    axo.parallelize(model, comms, plan="litgpt", algorithm=config.algorithm, **options)
+    options |= {"algorithm": config.algorithm, "sequence_parallel": config.sequence_parallel}
+    axo.parallelize(model, comms, plan="litgpt", **options)
     return model
 
 

@@ -1,0 +1,81 @@
+"""What other choices would cost: of each kind that the best plan is not of, the best plan, and why it loses.
+
+A grid's best is a bound of every other way to run it, so few grids are asked: in the order of the plan, until the next
+one's best is slower than what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from axo.perf.candidate import Candidate, Way, ways
+from axo.perf.planner import Plan, cause, consider
+from axo.perf.stages import Known
+
+MOST_ASKED = 100  # grids; where nothing of a kind fits on the fastest, it is not of use
+EXPLAINED = ("without stages", "with stages", "axonn", "tesseract")  # kinds of which a sentence says more
+Kind = Callable[[int, str, Way], bool]  # of stages, algorithm and way
+KINDS: dict[str, Kind] = {
+    "without stages": lambda stages, algorithm, way: stages == 1,
+    "with stages": lambda stages, algorithm, way: stages > 1,
+    "axonn": lambda stages, algorithm, way: algorithm == "axonn",
+    "tesseract": lambda stages, algorithm, way: algorithm == "tesseract",
+    "no recomputation": lambda stages, algorithm, way: way.recompute == "none",
+    "selective recomputation": lambda stages, algorithm, way: way.recompute == "selective",
+    "full recomputation": lambda stages, algorithm, way: way.recompute == "full",
+    "no ZeRO": lambda stages, algorithm, way: not way.zero,
+    "ZeRO-2": lambda stages, algorithm, way: way.zero == 2,
+    "optimizer on the GPU": lambda stages, algorithm, way: not way.offload,
+    "optimizer in the host's memory": lambda stages, algorithm, way: way.offload,
+    "no sequence parallelism": lambda stages, algorithm, way: not way.sequence_parallel,
+    "sequence parallelism": lambda stages, algorithm, way: way.sequence_parallel,
+}
+
+
+class Other(NamedTuple):
+    """The fastest plan of a kind; where none fits, of the grids that were asked the one that needs least."""
+
+    kind: str
+    candidate: Candidate
+    why: str
+
+
+def others(made: Plan) -> list[Other]:
+    """Return the best of each kind that was tried and that ``made.best`` is not of."""
+    known, found = Known(made.request.machine, made.request.workload), list[Other]()
+    for kind, belongs in KINDS.items():
+        if not _is(belongs, made.best) and (one := _best(made, belongs, known)) is not None:
+            if one.time is None or made.best.time is None:
+                why = f"does not fit: {one.reason}"
+            else:
+                why = f"most of it {cause(one.time, made.best.time)}"
+            found.append(Other(kind, one, why))
+    return found
+
+
+def _is(belongs: Kind, one: Candidate) -> bool:
+    return belongs(one.pipeline, one.algorithm, one.way)
+
+
+def _best(made: Plan, belongs: Kind, known: Known) -> Candidate | None:
+    best: Candidate | None = None
+    nearest: Candidate | None = None
+    asked = 0
+    for candidate in made.ranked:
+        if best is not None and candidate.seconds >= best.seconds:
+            return best
+        if _is(belongs, candidate):
+            return candidate if best is None or candidate.seconds < best.seconds else best
+        tried = [way for way in ways(made.request, candidate.grid)
+                 if belongs(candidate.pipeline, candidate.algorithm, way)]  # fmt: skip
+        if candidate.algorithm != "axonn" or not tried or asked == MOST_ASKED:
+            continue
+        asked += 1
+        one = consider(made.request, candidate.grid, candidate.pipeline, known, tried)
+        if not one.reason and (best is None or one.seconds < best.seconds):
+            best = one
+        if one.memory is not None and (nearest is None or nearest.memory is None
+                                       or one.memory.total < nearest.memory.total):  # fmt: skip
+            nearest = one
+    return best or nearest

@@ -1,0 +1,158 @@
+"""The search of a grid with stages: its fastest way, schedule and micro-batches that fit.
+
+How long each takes is asked first, which is cheap; what it needs only of those that are fast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from axo.grid import Grid
+from axo.perf import memory
+from axo.perf import pipeline_schedule as schedules
+from axo.perf.candidate import Candidate, Way, impossible, needs, run_of, share_that_fits, variant
+from axo.perf.layer_time import PRECISIONS
+from axo.perf.request import Request
+from axo.perf.stages import Known, Stages, Timing
+
+SIZES_TRIED = 2  # of micro-batches, the smallest first
+
+
+class Staged(NamedTuple):
+    """One way to run a grid with stages, and how long a step takes if it fits as it is."""
+
+    seconds: float
+    timing: Timing
+    stages: Stages
+    zero: int
+    offload: bool
+
+    def least(self) -> float:
+        """Bytes that it needs at least."""
+        return self.timing.least(self.stages, self.zero, self.offload)
+
+    def fitted(self, request: Request, known: Known) -> Candidate:
+        """Predict it; where its memory is too much, with as many gathered weights as fit."""
+        timing = self.timing.with_state(self.zero, offload=self.offload)
+        held = timing.memory(self.stages)
+        if not held.fits(request.machine) and request.gather == "auto" and timing.run.cached_gathers:
+
+            def keeping(share: float) -> tuple[Timing, memory.Memory]:
+                run = replace(timing.run, cached_gathers=share)
+                other = Timing(timing.workload, timing.grid, request.machine, run, known)
+                return other, other.memory(self.stages)
+
+            other, none = keeping(0.0)
+            share = share_that_fits(request, held, none)
+            timing, held = keeping(share) if share else (other, none)
+        time = timing.predict(self.stages)
+        return Candidate(timing.grid, timing.run, timing.workload.checkpointed, time, held, stages=self.stages)
+
+
+def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, tried: list[Way]) -> Candidate:
+    """Predict one grid with ``ranks`` stages of it: the fastest of its ways, schedules and micro-batches that fits."""
+    none = Candidate(
+        grid, run_of(request), request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0))
+    )
+    reason, sizes = impossible(request, grid), list[int]()
+    if not reason:
+        reason, sizes = _pieces(request, grid, ranks)
+    if reason:
+        return replace(none, reason=reason)
+    least = _state(request, grid, ranks)
+    if not least.fits(request.machine):
+        return replace(none, memory=least, reason=needs(request, least.total).replace("needs", "needs more than"))
+    share = 0.0 if request.gather == "drop" or grid.z == 1 else 1.0
+    best: Candidate | None = None
+    every: list[Staged] = []
+    # What a step takes at least: recomputation is not faster than none, and splitting tokens saves no more than what is
+    # spent on them.
+    bounds: dict[tuple[bool, int, str], float] = {}
+    for recompute, splits in sorted({(way.recompute, way.sequence_parallel) for way in tried}, key=_order):
+        states = [way[1:3] for way in tried if (way.recompute, way.sequence_parallel) == (recompute, splits)]
+        workload, found = variant(request.workload, recompute != "none"), list[Staged]()
+        for pieces in sizes:
+            wanted = [name for name in request.schedules if best is None
+                      or bounds.get((splits, pieces, name), 0.0) < best.seconds]  # fmt: skip
+            if not wanted:
+                continue
+            rows = request.sequences // pieces // grid.data * workload.seq_length
+            way = Way(recompute, request.zero, request.offload, splits)
+            run = run_of(request, way, micro_batches=pieces, rows=rows, cached_gathers=share)
+            timing = Timing(workload, grid, request.machine, run, known)
+            for schedule in wanted:
+                if recompute != "none" and schedules.known(schedule).splits:
+                    continue
+                stages = known.stages(workload, ranks, schedule, pieces)
+                if isinstance(stages, str):
+                    reason = stages
+                    continue
+                seconds = timing.seconds(stages, states)
+                found += [Staged(time, timing, stages, *state) for time, state in zip(seconds, states, strict=True)]
+                if recompute == "none":
+                    bounds[splits, pieces, schedule] = min(seconds)
+                    if not splits:
+                        bounds[True, pieces, schedule] = min(seconds) - timing.saved_by_splitting(stages)
+        best = _fastest(request, found, known, best)
+        every += found
+    if best is None and not every:
+        return replace(none, reason=reason or "recomputation where backward is split is not planned")
+    return best or _lacks_least(request, every, known)
+
+
+def _order(way: tuple[str, bool]) -> tuple[int, bool]:
+    return ("none", "selective", "full").index(way[0]), way[1]
+
+
+def _fastest(request: Request, found: list[Staged], known: Known, best: Candidate | None) -> Candidate | None:
+    """The fastest that fits, with as many gathered weights kept as fit; ``best`` where none is faster."""
+    room = request.machine.memory_gib * memory.GIB
+    for one in sorted(found, key=lambda one: one.seconds):
+        if best is not None and one.seconds >= best.seconds:
+            break
+        if one.least() <= room:
+            fitted = one.fitted(request, known)
+            assert fitted.memory is not None
+            if fitted.memory.fits(request.machine) and (best is None or fitted.seconds < best.seconds):
+                best = fitted
+    return best
+
+
+def _lacks_least(request: Request, every: list[Staged], known: Known) -> Candidate:
+    """Of ways that do not fit the one that needs least, and of those that need the same the fastest."""
+    nearest: tuple[float, float, Candidate] | None = None
+    for size, number in sorted((one.least(), number) for number, one in enumerate(every)):
+        if nearest is not None and size > nearest[0]:
+            break
+        found = every[number].fitted(request, known)
+        assert found.memory is not None
+        if nearest is None or (found.memory.total, every[number].seconds) < nearest[:2]:
+            nearest = found.memory.total, every[number].seconds, found
+    assert nearest is not None
+    return replace(nearest[2], time=None, reason=needs(request, nearest[0]))
+
+
+def _state(request: Request, grid: Grid, ranks: int) -> memory.Memory:
+    """The least that a rank holds whatever the micro-batches: its share of weights and of the optimizer's state."""
+    each = PRECISIONS[request.precision]["weights"] * request.workload.parameters / (grid.x * grid.y * grid.z * ranks)
+    cut = grid.data if request.zero else 1
+    moments = 0.0 if request.search or request.offload else 2 * each / cut
+    return memory.Memory(each, 0.0, moments, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def _pieces(request: Request, grid: Grid, ranks: int) -> tuple[str, list[int]]:
+    """Why stages cannot have micro-batches, or how many: of the fewest sequences first."""
+    data = grid.z * grid.data
+    if request.sequences % data:
+        return f"z*data={data} does not divide the {request.sequences} sequences, as stages want", []
+    mine = request.sequences // data
+    least = ranks * max(2 if name == "dualpipev" else 1 for name in request.schedules)
+    if mine < least:
+        return f"a rank has {mine} sequences for {ranks} stages, which want {least} micro-batches", []
+    if request.micro_batches:
+        if mine % request.micro_batches:
+            return f"micro_batches={request.micro_batches} do not divide the {mine} sequences of a rank", []
+        return "", [request.micro_batches]
+    sizes = [mine // size for size in range(1, mine // least + 1) if mine % size == 0]
+    return "", sizes[:SIZES_TRIED]
