@@ -119,7 +119,7 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
                 rank, process = running[receiver]
                 try:
                     found = receiver.recv()
-                except EOFError:
+                except (EOFError, OSError):  # it has sent nothing, or not all
                     found = ""
                 process.join()
                 del running[receiver]
