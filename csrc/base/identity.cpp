@@ -52,14 +52,22 @@ std::string host_name() {
   return names.nodename;
 }
 
+std::string boot_id() { return read_line("/proc/sys/kernel/random/boot_id"); }
+
 std::string host_identity() {
-  return host_name() + " " + read_line("/proc/sys/kernel/random/boot_id") + " " + read_link("/proc/self/ns/net") +
-         " uid " + std::to_string(::geteuid());
+  return host_name() + " " + boot_id() + " " + read_link("/proc/self/ns/net") + " uid " + std::to_string(::geteuid());
 }
 
 std::string process_space() {
   const std::string link = read_link("/proc/self/ns/pid");
   return link.empty() ? "unknown" : link;
+}
+
+std::string hex_digits(const unsigned char* bytes, std::size_t count) {
+  static const char* kDigits = "0123456789abcdef";
+  std::string text;
+  for (std::size_t i = 0; i < count; ++i) text += {kDigits[bytes[i] >> 4], kDigits[bytes[i] & 15]};
+  return text;
 }
 
 }  // namespace axo

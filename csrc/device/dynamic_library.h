@@ -39,6 +39,15 @@ class DynamicLibrary {
   void* symbol(const std::string& name) const;
   // Throws Error that names the library and the function.
   void* required(const std::string& name) const;
+  // The same, into a pointer to a function.
+  template <class Function>
+  void load(Function** function, const std::string& name) const {
+    *function = reinterpret_cast<Function*>(required(name));
+  }
+  template <class Function>
+  void try_load(Function** function, const std::string& name) const {
+    *function = reinterpret_cast<Function*>(symbol(name));
+  }
 
  private:
   void* handle_ = nullptr;

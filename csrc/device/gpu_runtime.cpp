@@ -1,6 +1,7 @@
 #include "device/gpu_runtime.h"
 
 #include "base/error.h"
+#include "base/identity.h"
 
 namespace axo {
 namespace {
@@ -20,11 +21,6 @@ LibraryRequest request_for(GpuVendor vendor, const std::vector<std::string>& fol
   }
   request.folders = folders;
   return request;
-}
-
-template <class Function>
-void assign(Function*& field, void* address) {
-  field = reinterpret_cast<Function*>(address);
 }
 
 }  // namespace
@@ -53,10 +49,10 @@ std::shared_ptr<const GpuRuntime> GpuRuntime::open(GpuVendor vendor, const std::
 GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vector<std::string>& folders)
     : vendor_(vendor), library_(std::move(library)) {
   const std::string prefix = prefix_of(vendor);
-#define AXO_GPU_LOAD(name, arguments) assign(fn_.name, library_.required(prefix + #name));
+#define AXO_GPU_LOAD(name, arguments) library_.load(&fn_.name, prefix + #name);
   AXO_GPU_FUNCTIONS(AXO_GPU_LOAD)
 #undef AXO_GPU_LOAD
-  assign(fn_.GetErrorString, library_.required(prefix + "GetErrorString"));
+  library_.load(&fn_.GetErrorString, prefix + "GetErrorString");
 
   if (vendor == GpuVendor::cuda) {
     // CUDA 12 keeps the old three-argument form under the plain name and the six-argument one as _v2; CUDA 13 has seven
@@ -118,10 +114,7 @@ std::string GpuRuntime::device_uuid(int device) const {
   unsigned char bytes[16] = {};
   check(reinterpret_cast<Get>(get_device_)(&handle, device), "DeviceGet");
   check(reinterpret_cast<GetUuid>(get_uuid_)(bytes, handle), "DeviceGetUuid");
-  static const char* kDigits = "0123456789abcdef";
-  std::string text;
-  for (unsigned char byte : bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
-  return text;
+  return hex_digits(bytes, sizeof bytes);
 }
 
 GpuStream GpuRuntime::create_stream(bool high_priority) const {

@@ -47,11 +47,6 @@ std::size_t config_bytes(int version) {
   return sizeof(NcclConfig);
 }
 
-template <class Function>
-void assign(Function*& field, void* address) {
-  field = reinterpret_cast<Function*>(address);
-}
-
 }  // namespace
 
 NcclConfig make_nccl_config(int running_version) {
@@ -93,18 +88,18 @@ std::shared_ptr<const NcclApi> NcclApi::open(GpuVendor vendor, const std::vector
 }
 
 NcclApi::NcclApi(GpuVendor vendor, DynamicLibrary library) : vendor_(vendor), library_(std::move(library)) {
-  assign(fn_.GetErrorString, library_.required("ncclGetErrorString"));
-  assign(fn_.GetVersion, library_.required("ncclGetVersion"));
+  library_.load(&fn_.GetErrorString, "ncclGetErrorString");
+  library_.load(&fn_.GetVersion, "ncclGetVersion");
   check(fn_.GetVersion(&version_), "ncclGetVersion");
   AXO_CHECK(version_ >= kNcclOldest, ("version of " + path()).c_str(), version_text(), "2.18 or newer");
-#define AXO_NCCL_LOAD(name, arguments) assign(fn_.name, library_.required("nccl" #name));
+#define AXO_NCCL_LOAD(name, arguments) library_.load(&fn_.name, "nccl" #name);
   AXO_NCCL_REQUIRED(AXO_NCCL_LOAD)
 #undef AXO_NCCL_LOAD
-#define AXO_NCCL_LOAD(name, arguments) assign(fn_.name, library_.symbol("nccl" #name));
+#define AXO_NCCL_LOAD(name, arguments) library_.try_load(&fn_.name, "nccl" #name);
   AXO_NCCL_OPTIONAL(AXO_NCCL_LOAD)
 #undef AXO_NCCL_LOAD
-  if (!fn_.AlltoAll) assign(fn_.AlltoAll, library_.symbol("ncclAllToAll"));  // RCCL's older name
-  assign(fn_.GetLastError, library_.symbol("ncclGetLastError"));
+  if (!fn_.AlltoAll) library_.try_load(&fn_.AlltoAll, "ncclAllToAll");  // RCCL's older name
+  library_.try_load(&fn_.GetLastError, "ncclGetLastError");
   if (vendor_ == GpuVendor::hip || version_ < 22600) return;
   if (version_ >= 23100) {
     orders_launches_ = true;  // by the configuration

@@ -3,47 +3,20 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <map>
 #include <thread>
 
 #include "base/error.h"
+#include "base/identity.h"
 #include "base/work_state.h"
 
 namespace axo {
 namespace {
 
-// The machine, for "two ranks on one GPU"; a container has its own hostname but the kernel's boot id.
-std::string host_id() {
-  std::string id;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
-  return id.empty() ? "unknown-host" : id;
-}
-
-std::string to_hex(const NcclUniqueId& id) {
-  static const char* kDigits = "0123456789abcdef";
-  std::string text;
-  for (unsigned char byte : id.bytes) text += {kDigits[byte >> 4], kDigits[byte & 15]};
-  return text;
-}
-
-NcclUniqueId from_hex(const std::string& text) {
-  NcclUniqueId id{};
-  AXO_CHECK(text.size() == 2 * sizeof id.bytes, "rendezvous: hex digits of the unique id", text.size(), "256");
-  const auto digit = [](char c) {
-    AXO_CHECK((c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'), "rendezvous: a digit of the unique id", c,
-              "0-9 or a-f");
-    return c <= '9' ? c - '0' : c - 'a' + 10;
-  };
-  for (std::size_t i = 0; i < sizeof id.bytes; ++i) {
-    id.bytes[i] = static_cast<char>(digit(text[2 * i]) << 4 | digit(text[2 * i + 1]));
-  }
-  return id;
-}
-
-// What must agree between ranks, and the GPU, which must not: "<library and version>\n<host, uuid and bus id>".
+// What must agree between ranks, and the GPU, which must not: "<library and version>\n<host, uuid and bus id>". The
+// host by its kernel's boot id: a container has a hostname of its own.
 std::string introduction(const DeviceContext& context) {
-  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + "\n" + host_id() + " " +
+  return std::string(context.nccl().transport()) + " " + context.nccl().version_text() + "\n" + boot_id() + " " +
          context.gpu().device_uuid(context.device()) + " " + context.gpu().pci_bus_id(context.device());
 }
 
@@ -125,7 +98,9 @@ std::string Rendezvous::answer(DeviceContext& context) const {
   const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
   const std::string wrong = verdict(all, shared);
-  return wrong.empty() ? "ok " + to_hex(new_id(context)) : "no " + wrong;
+  if (!wrong.empty()) return "no " + wrong;
+  const NcclUniqueId id = new_id(context);
+  return "ok " + std::string(id.bytes, sizeof id.bytes);
 }
 
 // What `wait` gives, or an error as the text that says it to other ranks too.
@@ -153,7 +128,12 @@ NcclUniqueId Rendezvous::meet(DeviceContext& context) const {
   const std::string kind = answered.substr(0, answered.find(' '));
   const std::string text = answered.substr(std::min(kind.size() + 1, answered.size()));
   const std::string who = "rendezvous of GPU ranks for '" + options.name + "': ";
-  if (kind == "ok") return from_hex(text);
+  if (kind == "ok") {
+    NcclUniqueId id{};
+    AXO_CHECK(text.size() == sizeof id.bytes, "rendezvous: bytes of the unique id", text.size(), "128");
+    std::memcpy(id.bytes, text.data(), sizeof id.bytes);
+    return id;
+  }
   if (kind == "late") throw Timeout(who + text);
   if (kind == "stop") throw Aborted(who + text);
   if (kind == "lost") throw PeerLost(who + text.substr(text.find(' ') + 1), std::atoi(text.c_str()));

@@ -15,6 +15,8 @@
 #include <new>
 #include <thread>
 
+#include "base/identity.h"
+
 namespace axo::host {
 namespace {
 
@@ -146,12 +148,7 @@ std::string random_hex() {
     if (n < 0 && errno != EINTR) fail("getrandom");
     if (n > 0) have += static_cast<std::size_t>(n);
   }
-  std::string hex;
-  for (unsigned char b : bytes) {
-    hex += "0123456789abcdef"[b >> 4];
-    hex += "0123456789abcdef"[b & 15];
-  }
-  return hex;
+  return hex_digits(bytes, sizeof bytes);
 }
 
 std::shared_ptr<Mapping> make_segment(int size, Fd* fd) {
