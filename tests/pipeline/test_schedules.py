@@ -6,9 +6,11 @@ tensors, under the names of the whole model.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.nn.elsewhere import Elsewhere
 from axo.overlap import record
+from axo.overlap.events import Pending
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf import machine
 from axo.perf.layer_time import Run
@@ -242,6 +245,37 @@ def test_zero_bubbles_weight_phase_computes_and_nothing_else():
 @pytest.mark.soak
 def test_zero_bubble_with_recomputation():
     run_ranks(phases, 8, True, timeout=240)
+
+
+def messages_and_waits(names):
+    """Of the last step of each schedule: what this rank did, in order: sent a gradient, waited for a reduction."""
+    dist.init_process_group("axo")
+    comms = axo.connect("1x1x1x2", pipeline=2)
+    found = []
+    for name in names:
+        _, schedule = build(comms, name, FOUR)
+        ids, targets = (my_rows(comms, tensor) for tensor in batch(0))
+        done = []
+        send, wait = axo.pipeline.Stage.get_bwd_send_ops, Pending.wait
+
+        def sending(stage, number, send=send, done=done):
+            done.append("message")
+            return send(stage, number)
+
+        def waiting(pending, wait=wait, done=done):
+            done.append("wait")
+            return wait(pending)
+
+        with patch.object(axo.pipeline.Stage, "get_bwd_send_ops", sending), patch.object(Pending, "wait", waiting):
+            schedule.step(ids, target=targets)
+        found.append(done)
+    return found
+
+
+def test_no_message_waits_for_the_reduction_of_gradients():
+    """Else the stages of a pipeline would reduce one after the other."""
+    for done in itertools.chain(*run_ranks(messages_and_waits, 4, ["1f1b", "interleaved-1f1b", "zero-bubble"])):
+        assert "message" in done and "wait" in done and done == sorted(done)
 
 
 def gathers_by_cache(name):

@@ -217,10 +217,14 @@ class Buckets:
                 bucket.wait_for_parts()
                 bucket.advance(self._engine)
 
-    def finish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Complete everything; (parameter, gradient) in the order of the slots."""
+    def close(self) -> None:
+        """No gradient comes any more: issue every bucket whose parts are there."""
         for kind in list(self._open):
             self._close(kind)
+
+    def finish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Complete everything; (parameter, gradient) in the order of the slots."""
+        self.close()
         running = list(self._closed)
         for bucket in running:
             if bucket.under_way is None:

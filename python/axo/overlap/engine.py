@@ -64,6 +64,7 @@ class Engine:
         compares_inputs: The next training step begins by comparing the model's input over x and y.
         synchronizing: False inside ``axo.no_sync``.
         holding: True from the first micro-batch of a pipeline's step until its gradients are to be reduced.
+        reducing: True from then until ``release`` waits for them: what the stage sends must not come after that.
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
@@ -79,7 +80,7 @@ class Engine:
         self.events: Events | None = None
         self.compares_inputs = False
         self.synchronizing = True
-        self.holding = False
+        self.holding = self.reducing = False
         self.awaits_backward = False
         self._rooted = self._hinted = False
         self._hooks: tuple[RemovableHandle, ...] = ()
@@ -172,11 +173,14 @@ class Engine:
             )
 
     def finish_backward(self) -> None:
-        """Complete all gradients; nothing of this pass is left."""
+        """Complete all gradients; nothing of this pass is left, but what a pipeline's step waits for at its end."""
         self._end = None
         try:
             with torch.no_grad():
-                self.gradients.finish()
+                if self.reducing:
+                    self.gradients.start()
+                else:
+                    self.gradients.finish()
             self.comms.poll()
         except BaseException:
             self.drop_backward(quiet=True)
@@ -185,7 +189,8 @@ class Engine:
         self.gathers.end()
         if not self.defers:
             self.gathers.drop()
-        self.pool.end_of_pass()
+        if not self.reducing:
+            self.pool.end_of_pass()
 
     @property
     def defers(self) -> bool:
@@ -194,25 +199,37 @@ class Engine:
 
     def hold(self) -> None:
         """A pipeline's step begins: keep gradients and gathered weights from one micro-batch to the next."""
-        if self.holding:  # the last step failed
-            self.gathers.drop()
+        if self.holding or self.reducing:  # the last step failed
             self.gradients.deferred.clear()
-        self.holding = False
+            self.drop_backward(quiet=True)
+        self.holding = self.reducing = False
         self.gradients.begin()
         self.holding = True
 
     def stop_holding(self) -> None:
-        """The last backward pass of the step is next: it reduces everything as it goes, behind its products."""
-        self.holding = False
+        """The last backward pass of the step is next: it issues every reduction as it goes, behind its products."""
+        self.holding, self.reducing = False, True
+
+    def start_release(self) -> None:
+        """The step's backward passes are over: issue what reductions the last of them has not."""
+        if self.holding:
+            self.stop_holding()
+            with torch.no_grad():
+                self.gradients.start_held()
 
     def release(self) -> None:
-        """The step's micro-batches are over: complete all gradients, if the last backward pass has not."""
-        held, self.holding = self.holding, False
-        if not held and (self.defers or not self.gradients.deferred):
-            return
-        with torch.no_grad():
-            self.gradients.finish_held()
-        self.comms.poll()
+        """The step's micro-batches are over: complete all gradients."""
+        self.start_release()
+        self.reducing = False
+        try:
+            with torch.no_grad():
+                self.gradients.start_held()  # where the last micro-batch has used no weight
+                self.gradients.finish()
+            self.comms.poll()
+        except BaseException:
+            self.drop_backward(quiet=True)
+            self.comms.poll()
+            raise
         if not self.defers:
             self.gathers.drop()
         self.pool.end_of_pass()

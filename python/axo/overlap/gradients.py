@@ -244,10 +244,22 @@ class Gradients:
                 self._send_vector(left.route, left.parameter, self.cast(left.tensor), left.stages)
         self.deferred.clear()
 
-    def finish(self) -> None:
-        """Complete all gradients and put them into ``.grad``."""
+    def start(self) -> None:
+        """Issue what is left to be reduced, and wait for none of it."""
         if self.deferred and not self._engine.defers:
             self._send_deferred()
+        self.buckets.close()
+
+    def start_held(self) -> None:
+        """A pipeline's step has no backward pass left: issue the reduction of what its micro-batches have left."""
+        for each in self.deferred.values():
+            if each.runs_hooks:
+                self._take_hooks(each.parameter)
+        self.start()
+
+    def finish(self) -> None:
+        """Complete all gradients and put them into ``.grad``."""
+        self.start()
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         hosted: list[Shards] = []
         for parameter, grad in self.buckets.finish():
@@ -276,13 +288,6 @@ class Gradients:
         if not self._engine.holding:
             for each in self.deferred.values():
                 each.watch()
-
-    def finish_held(self) -> None:
-        """A pipeline's step has ended: reduce what its micro-batches have left and put it into ``.grad``."""
-        for each in self.deferred.values():
-            if each.runs_hooks:
-                self._take_hooks(each.parameter)
-        self.finish()
 
     def _cast(self, grad: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""

@@ -185,6 +185,7 @@ def schedule(
             f" the stages were made for; make them for {max(1, -(-count // microbatches))}, or use up to {whole} rows"
         )
     for stage in stages:
+        stage.of_rank = list(stages)
         stage.announce_rows([least + (number < more) for number in range(microbatches)] if more else [])
 
     def weighted(output: Any, target: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,8 @@ What torch's own stage does otherwise, or cannot do:
 
     shapes       are given; nothing is run to find them out
     gradients    of the micro-batches of a step are added up on the rank and reduced once: behind the last backward
-                 pass, or at the end of the step where that is split in two phases
+                 pass, or after it where that is split in two phases. A rank waits for that when all its stages are
+                 done, so neither a message nor another stage's backward pass waits behind it
     weights      that z cuts are gathered once a step, as far as the gather cache has room
     rows         of a step that the micro-batches do not divide: the first have one more, as torch cuts them
     two phases   (zero bubble) the input phase runs the graph once and puts the products for weights off; the weight
@@ -50,6 +51,7 @@ class Stage(PipelineStage):
 
     Attributes:
         weight_phase: Where a layer of your own puts the product for its weight off (``WeightPhase.take``).
+        of_rank: All stages of this rank, where a schedule has several.
 
     Raises:
         ValueError: ``index`` is not of ``num_stages``, or these are not a multiple of ``comms.stages``.
@@ -92,6 +94,8 @@ class Stage(PipelineStage):
         )
         self.comms = comms
         self._engines = engines(submodule)
+        self.of_rank: list[Stage] = [self]
+        self._is_over = False
         self._sizes: list[int] = []
 
     def announce_rows(self, sizes: list[int]) -> None:
@@ -124,6 +128,15 @@ class Stage(PipelineStage):
                 if getattr(info, "buffer", None) is not None:
                     info.buffer = info.buffer[:rows]
 
+    # torch before 2.13 compares every micro-batch with the largest; ``forward_maybe_with_nosync`` knows its rows.
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        if not self._sizes:
+            super()._validate_fwd_input(args, kwargs)  # type: ignore[misc]
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        if not self._sizes:
+            super()._validate_fwd_outputs(outputs)  # type: ignore[misc]
+
     def split_backward(self) -> None:
         """Let the layers put their weights' products off where a schedule has two backward phases.
 
@@ -137,6 +150,7 @@ class Stage(PipelineStage):
         super().clear_runtime_states()
         self.backward_state.clear()  # of a step that failed
         self.dw_runner.clear()
+        self._is_over = False
         if self.has_backward:
             for engine in self._engines:
                 engine.hold()
@@ -194,7 +208,7 @@ class Stage(PipelineStage):
         return lambda: WeightPhase.run(work)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The step's backward passes are over: complete ``.grad``.
+        """The step's backward passes of this stage are over: complete ``.grad``, with the rank's last stage for all.
 
         Raises:
             ValueError: The schedule was made with ``scale_grads=True``.
@@ -205,7 +219,16 @@ class Stage(PipelineStage):
                 " too; give the schedule scale_grads=False, and a loss that counts 1 / micro-batches"
             )
         for engine in self._engines:
-            engine.release()
+            engine.start_release()
+        self._is_over = True
+        if all(stage._is_over for stage in self.of_rank):
+            for stage in self.of_rank:
+                for engine in stage._engines:
+                    engine.release()
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """What torch's schedules that have no such end of a stage's step call in its place."""
+        self.perform_reduce_grad(grad_scale_factor)
 
 
 def _shown(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> str:
