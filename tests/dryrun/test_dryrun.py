@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 import axo
 from axo import dryrun
 from axo.cli import main as cli
+from axo.cli.dryrun import _of_litgpt
 from axo.comm.counting import watch
 from axo.comm.recording import recording
 from axo.grid import Grid
@@ -188,6 +189,8 @@ def test_peers_hold_what_this_rank_holds() -> None:
         ("--model tiny --grid 2x1x1x1 --seq-len 32 --precision fp8", "precision='fp8' is not one of bf16-mixed"),
         ("--model tiny --grid 2x1x1x1 --seq-len 32 --batch-size 3 --accumulate 2", "accumulate=2 does not divide"),
         ("--model tiny --grid 2x1x1x1 --seq-len 32 --cuts 2", "cuts=2 are of stages, and there is one"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --microbatches 2", "microbatches=2 fill stages, and there is one"),
+        ("--model tiny --grid 2x1x1x1 --seq-len 32 --microbatches -1", "microbatches=-1 is out of range; it must be"),
         ("--model tiny --grid 2x1x1x1 --seq-len 32 --model-override n_heads=2", "has no field 'n_heads'"),
     ],
 )
@@ -196,7 +199,17 @@ def test_mistakes_end_in_one_line(arguments: str, message: str) -> None:
     assert found.exit_code == 2 and message in found.stderr and found.stderr.count("\n") == 1, found.stderr
 
 
-def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path) -> None:
+def test_the_commands_options_are_those_of_a_run() -> None:
+    case = TrainConfig(grid=Grid(2, 1, 1, 1), batch_size=1, seq_len=32, sequence_parallel=True)
+    options = "--model tiny --grid 2x1x1x1 --seq-len 32 --sequence-parallel --microbatches 1 --ranks 1 --json -"
+    found = CliRunner().invoke(cli.app, ["dryrun", *options.split()])
+    (record,), expected = json.loads(found.stdout)["records"], dryrun.run(case, 1)
+    assert record["issued"] == json.loads(json.dumps([one._asdict() for one in expected.issued]))
+    assert record["peak_bytes"] == expected.peak.by_kind | {"total": expected.peak.total}
+    assert ("reduce_scatter", "x") in expected.traffic()
+
+
+def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "pretrain.yaml"
     train = {"global_batch_size": 8, "micro_batch_size": 2, "max_seq_length": 64}
 
@@ -204,16 +217,23 @@ def test_a_configuration_of_litgpts_says_what_a_step_is(tmp_path: Path) -> None:
         content = {"model_name": "pythia-14m", "precision": "bf16-true", "train": train} | changes
         file.write_text(yaml.safe_dump(content))
         found = CliRunner().invoke(cli.app, ["dryrun", "--grid", "1x1x2x1", *arguments])
-        return json.loads(found.stdout)["records"] if found.exit_code == 0 else found.stderr
+        records = json.loads(found.stdout)["records"] if found.exit_code == 0 else []
+        return [record | {"seconds": 0} for record in records] or found.stderr
 
-    plain = "--model pythia-14m --seq-len 64 --batch-size 8 --accumulate 2 --precision bf16-true --json -"
-    same = [run(*options) for options in (plain.split(), ("--litgpt", str(file), "--json", "-"))]
-    for record in (*same[0], *same[1]):
-        del record["seconds"]
+    plain = "--model pythia-14m --seq-len 64 --batch-size 8 --accumulate 2 --precision bf16-true --ranks 1 --json -"
+    same = [run(*options) for options in (plain.split(), ("--litgpt", str(file), "--ranks", "1", "--json", "-"))]
     assert same[0] == same[1]
     assert "no option --model_nam" in run("--litgpt", str(file), model_nam="pythia-14m")
+    assert "does not know tie_embeddings: true" in run("--litgpt", str(file), train=train | {"tie_embeddings": True})
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "jsonargparse", None)
+        without.delitem(sys.modules, "axo.integrations.litgpt.early", raising=False)
+        without.delattr("axo.integrations.litgpt.early", raising=False)
+        assert "this needs LitGPT; install it with: pip install 'axo[litgpt]'" in run("--litgpt", str(file))
     train["micro_batch_size"] = 3
     assert "global_batch_size=8 does not divide over 2 data ranks" in run("--litgpt", str(file))
+    file.write_text("{model_name: pythia-14m, train: {global_batch_size: 8, micro_batch_size: 2}}")
+    assert _of_litgpt(file, "", {"block_size": "48"}, 2)["seq_len"] == 48
 
 
 def handler_of_sigterm(config: TrainConfig, rank: int) -> Any:

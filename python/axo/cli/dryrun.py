@@ -37,6 +37,9 @@ def dryrun(
     schedule: Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, interleaved-1f1b, zero-bubble ...")] = "1f1b",
     cuts: Annotated[str, typer.Option(help="First blocks of later stages: even, planner, or 3,7.")] = "even",
     microbatches: Annotated[int, typer.Option(help="Micro-batches that fill the stages; 0: one a stage.")] = 0,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")
+    ] = False,
     zero: Annotated[int, typer.Option(help="1: optimizer state cut over data; 2: gradients too.")] = 0,
     overlap: Annotated[str, typer.Option(help="What hides behind products: oar, ors, oag, or none.")] = "oar,ors,oag",
     gather_cache: Annotated[str, typer.Option(help="Gathered weights kept: all, none, layers, or bytes.")] = "all",
@@ -53,15 +56,16 @@ def dryrun(
         raise ValueError(f"order={order} is not at least 0")
     if json_out is not None and not is_stdout(json_out):
         check_file(json_out)
-    if microbatches and pipeline == 1:
+    if microbatches > 1 and pipeline == 1:
         raise ValueError(f"dryrun: microbatches={microbatches} fill stages, and there is one; add --pipeline")
     if not model and litgpt is None:
         raise ValueError("dryrun: give the model by --model NAME, or by --litgpt CONFIG")
     microbatches = microbatches or pipeline
     parts = arrangement_of("dryrun", algorithm).row_parts(parsed)
-    run: dict[str, Any] = {"model": model, "model_overrides": overrides(model_override or ())}
+    fields = overrides(model_override or ())
+    run: dict[str, Any] = {"model": model, "model_overrides": fields}
     run |= {"seq_len": 2048, "accumulate": 1, "precision": "bf16-mixed"}
-    run |= _of_litgpt(litgpt, model, parts) if litgpt is not None else {}
+    run |= _of_litgpt(litgpt, model, fields, parts) if litgpt is not None else {}
     given = {"batch_size": batch_size or None, "seq_len": seq_len, "accumulate": accumulate, "precision": precision}
     run |= {name: value for name, value in given.items() if value is not None}
     run.setdefault("batch_size", parts * max(1, microbatches) * max(1, run["accumulate"]))
@@ -73,6 +77,7 @@ def dryrun(
         schedule=schedule,
         cuts=cuts,
         microbatches=microbatches,
+        sequence_parallel=sequence_parallel,
         recompute_keeps=recompute_keeps,
         recompute=recompute,
         zero=zero,
@@ -96,9 +101,9 @@ def dryrun(
         raise ValueError(f"{len(bad)} communicators do not match; the first: {bad[0]}")
 
 
-def _of_litgpt(file: Path, model: str, parts: int) -> dict[str, Any]:
+def _of_litgpt(file: Path, model: str, fields: dict[str, str], parts: int) -> dict[str, Any]:
     """What a pretraining configuration of LitGPT's says of a step whose rows are cut into so many parts; its model
-    where ``model`` names none."""
+    where ``model`` names none. ``fields`` override the model's."""
     from axo.integrations.litgpt import early
     from axo.train.models import resolve
 
@@ -108,6 +113,10 @@ def _of_litgpt(file: Path, model: str, parts: int) -> dict[str, Any]:
     if options.model_config is not None and not model:
         raise ValueError(f"dryrun: --litgpt {file} has a model_config; write that into a file, and add --model FILE")
     train, model = options.train, model or options.model_name
+    if train.tie_embeddings:
+        raise ValueError(
+            f"dryrun: --litgpt {file}: a dry run does not know tie_embeddings: true; without it both tables count"
+        )
     rows = train.micro_batch_size * parts
     if train.global_batch_size % rows:
         raise ValueError(
@@ -116,7 +125,7 @@ def _of_litgpt(file: Path, model: str, parts: int) -> dict[str, Any]:
         )
     return {
         "model": model,
-        "seq_len": train.max_seq_length or resolve(model).block_size,
+        "seq_len": train.max_seq_length or resolve(model, fields).block_size,
         "batch_size": train.global_batch_size,
         "accumulate": train.global_batch_size // rows,
     } | ({"precision": options.precision} if options.precision else {})

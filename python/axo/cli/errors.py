@@ -27,6 +27,7 @@ from axo.launch import Interrupted, RankFailed, nobody_reads
 
 FAILED, WRONG_INPUT = 1, 2
 _RANK_0_FIRST_SECONDS = 10.0
+_OF_LITGPT = ("litgpt", "jsonargparse")  # jsonargparse comes with it
 _ASCII = {"·": "-", "×": "x", "…": "...", "–": "-", "—": "-"}
 
 
@@ -77,7 +78,7 @@ def _end(error: BaseException, command: str) -> int:
             sys.stderr.write(error.trace)
         complain(f"{command}: error: {_without_name(str(error), command)}")
         return WRONG_INPUT if error.user_error else FAILED
-    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] == "litgpt":
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").split(".")[0] in _OF_LITGPT:
         complain(f"{command}: error: this needs LitGPT; install it with: pip install 'axo[litgpt]'")
         return FAILED
     if isinstance(error, MemoryError):

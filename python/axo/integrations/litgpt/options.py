@@ -187,7 +187,8 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
     )
     for name in ("schedule", "cuts", "microbatches"):
         value = getattr(given, name)
-        if value and options.pipeline == 1:
+        planned = options.pipeline == 0 and value in ("even", "planner")  # cuts of any number of stages
+        if value and options.pipeline < 2 and not planned:
             raise ValueError(f"litgpt: --{name} {value} is of pipeline stages; add --pipeline N, or leave it out")
     if options.offload_dir and options.offload == "none":
         raise ValueError(
