@@ -82,6 +82,7 @@ def counted():
         comms.x.all_reduce(torch.ones(1), async_op=True).wait()
     assert inner == {("all_gather", "y"): (1, 7, 14), ("reduce_scatter", "y"): (1, 6, 48), ("barrier", "x"): (1, 0, 0)}
     assert outer["all_reduce", "x"] == (2, 16, 64) and outer["all_reduce", "z"].calls == 0
+    assert outer.get(("all_reduce", "z")) == (0, 0, 0) and outer.get(("all_reduce", "x")) == (2, 16, 64)
     assert outer.total(op="all_reduce") == (2, 16, 64) and outer.total(axis="y") == (2, 13, 62)
     comms.x.all_reduce(torch.ones(1))
     assert outer.total().calls == 5, "counting goes on after its block"

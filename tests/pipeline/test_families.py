@@ -16,6 +16,7 @@ import axo
 from axo.nn.elsewhere import Elsewhere
 from axo.perf.cut import bounds_of
 from axo.pipeline.cut import part_of, planned_cuts, stage_indices, workload_of
+from axo.pipeline.families import _Rows
 from tests.gpt import LLAMA
 from tests.launcher import run_ranks
 
@@ -29,6 +30,13 @@ def test_bounds_and_places():
         assert planned_cuts(workload_of(model), 2, 2, "loop") == [2]
     assert [stage_indices(6, 2, rank, "loop") for rank in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
     assert [stage_indices(6, 3, rank, "v") for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
+
+
+def test_tokens_beyond_the_table_are_refused():
+    table = torch.arange(8.0)[:, None]
+    assert _Rows(table, 2)[:4].equal(table)
+    with pytest.raises(ValueError, match="rows of 10 tokens are longer than max_seq_length=8"):
+        _Rows(table, 2)[:5]
 
 
 def what_each_holds():

@@ -38,6 +38,10 @@ class CollectiveCounts(dict[tuple[str, str], Count]):
     def __missing__(self, key: tuple[str, str]) -> Count:
         return Count()
 
+    def get(self, key: tuple[str, str], default: object = None) -> Count:  # type: ignore[override]
+        """``self[key]``: every key has a count."""
+        return self[key]
+
     def _add(self, op: str, axis: str, elements: int, item_size: int) -> None:
         with self._lock:
             self[op, axis] = self[op, axis].plus(1, elements, elements * item_size)

@@ -108,7 +108,10 @@ class _Rows:
         self.table, self.ranks = table, ranks
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        return self.table[: rows.stop * self.ranks]
+        tokens = rows.stop * self.ranks
+        if tokens > len(self.table):
+            raise ValueError(f"pipeline: rows of {tokens} tokens are longer than max_seq_length={len(self.table)}")
+        return self.table[:tokens]
 
 
 class _Tensors:
