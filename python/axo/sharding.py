@@ -284,7 +284,8 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     Collective on its first use on a grid, when the mesh is made.
 
     Raises:
-        ValueError: It has no placement, or its row blocks are split one by one, which no DTensor can say.
+        ValueError: It has no placement, its row blocks are split one by one, which no DTensor can say, or it is
+            not on the grid's device.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -292,6 +293,11 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     if not isinstance(placement, Placement) or placement.comms is None:
         raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     comms = placement.comms
+    if parameter.device.type != comms.device.type:
+        raise ValueError(
+            f"to_dtensor: the parameter lies on {parameter.device} and its grid is on {comms.device}, so a DTensor"
+            " would be a copy; use axo.unshard or axo.checkpoint"
+        )
     outer = placement.splits[placement.block_dim][:1] if placement.blocks is not None else ()
     if any(comms.grid.size(axis) > 1 for axis in outer):
         raise ValueError(

@@ -255,6 +255,24 @@ def shards_on_the_host(folder: Path) -> bool:
         out = layer(rows)  # of no attached model: it waits for its gather
         (grad,) = torch.autograd.grad(out.sum(), layer.weight)
         assert torch.equal(out.cpu(), torch.nn.functional.linear(rows.cpu(), whole.cpu(), layer.bias.detach().cpu()))
+    with pytest.raises(ValueError, match="to_dtensor: the parameter lies on cpu and its grid is on standin"):
+        axo.to_dtensor(layer.weight)
+    offload = axo.Offload(parameters=True)
+    layer.bfloat16()  # its weight leaves the pinned memory, and its optimizer takes it back
+    assert not layer.weight.is_pinned()
+    adamw, biases = offload.adamw([layer.weight]), offload.adamw([layer.bias])  # z cuts no bias, but a weight
+    assert layer.weight.is_pinned() and all(adamw.state[layer.weight][key].is_pinned() for key in optimizer.MOMENTS)
+    scaler = axo.GradScaler(init_scale=4.0, comms=comms)
+    scaler.scale(layer(rows.bfloat16()).sum()).backward()
+    both = torch.optim.SGD(layer.parameters())
+    scaler.unscale_(both)
+    assert layer.weight.grad.eq(2).all() and biases.param_groups[0]["params"] == [layer.bias]
+    both = torch.optim.AdamW(layer.parameters(), fused=True)
+    with pytest.raises(ValueError, match=r"a fused AdamW cannot take gradients on (cpu and standin|standin and cpu)"):
+        scaler.unscale_(both)
+    forgotten: Any = axo.nn.Linear(8, 6, comms=comms, device="cpu")
+    with pytest.raises(ValueError, match="the tensor is on cpu; this communicator moves memory of standin"):
+        forgotten(rows)
     assert grad.device.type == "cpu" and torch.equal(grad, torch.full((3, 8), 2.0))
     other: Any = axo.nn.Linear(8, 6, comms=comms, device=comms.device)
     other.weight.placement = dataclasses.replace(other.weight.placement, zero=object())

@@ -27,6 +27,7 @@ from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.comm.connect import Communicators
+from axo.offload.shards import settle
 
 _SHOWN = 4
 
@@ -92,6 +93,7 @@ def load(
     agree(group, problem)
     assert work is not None
     loaded = Loaded(work.path)
+    settle()
     try:
         loaded = work.read(number_of(comms), rng)
     except ValueError as error:

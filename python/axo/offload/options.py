@@ -15,8 +15,9 @@ from torch import nn
 
 from axo.offload.activations import Activations, blocks_of
 from axo.offload.optimizer import OffloadedAdamW
-from axo.offload.parameters import home_of, move_in
+from axo.offload.parameters import computed_on, home_of, move_in
 from axo.offload.tier import Runs, Tier, tier_for
+from axo.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -101,9 +102,9 @@ class Offload:
         made = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=not self.optimizer)
         parameters = [parameter for group in made.param_groups for parameter in group["params"]]
         # State is made for where a parameter is: one that leaves its GPU goes first.
-        self.move_in(parameter for parameter in parameters if parameter.device.type != "cpu")
+        self.move_in(parameter for parameter in parameters if computed_on(parameter).type != "cpu")
         on_gpu = {str(p.device) for p in parameters if p.device.type not in ("cpu", "meta")}
-        if self.parameters and on_gpu and not any(map(home_of, parameters)):
+        if self.parameters and on_gpu and not any(home_of(p) is not None or _on_z(p) for p in parameters):
             raise ValueError(
                 f"Offload: parameters=True on {', '.join(on_gpu)} is of weights that the axis z cuts, and none is; use"
                 " a grid with z of at least 2, such as 1x1x2x1, or offload the optimizer alone"
@@ -147,3 +148,9 @@ class Offload:
         if device is None:
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
         Activations(device, self.dir).attach(model, roots)
+
+
+def _on_z(parameter: torch.Tensor) -> bool:
+    """Whether the parameter's grid has an axis z that cuts weights, be it others than this."""
+    placement = getattr(parameter, "placement", None)
+    return isinstance(placement, Placement) and placement.comms is not None and placement.comms.grid.z > 1

@@ -25,28 +25,31 @@ class Home:
     Args:
         parameter: Moves in at once.
         tier: Gives the memory.
+        device: Which computes with the parameter.
 
     Attributes:
-        tier: That.
-        device: From which the parameter has come.
+        tier, device: Those.
 
     Raises:
         OSError: The tier has no room; the parameter stays where it was.
     """
 
-    def __init__(self, parameter: torch.Tensor, tier: Tier) -> None:
+    def __init__(self, parameter: torch.Tensor, tier: Tier, device: torch.device) -> None:
         size = -(-parameter.nbytes // PAGE) * PAGE
-        self.device = parameter.device
-        takes_gradient = parameter.requires_grad and self.device.type == "cpu"
+        takes_gradient = parameter.requires_grad and device.type == "cpu"
         block = tier.block(2 * size if takes_gradient else size)
         mine = block[: parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         mine.copy_(parameter.detach())
         parameter.data = mine
         tier.rest(mine)
-        self.tier, self.pointer = tier, parameter.data_ptr()
+        self.tier, self.device, self._storage = tier, device, block.untyped_storage().data_ptr()
         self._room = block[size:][: parameter.nbytes].view(parameter.dtype)
         if takes_gradient:
             self._handle = parameter.register_post_accumulate_grad_hook(self._take)
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter, or what ZeRO has narrowed it to, lies here."""
+        return parameter.untyped_storage().data_ptr() == self._storage
 
     def leave(self) -> None:
         """Take no more gradients."""
@@ -71,7 +74,13 @@ class Home:
 def home_of(parameter: torch.Tensor) -> Home | None:
     """Where a parameter lies; None: it has no home, or has left it since (by ``model.to(dtype)``, say)."""
     home = getattr(parameter, "home", None)
-    return home if isinstance(home, Home) and home.pointer == parameter.data_ptr() else None
+    return home if isinstance(home, Home) and home.holds(parameter) else None
+
+
+def computed_on(parameter: torch.Tensor) -> torch.device:
+    """The device that computes with a parameter: of one on the host that has a home, or has left it, the home's."""
+    home = getattr(parameter, "home", None)
+    return home.device if isinstance(home, Home) and parameter.device.type == "cpu" else parameter.device
 
 
 def move_in(parameters: Iterable[torch.Tensor], tier_of: Callable[[torch.device], Tier]) -> None:
@@ -82,12 +91,13 @@ def move_in(parameters: Iterable[torch.Tensor], tier_of: Callable[[torch.device]
         OSError: The tier has no room; those before it have moved.
     """
     for parameter in parameters:
-        if home_of(parameter) is not None or not (parameter.device.type == "cpu" or _is_gathered(parameter)):
+        device = computed_on(parameter)
+        if home_of(parameter) is not None or not (device.type == "cpu" or _is_gathered(parameter)):
             continue
         left = getattr(parameter, "home", None)
         if isinstance(left, Home):
             left.leave()
-        parameter.home = Home(parameter, tier_of(parameter.device))  # type: ignore[attr-defined]
+        parameter.home = Home(parameter, tier_of(device), device)  # type: ignore[attr-defined]
 
 
 def _is_gathered(parameter: torch.Tensor) -> bool:

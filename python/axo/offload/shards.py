@@ -14,6 +14,7 @@ gathered and gradients reduced (``axo.overlap``).
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -21,6 +22,8 @@ import torch
 
 from axo.offload.lane import Done, Lane
 from axo.offload.tier import Blocks, PinnedMemory
+
+_ALL: weakref.WeakSet[Shards] = weakref.WeakSet()
 
 
 class Shards:
@@ -34,6 +37,7 @@ class Shards:
         self._up, self._down = Lane(device), Lane(device)
         self._rooms = Blocks(PinnedMemory())
         self._coming: Done | None = None
+        _ALL.add(self)
 
     def bring(self, room: torch.Tensor, shard: torch.Tensor) -> Done:
         """Copy a shard to ``room`` on the device, which may have another dtype."""
@@ -66,6 +70,10 @@ class Shards:
         self._coming = self._down.copy(pairs, held=held)
         return room
 
+    def settle(self) -> None:
+        """Block the host until no shard is being read: they are about to change."""
+        self._up.synchronize()
+
     def wait(self) -> None:
         """Block the host until the gradients that were taken are there, and no shard is being read."""
         if self._coming is not None:
@@ -75,3 +83,9 @@ class Shards:
             self._rooms.end_of_pass()
         self._down.let_go()
         self._up.let_go()
+
+
+def settle() -> None:
+    """``Shards.settle`` of every model of the process."""
+    for each in tuple(_ALL):
+        each.settle()

@@ -23,10 +23,11 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from axo.comm.connect import Communicators
+from axo.offload.parameters import home_of
 from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets
 from axo.overlap.events import Events
-from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers, in_backward
+from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers, in_backward, owner
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits, idle_limit
 from axo.overlap.pool import Pool
@@ -116,12 +117,17 @@ class Engine:
         self._rooted, self._root, self._hooks = False, None, ()
 
     def shards_of(self, weight: torch.Tensor) -> Shards | None:
-        """The ways between host and device of a weight that lies on the host; None: it is where it is computed with."""
-        if weight.device.type == self.comms.device.type:
+        """The ways between host and device of a weight that was offloaded to the host; None: it was not."""
+        if weight.device.type == self.comms.device.type or home_of(owner(weight)) is None:
             return None
         if self._shards is None:
             self._shards = Shards(self.comms.device)
         return self._shards
+
+    def settle(self) -> None:
+        """The weights are about to change: let no copy of one be under way."""
+        if self._shards is not None:
+            self._shards.settle()
 
     def parameters(self) -> Iterator[torch.nn.Parameter]:
         """The parameters of the model as they are now: those of a meta model are made anew when it is filled."""

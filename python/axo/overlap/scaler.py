@@ -6,7 +6,8 @@ reads is therefore reduced (max) over all ranks, of all stages, before it is use
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 
@@ -37,8 +38,23 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comms = comms
 
-    def _unscale_grads_(self, *args: Any, **kwargs: Any) -> dict[torch.device, torch.Tensor]:
-        found = super()._unscale_grads_(*args, **kwargs)
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+    ) -> dict[torch.device, torch.Tensor]:
+        # torch copies the scale to the host without waiting; gradients there need it complete.
+        with_grad = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        kinds = dict.fromkeys(p.grad.device.type for p in with_grad)
+        if len(kinds) > 1 and getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(
+                f"GradScaler: a fused {type(optimizer).__name__} cannot take gradients on {' and '.join(kinds)};"
+                " use axo.Offload(optimizer=True, parameters=True), or an optimizer with fused=False"
+            )
+        found: dict[torch.device, torch.Tensor] = {}
+        for kind in kinds:
+            here = inv_scale.device if kind == inv_scale.device.type else torch.device(kind)
+            of_kind = SimpleNamespace(param_groups=[{"params": [p for p in with_grad if p.grad.device.type == kind]}])
+            scale, flag = inv_scale.to(here), found_inf.to(here)
+            found |= super()._unscale_grads_(cast("torch.optim.Optimizer", of_kind), scale, flag, allow_fp16)
         device = self._comms.device
         flag = torch.stack([each.to(device) for each in found.values()]).amax(0) if found else torch.zeros(1)
         flag = self._comms.everyone.all_reduce(flag.to(device), "max")

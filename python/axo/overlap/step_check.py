@@ -42,6 +42,7 @@ def watch(engine: Engine) -> None:
         engine = seen()
         if engine is None:
             return
+        engine.settle()
         engine.gradients.forget_zeroed()
         if not (engine.gradients.deferred or engine.awaits_backward):
             return
