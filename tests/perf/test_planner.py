@@ -59,18 +59,27 @@ def test_the_search_of_32768_gpus_takes_less_than_ten_seconds(what: str, pipelin
     assert len(made.ranked) + len(made.left_out) == grids and seconds < 10 * slowness
 
 
-@pytest.mark.parametrize("gibibytes", [16, 40])
-def test_bounds_leave_nothing_out_that_is_faster(gibibytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Oracle: every way to run a grid tried, whether it may win or not."""
-    on = replace(machine.load("h100"), memory_gib=gibibytes)
-    asked = planner.Request(readers.read("gpt-20b"), on, 32, 2**18, search=True)
-    made = planner.plan(asked)
-    for bound in ("_floor", "_seconds"):
-        monkeypatch.setattr(planner, bound, lambda *_: 0.0)
-    every = planner.plan(asked)
-    assert made.ranked == every.ranked and [one.grid for one in made.left_out] == [one.grid for one in every.left_out]
-    assert {one.run.sequence_parallel for one in made.ranked if one.grid.x > 1} == {False, True}
+@pytest.mark.parametrize(
+    ("model", "gpus", "sequences", "gibibytes"),
+    [("gpt-20b", 32, 128, 16), ("gpt-20b", 32, 128, 40), ("gpt-5b", 4, 33, 16), ("gpt-5b", 4, 88, 16)],
+)
+def test_bounds_leave_nothing_out_that_is_faster(model: str, gpus: int, sequences: int, gibibytes: int) -> None:
+    """Oracle: every way to run a grid by itself, with each number of micro-batches by itself; 33 sequences in 32
+    micro-batches are 64 rows, in 33 of them 33."""
+    on, workload = replace(machine.load("h100"), memory_gib=gibibytes), readers.read(model)
+    asked = planner.Request(workload, on, gpus, sequences * workload.seq_length, search=True)
+    made, known = planner.plan(asked), planner.Known(on, workload)
+    for one in (*made.ranked, *made.left_out):
+        mine = -(-sequences // (one.grid.z * one.grid.data))
+        counts = sorted({min(2**i, mine) for i in range(sequences.bit_length() + 1)})
+        each = [planner.consider(replace(asked, micro_batches=count), one.grid, 1, known, [way])
+                for way in ways(asked, one.grid) for count in counts]  # fmt: skip
+        fits = [other for other in each if not other.reason]
+        assert (one == min(fits, key=lambda other: other.seconds)) if fits else one.reason, one
+    assert all(one.candidate.time is None or one.candidate.seconds >= made.best.seconds for one in others.others(made))
+    split = {one.run.sequence_parallel for one in made.ranked if one.grid.x > 1}
     offloaded = {one.run.offload for one in made.ranked}
+    assert True in split and (gpus == 4 or False in split)
     assert True in offloaded and (gibibytes == 16 or False in offloaded)
 
 

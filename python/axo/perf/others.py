@@ -45,11 +45,15 @@ def others(made: Plan) -> list[Other]:
     """Return the best of each kind that was tried and that ``made.best`` is not of."""
     known, found = Known(made.request.machine, made.request.workload), list[Other]()
     for kind, belongs in KINDS.items():
-        if not _is(belongs, made.best) and (one := _best(made, belongs, known)) is not None:
+        if _is(belongs, made.best):
+            continue
+        one, stopped = _best(made, belongs, known)
+        if one is not None:
+            where = f" on the {MOST_ASKED} fastest grids" if stopped else ""
             if one.time is None or made.best.time is None:
-                why = f"does not fit: {one.reason}"
+                why = f"does not fit{where}: {one.reason}"
             else:
-                why = f"most of it {cause(one.time, made.best.time)}"
+                why = f"most of it {cause(one.time, made.best.time)}" + (f"; the best{where}" if stopped else "")
             found.append(Other(kind, one, why))
     return found
 
@@ -58,18 +62,23 @@ def _is(belongs: Kind, one: Candidate) -> bool:
     return belongs(one.pipeline, one.algorithm, one.way)
 
 
-def _best(made: Plan, belongs: Kind, known: Known) -> Candidate | None:
+def _best(made: Plan, belongs: Kind, known: Known) -> tuple[Candidate | None, bool]:
+    """The best of a kind, and whether grids were left unasked that might have been better."""
     best: Candidate | None = None
     nearest: Candidate | None = None
-    asked = 0
+    asked, stopped = 0, False
     for candidate in made.ranked:
         if best is not None and candidate.seconds >= best.seconds:
-            return best
+            break
         if _is(belongs, candidate):
-            return candidate if best is None or candidate.seconds < best.seconds else best
+            best = candidate
+            break
         tried = [way for way in ways(made.request, candidate.grid)
                  if belongs(candidate.pipeline, candidate.algorithm, way)]  # fmt: skip
-        if candidate.algorithm != "axonn" or not tried or asked == MOST_ASKED:
+        if candidate.algorithm != "axonn" or not tried:
+            continue
+        if asked == MOST_ASKED:
+            stopped = True
             continue
         asked += 1
         one = consider(made.request, candidate.grid, candidate.pipeline, known, tried)
@@ -78,4 +87,4 @@ def _best(made: Plan, belongs: Kind, known: Known) -> Candidate | None:
         if one.memory is not None and (nearest is None or nearest.memory is None
                                        or one.memory.total < nearest.memory.total):  # fmt: skip
             nearest = one
-    return best or nearest
+    return best or nearest, stopped

@@ -230,26 +230,30 @@ def consider(
 def _consider(
     request: Request, grid: Grid, way: Way, sizes: list[tuple[int, int]], known: Known, best: Candidate | None
 ) -> Candidate | None:
-    """Predict one way to run a grid with the fewest micro-batches that fit; with ``search`` up to two doublings more.
+    """Predict one way to run a grid with the fewest micro-batches that fit; with ``search`` with the fastest number.
 
     None: it is not faster than ``best``. What it takes at least is asked before what it needs: with all gathered
-    weights kept, and with as few micro-batches as any later try.
+    weights kept. More micro-batches take no less than that, unless the rows of all of them are fewer: rows are
+    rounded up, so 33 sequences are 64 in 32 micro-batches and 33 in 33.
     """
     workload = variant(request.workload, way.recompute != "none")
-    further = 2 if request.search else 0
     share, most = _shares(request, grid)
     plain = run_of(request, way, cached_gathers=share)
     room = request.machine.memory_gib * memory.GIB
     limit, found, held = best, None, None
     run, rows = plain, 1
+    slow = math.inf  # so many rows in all are not faster in more micro-batches
     for pieces, next_rows in sizes:
+        if pieces * next_rows >= slow:
+            continue
         if held is not None and (pieces, next_rows) != sizes[-1]:  # what is kept for backward goes with the rows
             kept = 0.999 * held.kept * next_rows / rows
             if (held.weights + held.optimizer + kept) * (1 + memory.SLACK) + memory.RESERVED > room:
                 continue
         run, rows = replace(plain, micro_batches=pieces, rows=next_rows), next_rows
         if limit is not None and _seconds(request, workload, grid, run, most, known) >= limit.seconds:
-            return found
+            slow = pieces * rows
+            continue
         held = known.memory(workload, grid, run)
         if not held.fits(request.machine):
             if held.state > room:  # nor will any other
@@ -264,9 +268,10 @@ def _consider(
         time = model.predict(workload, grid, request.machine, run, known)
         if limit is None or time.total < limit.seconds:
             limit = found = Candidate(grid, run, workload.checkpointed, time, held)
-        if further == 0 or run.cached_gathers == 1.0 or grid.z == 1:
+        if not request.search:
             return found
-        further -= 1
+        if run.cached_gathers == most:
+            slow = pieces * rows
     if limit is not None:
         return found
     assert held is not None

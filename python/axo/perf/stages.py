@@ -347,8 +347,11 @@ class Timing:
         return found
 
     def saved_by_splitting(self, stages: Stages) -> float:
-        """Return seconds of which sequence parallelism saves no more: what ranks spend on the stream, and messages."""
-        most = max(part.stream for *_, part in self._ranks(stages))
+        """Return seconds of which sequence parallelism saves no more.
+
+        What ranks spend on the stream, on x (layers that share their input share the sum of its gradient) and messages.
+        """
+        most = max(part.stream + part.shown_x for *_, part in self._ranks(stages))
         saved = (self.run.micro_batches + stages.ranks) * most
         return saved + self._message * schedules.messages(stages.schedule, stages.ranks, self.run.micro_batches)
 
