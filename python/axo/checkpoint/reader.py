@@ -27,7 +27,7 @@ from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.comm.connect import Communicators
-from axo.offload.shards import settle
+from axo.overlap.model import engines
 
 _SHOWN = 4
 
@@ -93,7 +93,8 @@ def load(
     agree(group, problem)
     assert work is not None
     loaded = Loaded(work.path)
-    settle()
+    for engine in engines(model):
+        engine.settle()
     try:
         loaded = work.read(number_of(comms), rng)
     except ValueError as error:

@@ -14,7 +14,6 @@ gathered and gradients reduced (``axo.overlap``).
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -22,8 +21,6 @@ import torch
 
 from axo.offload.lane import Done, Lane
 from axo.offload.tier import Blocks, PinnedMemory
-
-_ALL: weakref.WeakSet[Shards] = weakref.WeakSet()
 
 
 class Shards:
@@ -37,7 +34,6 @@ class Shards:
         self._up, self._down = Lane(device), Lane(device)
         self._rooms = Blocks(PinnedMemory())
         self._coming: Done | None = None
-        _ALL.add(self)
 
     def bring(self, room: torch.Tensor, shard: torch.Tensor) -> Done:
         """Copy a shard to ``room`` on the device, which may have another dtype."""
@@ -83,9 +79,3 @@ class Shards:
             self._rooms.end_of_pass()
         self._down.let_go()
         self._up.let_go()
-
-
-def settle() -> None:
-    """``Shards.settle`` of every model of the process."""
-    for each in tuple(_ALL):
-        each.settle()

@@ -223,8 +223,7 @@ class Buckets:
             self._close(kind)
 
     def finish(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Complete everything; (parameter, gradient) in the order of the slots."""
-        self.close()
+        """Complete everything, after ``close``; (parameter, gradient) in the order of the slots."""
         running = list(self._closed)
         for bucket in running:
             if bucket.under_way is None:

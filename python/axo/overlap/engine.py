@@ -218,18 +218,15 @@ class Engine:
 
     def start_release(self) -> None:
         """The step's backward passes are over: issue what reductions the last of them has not."""
-        if self.holding:
-            self.stop_holding()
-            with torch.no_grad():
-                self.gradients.start_held()
+        self.stop_holding()
+        with torch.no_grad():
+            self.gradients.start_held()
 
     def release(self) -> None:
-        """The step's micro-batches are over: complete all gradients."""
-        self.start_release()
+        """What ``start_release`` has issued is to be complete: wait, and give all gradients."""
         self.reducing = False
         try:
             with torch.no_grad():
-                self.gradients.start_held()  # where the last micro-batch has used no weight
                 self.gradients.finish()
             self.comms.poll()
         except BaseException:

@@ -261,21 +261,21 @@ class Gradients:
         """Complete all gradients and put them into ``.grad``."""
         self.start()
         totals: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        hosted: list[Shards] = []
+        shards: Shards | None = None  # those of the model, if any weight lies on the host
         for parameter, grad in self.buckets.finish():
-            shards = self._engine.shards_of(parameter)
-            if shards is not None:
-                hosted = [shards]
+            here = self._engine.shards_of(parameter)
+            if here is not None:
+                shards = here
                 if grad.device != parameter.device:
-                    grad = shards.take(grad, parameter.dtype)
+                    grad = here.take(grad, parameter.dtype)
             if id(parameter) in totals:  # used twice
-                for ways in hosted:
-                    ways.wait()
+                if here is not None:
+                    here.wait()
                 totals[id(parameter)][1].add_(grad)
             else:
                 totals[id(parameter)] = (parameter, grad)
-        for ways in hosted:
-            ways.wait()
+        if shards is not None:
+            shards.wait()
         self._arriving.clear()
         self._count = 0
         hooks = self._give_hooks_back()
