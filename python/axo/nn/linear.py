@@ -114,7 +114,8 @@ class Linear(ParallelLayer, nn.Linear):
         out_axes = () if whole_output else (out_axis,)
         self.as_table = features.as_table and arrangement.square
         splits = arrangement.table if self.as_table else arrangement.weight((in_axis,), out_axes)
-        placements = {"weight": Placement((out_features, in_features), splits, out_blocks, comms, out_copies)}
+        matrix = Placement((out_features, in_features), splits, out_blocks, comms, out_copies)
+        placements = {"weight": self._stored(matrix)}
         if bias:
             placements["bias"] = Placement((out_features,), (out_axes,), out_blocks, comms, out_copies)
         self._start(comms, name, placements)
@@ -140,7 +141,7 @@ class Linear(ParallelLayer, nn.Linear):
         sums_input_grad = not (self.as_table or (sequence_parallel and not transposed))
         self.matmul = layer_matmul(
             comms,
-            placements["weight"],
+            matrix,
             in_axis=self.in_axis if sums_output else None,
             out_axis=self.out_axis if sums_input_grad else None,
             grad_reduce=grad_reduce,
@@ -152,13 +153,22 @@ class Linear(ParallelLayer, nn.Linear):
         self._add_parameters(default_device(device, comms), dtype)
         self.reset_parameters()
 
+    @staticmethod
+    def _stored(matrix: Placement) -> Placement:
+        """Where the parameter lies, of a weight ``[out, in]`` that lies as ``matrix`` says."""
+        return matrix
+
+    def _matrix(self) -> torch.Tensor:
+        """This rank's part of the weight, ``[out, in]``."""
+        return self.weight  # looked up once a pass: nn.Module's lookup is slow
+
     def use_fp8(self, scaling: str) -> None:
         """Multiply in eight bits from here on: ``"tensor"`` or ``"row"``, how many scales (``axo.parallelize``).
 
         Raises:
             ValueError: A part of a size on a rank is no multiple of 16, which GPUs need.
         """
-        rows, columns = self.matmul.exchange.block_rows, self.weight.shape[1]
+        rows, columns = self.matmul.exchange.block_rows, self._matrix().shape[1]
         for size, name, axis in ((columns, "in_features", self.in_axis), (rows, "out_features", self.out_axis)):
             if size % fp8.MULTIPLE:
                 raise ValueError(
@@ -178,7 +188,7 @@ class Linear(ParallelLayer, nn.Linear):
         Raises:
             ValueError: The input's last dim is not this rank's part of in_features.
         """
-        weight = self.weight  # looked up once: nn.Module's lookup is slow
+        weight = self._matrix()
         if input.dtype is not weight.dtype:
             self._check_dtype(input, weight)
         if self.scatter_input and self.in_axis is not None and input.dim():

@@ -36,39 +36,30 @@ if TYPE_CHECKING:
 
 def watch(engine: Engine) -> None:
     """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
-    seen = weakref.ref(engine)
-
-    def check(optimizer: Any, args: Any, options: Any) -> None:
-        engine = seen()
-        if engine is None:
-            return
-        engine.settle()
-        engine.gradients.forget_zeroed()
-        if not (engine.gradients.deferred or engine.awaits_backward):
-            return
-        mine = {id(parameter) for parameter in engine.parameters()}  # those of a meta model are made anew
-        stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
-        if any(id(p) in engine.gradients.deferred for p in stepped):
-            raise RuntimeError(
-                "step(): gradients of micro-batches inside axo.no_sync wait to be reduced; run the last backward of the"
-                " step outside of it"
-            )
-        if stepped and all(p.grad is None for p in stepped):
-            raise RuntimeError(
-                "step() without backward: the model has run forward, and none of its parameters has a gradient; call"
-                " backward on the loss first"
-            )
-
-    def stepped(optimizer: Any, args: Any, options: Any) -> None:
-        engine = seen()
-        if engine is not None:
-            engine.gathers.outdate()
-
-    before_steps(engine, check)
-    after_steps(engine, stepped)
+    before_steps(engine, _check_gradients)
+    after_steps(engine, lambda engine, *_: engine.gathers.outdate())
 
 
-def _check_state(optimizer: Any, args: Any, options: Any) -> None:
+def _check_gradients(engine: Engine, optimizer: Any, args: Any, options: Any) -> None:
+    engine.settle()
+    engine.gradients.forget_zeroed()
+    if not (engine.gradients.deferred or engine.awaits_backward):
+        return
+    mine = {id(parameter) for parameter in engine.parameters()}  # those of a meta model are made anew
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in mine]
+    if any(id(p) in engine.gradients.deferred for p in stepped):
+        raise RuntimeError(
+            "step(): gradients of micro-batches inside axo.no_sync wait to be reduced; run the last backward of the"
+            " step outside of it"
+        )
+    if stepped and all(p.grad is None for p in stepped):
+        raise RuntimeError(
+            "step() without backward: the model has run forward, and none of its parameters has a gradient; call"
+            " backward on the loss first"
+        )
+
+
+def _check_state(owner: Any, optimizer: Any, args: Any, options: Any) -> None:
     optimizer_state.check(optimizer)
     optimizer_state.mark(optimizer)
 
@@ -91,7 +82,7 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
     if not gone:
         return
 
-    def check(optimizer: Any, args: Any, options: Any) -> None:
+    def check(model: nn.Module, optimizer: Any, args: Any, options: Any) -> None:
         names = {id(each()): name for name, each in gone if each() is not None}
         held = [p for group in optimizer.param_groups for p in group["params"]] if names else []
         lost = [names[id(p)] for p in held if id(p) in names]

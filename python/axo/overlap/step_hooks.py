@@ -9,44 +9,35 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# Called with the optimizer, its step's arguments and options; before a step it may return new ones.
-Hook = Callable[[Any, Any, Any], Any]
+# Called with its owner, the optimizer, its step's arguments and options; before a step it may return new ones.
+Hook = Callable[[Any, Any, Any, Any], Any]
+_Hooks = weakref.WeakKeyDictionary[Any, list[Hook]]
 
-_before: weakref.WeakKeyDictionary[Any, list[Hook]] = weakref.WeakKeyDictionary()
-_after: weakref.WeakKeyDictionary[Any, list[Hook]] = weakref.WeakKeyDictionary()
+_before, _after = _Hooks(), _Hooks()
 
 
 def before_steps(owner: Any, hook: Hook) -> None:
-    """Call ``hook`` before each step while ``owner`` lives; the hook must not keep it alive."""
+    """Call ``hook`` before each step while ``owner`` lives, which the hook itself must not keep alive."""
     _before.setdefault(owner, []).append(hook)
 
 
 def after_steps(owner: Any, hook: Hook) -> None:
-    """Call ``hook`` after each step while ``owner`` lives; the hook must not keep it alive."""
+    """The same after each step."""
     _after.setdefault(owner, []).append(hook)
 
 
-def _hooks(of: weakref.WeakKeyDictionary[Any, list[Hook]]) -> list[Hook]:
-    return [hook for hooks in list(of.values()) for hook in hooks]
+def _call(hooks: _Hooks, optimizer: Any, args: Any, options: Any) -> Any:
+    changed = None
+    for owner, of_owner in list(hooks.items()):
+        for hook in of_owner:
+            changed = hook(owner, optimizer, *(changed or (args, options))) or changed
+    return changed
 
 
-def _call_before(optimizer: Any, args: Any, options: Any) -> Any:
-    changed = False
-    for hook in _hooks(_before):
-        result = hook(optimizer, args, options)
-        if result is not None:
-            (args, options), changed = result, True
-    return (args, options) if changed else None
-
-
-def _call_after(optimizer: Any, args: Any, options: Any) -> None:
-    for hook in _hooks(_after):
-        hook(optimizer, args, options)
-
-
-register_optimizer_step_pre_hook(_call_before)
-register_optimizer_step_post_hook(_call_after)
+register_optimizer_step_pre_hook(partial(_call, _before))
+register_optimizer_step_post_hook(partial(_call, _after))

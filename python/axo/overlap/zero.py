@@ -58,19 +58,8 @@ class Zero:
         self._engine_ref = weakref.ref(engine)
         self._narrowed: list[_Narrowed] = []
         self._aside: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # parameters, and their rows' gradients
-        me = weakref.ref(self)
-
-        def before(optimizer: Any, args: Any, options: Any) -> Any:
-            zero = me()
-            return None if zero is None else zero._before_step(optimizer, args, options)
-
-        def after(optimizer: Any, args: Any, options: Any) -> None:
-            zero = me()
-            if zero is not None:
-                zero._after_step()
-
-        before_steps(self, before)
-        after_steps(self, after)
+        before_steps(self, Zero._before_step)
+        after_steps(self, Zero._after_step)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         import copy
@@ -134,7 +123,7 @@ class Zero:
                 each.parameter.grad = each.grad
         self._narrowed = []
 
-    def _after_step(self) -> None:
+    def _after_step(self, optimizer: Any, args: Any, options: Any) -> None:
         parameters = [each.parameter for each in self._narrowed]
         self.restore()
         if parameters:

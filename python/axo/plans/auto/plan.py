@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from axo.arrangement import Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
-from axo.nn import Dropout
+from axo.nn import Dropout, Features
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.nn.randomness import SharedRandomness
@@ -330,17 +330,14 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
     elif candidate.type == "linear":
         replacer.linear(parent, child, name, uneven_out=not choice.split_out, as_table=as_table, **options)
     else:
-        old: Any = candidate.module
+        transposed = options.pop("transposed")
         new = Conv1D(
-            old.nf,
-            old.nx,
-            "meta",
-            old.weight.dtype,
+            candidate.module,
             comms=replacer.comms,
+            transposed=transposed,
             grad_reduce=replacer.grad_reduce,
-            like=type(old),
+            features=Features(**options),
             name=name,
-            **options,
         )
         replacer.put(parent, child, new)
 
