@@ -69,8 +69,18 @@ def test_a_stage_holds_its_own_tensors_under_their_names():
 
 
 def small(kind):
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        ViTConfig,
+        ViTForImageClassification,
+    )
 
+    if kind == "vit":  # 4 patches and a token of the class
+        sizes = {"num_hidden_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48}
+        return ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, num_labels=10))
     if kind == "gpt2":
         sizes = {"n_layer": 4, "n_embd": 32, "n_head": 4, "vocab_size": 61, "n_positions": 16}
         return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0))
@@ -86,29 +96,33 @@ def in_stages(cases):
         serial = small(kind)
         model = copy.deepcopy(serial)
         ids, targets = (torch.randint(61, (ROWS, TOKENS)) for _ in range(2))
-        loss_of = lambda logits, wanted: F.cross_entropy(logits.flatten(0, 1), wanted.flatten())  # noqa: E731
-        loss_of(serial(input_ids=ids, use_cache=False).logits, targets).backward()
+        if kind == "vit":
+            ids, targets = torch.randn(ROWS, 3, 8, 8), torch.randint(10, (ROWS,))
+        loss_of = lambda logits, wanted: F.cross_entropy(logits.flatten(0, -2), wanted.flatten())  # noqa: E731
+        loss_of(serial(ids).logits, targets).backward()
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="parallelize:")
             axo.parallelize(model, comms, plan="auto")
         modules = axo.pipeline.split(model, comms, **axo.pipeline.layout(name))
-        stages = axo.pipeline.stages(modules, comms, rows=2 // comms.grid.z, tokens=TOKENS)
+        stages = axo.pipeline.stages(modules, comms, rows=2 // comms.grid.z, tokens=5 if kind == "vit" else TOKENS)
         schedule = axo.pipeline.schedule(name, stages, microbatches=4, loss=loss_of)
         mine = slice(comms.coords.z * ROWS // comms.grid.z, (comms.coords.z + 1) * ROWS // comms.grid.z)
         schedule.step(ids[mine], target=targets[mine])
         renamed = part_of(model).renamed
         for own, parameter in model.named_parameters():
             expected = serial.get_parameter(renamed.get(own, own)).grad
-            worst = (axo.unshard_grad(parameter) - expected).abs().max().item() / expected.abs().max().item()
+            # Of attention's key bias the gradient is what rounding leaves: it counts beside that of queries.
+            like = serial.get_parameter(renamed.get(own, own).replace("key.bias", "query.bias")).grad
+            worst = (axo.unshard_grad(parameter) - expected).abs().max().item() / like.abs().max().item()
             assert worst <= 1e-5, f"{kind} by {name} on {grid}: {own} is off by {worst:.1e}"
 
 
 @pytest.mark.parametrize(
     "cases",
     [
-        [("llama", "2x1x1x1", "zero-bubble"), ("gpt2", "1x1x2x1", "1f1b")],
+        [("llama", "2x1x1x1", "zero-bubble"), ("gpt2", "1x1x2x1", "1f1b"), ("vit", "2x1x1x1", "interleaved-1f1b")],
         pytest.param(
-            [(kind, grid, name) for kind in ("llama", "gpt2") for grid in ("1x2x1x1", "1x1x2x1") for name in
+            [(kind, grid, name) for kind in ("llama", "gpt2", "vit") for grid in ("1x2x1x1", "1x1x2x1") for name in
              ("gpipe", "zbv", "interleaved-1f1b")],
             marks=pytest.mark.soak,
         ),

@@ -285,20 +285,38 @@ def gathers_by_cache(name):
     for cache in ("all", "none", 3):
         model, schedule = build(comms, name, FOUR, gather_cache=cache)
         ids, targets = (my_rows(comms, tensor) for tensor in batch(0))
-        with axo.count_collectives() as counts:
-            schedule.step(ids, target=targets)
         weights = sum(parameter.dim() == 2 for parameter in model.parameters())
         table = hasattr(model.transformer.wte, "weight")
-        found.append((counts["all_gather", "z"].calls, counts["reduce_scatter", "z"].calls, weights, table))
+        kept = {"all": weights, "none": 0, 3: 3 * len(schedule.axo_stages)}[cache]
+        # The table is not wanted in backward; it is among the first three.
+        gathers = kept + 8 * (2 * (weights - kept) - (table and not kept))
+        for step in range(2):
+            ahead = []
+
+            def noted(method, ahead=ahead):
+                def note(*args, **named):
+                    ahead.append(counts["all_gather", "z"].calls)
+                    return method(*args, **named)
+
+                return note
+
+            first = {
+                name: noted(getattr(axo.pipeline.Stage, name)) for name in ("get_fwd_recv_ops", "forward_one_chunk")
+            }
+            with axo.count_collectives() as counts, patch.multiple(axo.pipeline.Stage, **first):
+                schedule.step(ids, target=targets)
+            assert counts["all_gather", "z"].calls == gathers, f"a cache of {cache} in step {step}"
+            assert counts["reduce_scatter", "z"].calls == weights
+            found.append((step, ahead[0], kept))
+            torch.optim.SGD(model.parameters(), 0.1).step()
     return found
 
 
-def test_weights_are_gathered_once_a_step_and_gradients_reduced_once():
-    for every, none, three in run_ranks(gathers_by_cache, 4, "1f1b"):
-        (gathers, scatters, weights, table), (again, same, *_), (some, too, *_) = every, none, three
-        assert gathers == scatters == same == too == weights
-        assert again == 8 * (2 * weights - table)  # the table is not wanted in backward
-        assert some == 3 + 8 * 2 * (weights - 3)  # the first three, the table among them
+@pytest.mark.parametrize("name", ["1f1b", pytest.param("interleaved-1f1b", marks=pytest.mark.soak)])
+def test_weights_are_gathered_once_a_step_before_its_first_micro_batch_comes(name):
+    """Else a stage would gather when the stage before it has gathered; gradients are reduced once too."""
+    for step, ahead, kept in itertools.chain(*run_ranks(gathers_by_cache, 4, name)):
+        assert ahead == (kept if step else 0)
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------

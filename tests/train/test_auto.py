@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,7 @@ ON = "perlmutter"
     ("accumulate", "given"), [(1, {}), (2, {}), (1, {"pipeline": 4, "schedule": "gpipe", "microbatches": 4})]
 )
 def test_the_fastest_of_all(accumulate: int, given: dict) -> None:
-    from dataclasses import replace
-
-    config = replace(LLAMA, accumulate=accumulate, **given)
+    config = dataclasses.replace(LLAMA, accumulate=accumulate, **given)
     found, why = chosen(config, 16, ON, set(given))
     workload = readers.read("Llama-3.2-1B", seq_length=2048)
     best = (float("inf"), "", 0, "", 0)
@@ -46,6 +46,25 @@ def test_the_fastest_of_all(accumulate: int, given: dict) -> None:
     assert found.cuts == ("planner" if found.pipeline > 1 else "even")
     assert f"grid {best[1]}" in why and "on 16 ranks of" in why and "products take" in why
     assert ("would take +" in why) == (not given), why
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"pipeline": 2, "cuts": "9"}, "1f1b"),
+        ({"pipeline": 2, "cuts": "4,8,12"}, "interleaved-1f1b"),
+        ({"cuts": "9"}, "cuts=9 make 2 stages, and pipeline is not given; give both"),
+        ({"pipeline": 4, "cuts": "9", "schedule": "gpipe"}, "cuts=9 make 2 stages, and pipeline=4 has 4; give both"),
+    ],
+)
+def test_named_cuts_are_of_the_chosen_schedule(given: dict[str, Any], found: str) -> None:
+    config = dataclasses.replace(LLAMA, **given)
+    if " " in found:
+        with pytest.raises(ValueError, match=re.escape(found)):
+            chosen(config, 16, ON, set(given))
+        return
+    config, _ = chosen(config, 16, ON, set(given))
+    assert config.schedule == found and config.cuts == given["cuts"]
 
 
 def test_what_is_chosen_trains(tmp_path: Path) -> None:

@@ -204,13 +204,20 @@ class Engine:
         return self.holding or not self.synchronizing
 
     def hold(self) -> None:
-        """A pipeline's step begins: keep gradients and gathered weights from one micro-batch to the next."""
+        """A pipeline's step begins: keep gradients and gathered weights from one micro-batch to the next.
+
+        What is kept of weights is gathered now, while the stage waits for its first micro-batch.
+        """
         if self.holding or self.reducing:  # the last step failed
             self.gradients.deferred.clear()
             self.drop_backward(quiet=True)
         self.holding = self.reducing = False
         self.gradients.begin()
         self.holding = True
+        if self.zero is not None:
+            self.zero.restore()
+        with torch.no_grad():
+            self.gathers.begin_step()
 
     def stop_holding(self) -> None:
         """The last backward pass of the step is next: it issues every reduction as it goes, behind its products."""

@@ -10,6 +10,9 @@ expect the same order.
 A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
 run of a reentrantly checkpointed block, and a recomputation. A weight that has changed since it was gathered (its
 version, its memory or the tensor itself) is gathered again.
+
+What a pipeline's step keeps for all its micro-batches is gathered when the step begins, before the first of them comes
+(from the second step on): so all stages gather at once.
 """
 
 from __future__ import annotations
@@ -104,7 +107,8 @@ class Gathers:
         self._ahead: dict[Route, Gathered] = {}
         self._steps = 0
         self._last: dict[Route, weakref.ref[Gathered]] = {}  # the weight gathered last, if somebody keeps it
-        self._asked_for: dict[Route, tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}  # by its last gather
+        # The weight and the dtype of each kind's last gathers.
+        self._asked_for: dict[tuple[str, Route], tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}
 
     def outdate(self) -> None:
         """An optimizer has stepped: what is gathered is no longer what the weights are."""
@@ -115,6 +119,18 @@ class Gathers:
         self._reach = self._position  # what was issued ahead is gone
 
     # --- passes ---------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A pipeline's step begins: gather what the cache has room for, as far as earlier steps have asked for it.
+
+        Ranks along z have admitted the same weights to their caches, in the same order.
+        """
+        if self._engine.overlap.all_gather:
+            known = (route for route in self._admitted if (TRAINING, route) in self._asked_for)
+            for _, batch in itertools.groupby(known, key=lambda route: route.together):
+                self._issue(TRAINING, list(batch), self._between)
+            for route, found in self._between.items():
+                self._remember(route, found)
 
     def begin(self, kind: str) -> None:
         """A pass begins; one that never ended is forgotten."""
@@ -242,16 +258,20 @@ class Gathers:
             found = self._start(route, weight, dtype, blocking=not looks_ahead)
         if self._pass is not None:
             self._asked.append(route)
-            self._asked_for[route] = weakref.ref(weight), dtype  # a view is gone by the next pass: never gathered ahead
+            # A view is gone by the next pass: it is never gathered ahead.
+            self._asked_for[self._pass, route] = weakref.ref(weight), dtype
             if looks_ahead:
-                self._look_ahead(route)
-        found.steps = self._steps
-        self._last[route] = weakref.ref(found)
+                self._look_ahead(self._pass, route)
+        self._remember(route, found)
         return found
 
-    def _look_ahead(self, route: Route) -> None:
+    def _remember(self, route: Route, found: Gathered) -> None:
+        found.steps = self._steps
+        self._last[route] = weakref.ref(found)
+
+    def _look_ahead(self, kind: str, route: Route) -> None:
         """Issue the rest of the block of ``route`` and the next block, but for what has been issued."""
-        order, reach = self._orders.get(self._pass or "", ([], []))
+        order, reach = self._orders.get(kind, ([], []))
         try:
             at = order.index(route, self._position)
         except ValueError:
@@ -259,25 +279,22 @@ class Gathers:
         self._position = at + 1
         start, self._reach = max(at + 1, self._reach), max(reach[at], self._reach)
         if route in order[at + 1 : start]:  # its repeats were issued as one, which is used now
-            self._issue([route])
+            self._issue(kind, [route], self._ahead)
         for _, batch in itertools.groupby(order[start : self._reach], key=lambda other: other.together):
-            self._issue(list(batch))
+            self._issue(kind, list(batch), self._ahead)
 
-    def _issue(self, batch: list[Route]) -> None:
+    def _issue(self, kind: str, batch: list[Route], into: dict[Route, Gathered]) -> None:
+        """Start the gathers of a batch, as passes of ``kind`` ask for them, but for what is there."""
         wanted = []
         for route in dict.fromkeys(batch):
-            weight_of, dtype = self._asked_for[route]
+            weight_of, dtype = self._asked_for[kind, route]
             weight = weight_of()
-            if weight is None or route in self._ahead or self._kept(route, weight, dtype) is not None:
+            if weight is None or route in into or self._kept(route, weight, dtype) is not None:
                 continue
             wanted.append((route, weight, dtype))
-        if len(wanted) > 1:
-            with group():
-                for route, weight, dtype in wanted:
-                    self._ahead[route] = self._start(route, weight, dtype)
-        else:
+        with group() if len(wanted) > 1 else nullcontext():
             for route, weight, dtype in wanted:
-                self._ahead[route] = self._start(route, weight, dtype)
+                into[route] = self._start(route, weight, dtype)
 
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
         """Gather this rank's rows over the shard axis, in ``dtype``."""

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from axo.grid import Grid
-from axo.perf.planner import Candidate, Plan, Request, cause, plan
+from axo.perf import cut
+from axo.perf.pipeline_schedule import known
+from axo.perf.planner import SEARCHED, Candidate, Plan, Request, cause, plan
 
 MOST_STAGES = 64
 
@@ -22,6 +24,27 @@ MOST_STAGES = 64
 def stage_counts(ranks: int) -> tuple[int, ...]:
     """Return the numbers of stages that are tried: 1, and powers of two that divide."""
     return tuple(1 << n for n in range(MOST_STAGES.bit_length()) if ranks % (1 << n) == 0)
+
+
+def schedules_for(schedule: str, pipeline: int, cuts: str) -> tuple[str, ...]:
+    """Return the schedules to search: that one, or all; of these, where cuts name blocks, those with as many stages.
+
+    Args:
+        schedule, cuts: As on a command line; ``""``: not given.
+        pipeline: Ranks of the pipeline; 0: any number.
+
+    Raises:
+        ValueError: The cuts suit none, or any number of stages is allowed.
+    """
+    tried, named = (schedule,) if schedule else SEARCHED, cut.read(cuts) if cuts else "planner"
+    if isinstance(named, str):
+        return tried
+    suit = tuple(name for name in tried if pipeline * known(name).stages_per_rank == len(named) + 1)
+    if not suit:
+        counts = " or ".join(map(str, sorted({pipeline * known(name).stages_per_rank for name in tried})))
+        other = f"pipeline={pipeline} has {counts}" if pipeline else "pipeline is not given"
+        raise ValueError(f"plan: cuts={cuts} make {len(named) + 1} stages, and {other}; give both, or cuts=planner")
+    return suit
 
 
 @dataclass(frozen=True)

@@ -213,6 +213,9 @@ def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, or
             for module, child in owners:
                 if isinstance(module, ParallelLayer):
                     module.placements[child] = replace(module.placements[child], counted=False)
+    if not family.table:
+        config: Any = model.config
+        return Part(stages, 0, config.hidden_size, 1, renamed, shared, tied)
     table: Any = model.get_submodule(family.table)
     grid = comms.grid
     width = table.embedding_dim // (1 if getattr(table, "gather_output", True) else grid.y)

@@ -4,10 +4,12 @@
     LitGPT      transformer.h   transformer.wte                 transformer.ln_f, lm_head
     Llama       model.layers    model.embed_tokens              model.norm, lm_head
     GPT-2       transformer.h   transformer.wte, wpe, drop      transformer.ln_f, lm_head
+    ViT         encoder.layer   embeddings                      layernorm, classifier
 
-Llama is transformers' LlamaForCausalLM, GPT-2 its GPT2LMHeadModel. A stage runs the model's own forward, in which what
-other stages hold passes things through. A stage other than the first takes the residual stream in place of token ids;
-one other than the last gives it in place of logits.
+Llama is transformers' LlamaForCausalLM, GPT-2 its GPT2LMHeadModel, ViT its ViTForImageClassification (all but the
+classifier below ``vit``). A stage runs the model's own forward, ViT's as it stands here; what other stages hold passes
+things through. A stage other than the first takes the residual stream in place of token ids or images; one other than
+the last gives it in place of logits.
 
 transformers is not imported here: classes are known by module and name.
 """
@@ -34,7 +36,7 @@ class Family:
         before, after: Names of the modules of the first and of the last stage; what a call of each is to give where it
             is elsewhere (``axo.nn.elsewhere.Elsewhere``).
         block_gives: The same of a block.
-        table: Name of the table of token ids.
+        table: Name of the table of token ids; "": none, and the residual stream has ``config.hidden_size`` features.
         finish: Prepares the module of one stage; told whether it is the first and whether it is the last.
     """
 
@@ -57,8 +59,8 @@ def family_of(model: nn.Module) -> Family:
             return _KNOWN[kind]
     raise Refused(
         f"pipeline: a {type(model).__qualname__} cannot be cut into stages by itself: known are litgpt.GPT, and of"
-        " transformers LlamaForCausalLM and GPT2LMHeadModel; of any other model make each stage's module by hand, and"
-        " give it to axo.pipeline.Stage"
+        " transformers LlamaForCausalLM, GPT2LMHeadModel and ViTForImageClassification; of any other model make each"
+        " stage's module by hand, and give it to axo.pipeline.Stage"
     )
 
 
@@ -129,6 +131,27 @@ def _hugging_face(model: Any, first: bool, last: bool) -> None:
     model.__class__ = type(f"Stage{type(model).__name__}", (_Tensors, type(model)), takes)
 
 
+class _Images:
+    """Mixed into the class of a ViT of Hugging Face's: one tensor comes in, one goes out."""
+
+    _pools: bool
+
+    def forward(self: Any, first: torch.Tensor) -> torch.Tensor:
+        """Images (rows, colors, height, width), or the residual stream (rows, patches + 1, features) -> that, or logits
+        (rows, labels)."""
+        hidden = self.vit.embeddings(first)
+        for layer in self.vit.encoder.layer:
+            given = layer(hidden)
+            hidden = given[0] if isinstance(given, tuple) else given
+        hidden = self.vit.layernorm(hidden)
+        return self.classifier(hidden[:, 0] if self._pools else hidden)
+
+
+def _vit(model: Any, first: bool, last: bool) -> None:
+    names = {"_pools": last, "__module__": type(model).__module__}
+    model.__class__ = type(f"Stage{type(model).__name__}", (_Images, type(model)), names)
+
+
 _LLAMA = Family(
     "model.layers",
     {"model.embed_tokens": "input"},
@@ -153,4 +176,17 @@ _LITGPT = Family(
     "transformer.wte",
     _litgpt,
 )
-_KNOWN = {"litgpt.GPT": _LITGPT, "llama.LlamaForCausalLM": _LLAMA, "gpt2.GPT2LMHeadModel": _GPT2}
+_VIT = Family(
+    "vit.encoder.layer",
+    {"vit.embeddings": "input"},
+    {"vit.layernorm": "input", "classifier": "input"},
+    "input",
+    "",
+    _vit,
+)
+_KNOWN = {
+    "litgpt.GPT": _LITGPT,
+    "llama.LlamaForCausalLM": _LLAMA,
+    "gpt2.GPT2LMHeadModel": _GPT2,
+    "vit.ViTForImageClassification": _VIT,
+}

@@ -11,7 +11,7 @@ from typing import Any
 
 from axo.grid import Grid
 from axo.perf import machine, planner, readers
-from axo.perf.choice import choose, stage_counts
+from axo.perf.choice import choose, schedules_for, stage_counts
 from axo.train import models
 from axo.train.config import TrainConfig
 
@@ -46,6 +46,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
     model = models.resolve(config.model, config.model_overrides)
     workload = readers.from_litgpt(vars(model), seq_length=config.seq_len).with_checkpointing(config.recompute)
     selective = config.recompute_keeps == "products" and workload.checkpointed
+    stages = config.pipeline if "pipeline" in given else 0
+    schedule, cuts = (getattr(config, name) if name in given else "" for name in ("schedule", "cuts"))
     request = planner.Request(
         workload,
         on,
@@ -58,8 +60,8 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         selective=selective,
         offload=config.offload == "optimizer",
         sequence_parallel=config.sequence_parallel,
-        pipeline=(config.pipeline,) if "pipeline" in given else stage_counts(ranks),
-        schedules=(config.schedule,) if "schedule" in given else planner.SEARCHED,
+        pipeline=(config.pipeline,) if stages else stage_counts(ranks),
+        schedules=schedules_for(schedule, stages, cuts),
     )
 
     def pieces(grid: Grid) -> int:

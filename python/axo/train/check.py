@@ -102,11 +102,11 @@ def check_pipeline(config: TrainConfig, blocks: int) -> None:
     stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
     cut.check(blocks, stages, config.stage_cuts)
     pipeline.check_microbatches(config.schedule, config.microbatches, config.pipeline)
-    if rows % config.microbatches:
+    if rows < config.microbatches:
         raise ValueError(
-            f"train: microbatches={config.microbatches} do not divide the {rows} rows of a rank in a piece"
-            f" (batch-size={config.batch_size} over z*data={config.grid.z * config.grid.data}, in"
-            f" accumulate={config.accumulate} pieces); use a divisor of {rows}, or another batch-size"
+            f"train: microbatches={config.microbatches} are more than the {rows} rows of a rank in a piece"
+            f" (batch-size={config.batch_size} in {parts} parts, in accumulate={config.accumulate} pieces); use at most"
+            f" {rows}, or a larger batch-size"
         )
 
 

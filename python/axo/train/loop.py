@@ -201,15 +201,16 @@ class Trainer:
 
     def _build_schedule(self, modules: list[torch.nn.Module]) -> pipeline.Schedule:
         config = self.config
+        rows = self.rows.count // config.accumulate
         self._stages = pipeline.stages(
             modules,
             self.comms,
-            rows=self.rows.count // config.accumulate // config.microbatches,
+            rows=-(-rows // config.microbatches),
             tokens=config.seq_len,
             forward_context=partial(autocast, config),
         )
         return pipeline.schedule(
-            config.schedule, self._stages, microbatches=config.microbatches, loss=self._loss_of, mean=False
+            config.schedule, self._stages, microbatches=config.microbatches, loss=self._loss_of, mean=False, rows=rows
         )
 
     def update(self) -> torch.Tensor:

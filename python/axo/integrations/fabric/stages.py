@@ -10,8 +10,8 @@ nothing. (A gradient scaler's factor is in the schedule already, so that small g
 
 Without gradients the rows go through the stages at once, and the last stage gives its logits to all ranks.
 
-Rows that the micro-batches do not divide are filled up with rows that count for nothing. Not here: other models than
-LitGPT's (``axo.pipeline`` takes them).
+Fewer rows than micro-batches are filled up with rows that count for nothing. Not here: other models than LitGPT's
+(``axo.pipeline`` takes them).
 """
 
 from __future__ import annotations
@@ -195,8 +195,8 @@ class Stages:
         ids = self._inputs(logits, targets)
         wanted = torch.full_like(ids, ignore_index)
         wanted[:, : targets.shape[1]] = targets
-        missing = -ids.shape[0] % self._microbatches
-        if missing:
+        missing = self._microbatches - ids.shape[0]
+        if missing > 0:
             ids = torch.cat([ids, ids[:1].expand(missing, -1)])
             wanted = torch.cat([wanted, wanted.new_full((missing, wanted.shape[1]), ignore_index)])
         weight = scale / (targets != ignore_index).sum().clamp(min=1)
@@ -240,15 +240,17 @@ class Stages:
 
     def _schedule_for(self, ids: torch.Tensor) -> pipeline.Schedule:
         """The schedule for rows of this length; only the last one made is kept, since it holds buffers."""
-        rows, tokens = ids.shape[0] // self._microbatches, ids.shape[1]
+        rows, tokens = ids.shape
         if self._schedule is None or self._schedule[0] != (rows, tokens):
-            stages = pipeline.stages(self._modules, self.comms, rows=rows, tokens=tokens, forward_context=self._context)
+            most = -(-rows // self._microbatches)
+            stages = pipeline.stages(self._modules, self.comms, rows=most, tokens=tokens, forward_context=self._context)
             made = pipeline.schedule(
                 self._name,
                 stages,
                 microbatches=self._microbatches,
                 loss=lambda output, target: self._loss_of(output, target),
                 mean=False,
+                rows=rows,
             )
             self._schedule = (rows, tokens), made
         self._prepare()

@@ -43,7 +43,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     from axo.perf import machine as machines
     from axo.perf import planner, readers
     from axo.perf.choice import choose as fastest
-    from axo.perf.choice import stage_counts
+    from axo.perf.choice import schedules_for, stage_counts
 
     train = options.train
     config = model_fields(options, "--grid auto")
@@ -62,7 +62,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         gather="keep",
         offload=asked.offload == "optimizer",
         pipeline=(asked.pipeline,) if asked.pipeline else (1,) if alone else stage_counts(ranks),
-        schedules=(asked.schedule,) if asked.schedule else planner.SEARCHED,
+        schedules=schedules_for(asked.schedule, asked.pipeline, asked.cuts),
     )
 
     def pieces(grid: Grid) -> int:
