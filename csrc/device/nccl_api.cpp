@@ -51,33 +51,9 @@ std::size_t config_bytes(int version) {
 
 NcclConfig make_nccl_config(int running_version) {
   const int version = std::min(running_version, kNcclNewestKnown);
-  NcclConfig config{};
+  NcclConfig config;
   config.size = config_bytes(version);
-  config.magic = 0xcafebeef;
   config.version = static_cast<unsigned>(version);
-  for (int* field : {&config.blocking,
-                     &config.cgaClusterSize,
-                     &config.minCTAs,
-                     &config.maxCTAs,
-                     &config.splitShare,
-                     &config.trafficClass,
-                     &config.collnetEnable,
-                     &config.CTAPolicy,
-                     &config.shrinkShare,
-                     &config.nvlsCTAs,
-                     &config.nChannelsPerNetPeer,
-                     &config.nvlinkCentricSched,
-                     &config.graphUsageMode,
-                     &config.numRmaCtx,
-                     &config.maxP2pPeers,
-                     &config.graphStreamOrdering,
-                     &config.launchOrderImplicit,
-                     &config.numRmaSig,
-                     &config.rmaEagerInit,
-                     &config.hostCftMode,
-                     &config.nvlsHostMode}) {
-    *field = kNcclUndefined;
-  }
   return config;
 }
 

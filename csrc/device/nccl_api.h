@@ -61,35 +61,35 @@ inline constexpr int kNcclNewestKnown = 23203;  // the last version whose config
 // ncclConfig_t: append-only, so that a prefix of it is what an older library knows. Fields that Axo never sets stay
 // undefined, and a library newer than kNcclNewestKnown takes its defaults for those that are missing here.
 struct NcclConfig {
-  std::size_t size;
-  unsigned magic;
-  unsigned version;
-  int blocking;        // 2.14
-  int cgaClusterSize;  // 2.17
-  int minCTAs;
-  int maxCTAs;
-  const char* netName;
-  int splitShare;        // 2.18
-  int trafficClass;      // 2.26
-  const char* commName;  // 2.27
-  int collnetEnable;
-  int CTAPolicy;
-  int shrinkShare;
-  int nvlsCTAs;
-  int nChannelsPerNetPeer;  // 2.28
-  int nvlinkCentricSched;
-  int graphUsageMode;  // 2.29
-  int numRmaCtx;
-  int maxP2pPeers;          // 2.30
-  int graphStreamOrdering;  // 2.31
-  int launchOrderImplicit;
-  int numRmaSig;
-  int rmaEagerInit;
-  int hostCftMode;
-  int nvlsHostMode;  // 2.32
+  std::size_t size = 0;
+  unsigned magic = 0xcafebeef;
+  unsigned version = 0;
+  int blocking = kNcclUndefined;        // 2.14
+  int cgaClusterSize = kNcclUndefined;  // 2.17
+  int minCTAs = kNcclUndefined;
+  int maxCTAs = kNcclUndefined;
+  const char* netName = nullptr;
+  int splitShare = kNcclUndefined;    // 2.18
+  int trafficClass = kNcclUndefined;  // 2.26
+  const char* commName = nullptr;     // 2.27
+  int collnetEnable = kNcclUndefined;
+  int CTAPolicy = kNcclUndefined;
+  int shrinkShare = kNcclUndefined;
+  int nvlsCTAs = kNcclUndefined;
+  int nChannelsPerNetPeer = kNcclUndefined;  // 2.28
+  int nvlinkCentricSched = kNcclUndefined;
+  int graphUsageMode = kNcclUndefined;  // 2.29
+  int numRmaCtx = kNcclUndefined;
+  int maxP2pPeers = kNcclUndefined;          // 2.30
+  int graphStreamOrdering = kNcclUndefined;  // 2.31
+  int launchOrderImplicit = kNcclUndefined;
+  int numRmaSig = kNcclUndefined;
+  int rmaEagerInit = kNcclUndefined;
+  int hostCftMode = kNcclUndefined;
+  int nvlsHostMode = kNcclUndefined;  // 2.32
 };
 
-// All undefined, `size` and `version` those that a library of `running_version` takes.
+// `size` and `version` are those that a library of `running_version` takes.
 NcclConfig make_nccl_config(int running_version);
 
 #define AXO_NCCL_REQUIRED(X)                                                                                         \

@@ -10,9 +10,8 @@
 namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::seconds kFlush{5};  // for peers to read why a communicator ends
-constexpr std::chrono::seconds kReason{
-    2};  // for a message with the reason, where only its consequence was noticed so far
+constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
+constexpr std::chrono::seconds kReason{2};  // for a message that says more than what was noticed so far
 
 }  // namespace
 

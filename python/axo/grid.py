@@ -78,6 +78,10 @@ class Grid:
     def __str__(self) -> str:
         return f"{self.x}x{self.y}x{self.z}x{self.data}"
 
+    def in_stages(self, stages: int) -> str:
+        """The grid in words, where each of ``stages`` stages of a pipeline is one."""
+        return str(self) if stages == 1 else f"{self} in {stages} stages"
+
     @property
     def world_size(self) -> int:
         return self.x * self.y * self.z * self.data
@@ -119,6 +123,25 @@ class Grid:
         here = self.coords(rank)
         first = rank - getattr(here, _checked_axis(axis)) * self.stride(axis)
         return [first + i * self.stride(axis) for i in range(self.size(axis))]
+
+
+def check_ranks(what: str, grid: Grid, stages: int, ranks: int) -> None:
+    """Check that there are as many ranks as ``grid`` has, in each of ``stages`` stages of a pipeline.
+
+    Raises:
+        ValueError: There are others; ``what`` asked, and a grid that fits is named.
+    """
+    wanted = stages * grid.world_size
+    if ranks == wanted:
+        return
+    instead = "another grid or number of stages"
+    if stages == 1:
+        cubes = (other for other in Grid.all(ranks) if other.data == 1)
+        instead = f"a grid such as {min(cubes, key=lambda other: (other.x + other.y + other.z, -other.x, -other.y))}"
+    raise ValueError(
+        f"{what}: grid {grid.in_stages(stages)} has {wanted} ranks, but {ranks} were started; start {wanted}, or use"
+        f" {instead}"
+    )
 
 
 def _checked_axis(axis: str) -> str:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 from axo.errors import Aborted, PeerLost, Timeout, user_message
-from axo.grid import Grid
 
 _LOOPBACK = "axo-loopback"
 _SHM = "/dev/shm"
@@ -94,25 +93,6 @@ class Rank:
             raise ValueError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; use 0 to {world - 1}")
         local = _whole_number("LOCAL_RANK", rank)
         return cls(rank, world, local, _whole_number("LOCAL_WORLD_SIZE", world))
-
-    def check_grid(self, what: str, grid: Grid, stages: int = 1) -> None:
-        """Check that as many ranks were started as ``grid`` has, in each of ``stages`` stages of a pipeline.
-
-        Raises:
-            ValueError: Others; ``what`` asked, and a grid that fits is named.
-        """
-        if stages > 1 and self.world_size != stages * grid.world_size:
-            raise ValueError(
-                f"{what}: grid {grid} in pipeline={stages} stages has {stages * grid.world_size} ranks, but"
-                f" {self.world_size} were started; start {stages * grid.world_size}"
-            )
-        if stages == 1 and self.world_size != grid.world_size:
-            cubes = (other for other in Grid.all(self.world_size) if other.data == 1)
-            even = min(cubes, key=lambda other: (other.x + other.y + other.z, -other.x, -other.y))
-            raise ValueError(
-                f"{what}: grid {grid} has {grid.world_size} ranks, but {self.world_size} were started;"
-                f" start {grid.world_size}, or use a grid such as {even}"
-            )
 
 
 def _whole_number(name: str, default: int = 0) -> int:

@@ -266,7 +266,7 @@ def test_a_grid_of_another_size_is_one_error_on_every_rank():
     messages = {(outcome.error, outcome.message) for outcome in outcomes}
     assert len(messages) == 1
     error, message = messages.pop()
-    assert error == "ValueError" and "grid 2x2x2x1 has 8 ranks and the world has 4" in message and "2x2x1x1" in message
+    assert error == "ValueError" and "grid 2x2x2x1 has 8 ranks, but 4 were started" in message and "2x2x1x1" in message
 
 
 def test_different_grids_are_one_error_on_every_rank():

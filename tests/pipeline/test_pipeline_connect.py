@@ -74,7 +74,7 @@ def wrong_stages(stages):
 
 def test_what_does_not_fit_is_one_error_on_every_rank():
     for stages, message in (
-        ((3, 3), "grid 2x1x1x1 in pipeline=3 stages has 6 ranks and the world has 4; start 6 ranks"),
+        ((3, 3), "grid 2x1x1x1 in 3 stages has 6 ranks, but 4 were started; start 6"),
         ((2, 1), "rank 0 asks for grid 2x1x1x1 in 2 stages and rank 1 for 2x1x1x1; pass one grid"),
         ((0, 0), "pipeline=0 is not a number of stages"),
     ):

@@ -140,15 +140,11 @@ def _ranks(text: str, config: TrainConfig, chosen: list[int]) -> list[int]:
     for part in text.split(","):
         if not part.strip().isdecimal() or int(part) >= config.ranks:
             raise ValueError(
-                f"ranks={text!r}: {part.strip()!r} is not a rank of {_named(config)}; use auto, all, or numbers from 0"
+                f"ranks={text!r}: {part.strip()!r} is not a rank of {config.shown}; use auto, all, or numbers from 0"
                 f" to {config.ranks - 1} with commas"
             )
         found.append(int(part))
     return sorted(set(found))
-
-
-def _named(config: TrainConfig) -> str:
-    return f"{config.grid}" + (f" in {config.pipeline} stages" if config.pipeline > 1 else "")
 
 
 def _place(config: TrainConfig, rank: int) -> str:
@@ -166,7 +162,7 @@ def _print(config: TrainConfig, records: list[Record], roles: dict[int, int], or
         for r in records
     ]  # fmt: skip
     show_table(
-        f"{config.model} on {_named(config)}: the fullest moment of a step, GiB of tensors",
+        f"{config.model} on {config.shown}: the fullest moment of a step, GiB of tensors",
         (["rank", "place", "ranks of its role", "peak", "when", *kinds], rows),
     )
     first = records[0]

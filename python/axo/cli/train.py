@@ -11,6 +11,7 @@ import typer
 
 from axo.cli.errors import FAILED
 from axo.cli.output import say
+from axo.grid import check_ranks
 from axo.launch import Rank
 from axo.train.config import OUTPUT, RANKS, TrainConfig
 
@@ -53,7 +54,7 @@ def train(context: typer.Context, **given: Any) -> None:
     if automatic:
         config = _planned(config, rank, ranks, machine, said)
     if rank is not None:
-        rank.check_grid("train", config.grid, config.pipeline)  # before what takes seconds to import
+        check_ranks("train", config.grid, config.pipeline, rank.world_size)  # before what takes seconds to import
     from axo.train import run
 
     outcome = run(config)

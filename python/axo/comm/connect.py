@@ -31,7 +31,7 @@ from axo.comm.extension import _C
 from axo.comm.hosts import check_settings, create_core
 from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
-from axo.grid import AXES, Coords, Grid
+from axo.grid import AXES, Coords, Grid, check_ranks
 from axo.launch import Rank
 
 _DEFAULT_TIMEOUT_S = 600.0
@@ -459,29 +459,15 @@ def _checked_device(device: str | torch.device, options: DeviceOptions | None) -
 
 def _same_grid(asked: list[str]) -> tuple[Grid, int]:
     """The grid and the number of stages that all ranks ask for, checked against how many they are."""
-
-    def shown(one: str) -> str:
-        grid, stages = one.split()
-        return grid if stages == "1" else f"{grid} in {stages} stages"
-
-    for rank, other in enumerate(asked):
-        if other != asked[0]:
+    each = [(Grid.parse(grid), int(stages)) for grid, stages in (one.split() for one in asked)]
+    grid, stages = each[0]
+    for rank, (other, of_other) in enumerate(each):
+        if (other, of_other) != each[0]:
             raise ValueError(
-                f"connect: rank 0 asks for grid {shown(asked[0])} and rank {rank} for {shown(other)}; pass one grid"
+                f"connect: rank 0 asks for grid {grid.in_stages(stages)} and rank {rank} for"
+                f" {other.in_stages(of_other)}; pass one grid"
             )
-    text, count = asked[0].split()
-    grid, stages, world_size = Grid.parse(text), int(count), len(asked)
-    if stages * grid.world_size != world_size:
-        if stages > 1:
-            raise ValueError(
-                f"connect: grid {grid} in pipeline={stages} stages has {stages * grid.world_size} ranks and the world"
-                f" has {world_size}; start {stages * grid.world_size} ranks, or use another grid or number of stages"
-            )
-        fitting = sorted(Grid.all(world_size), key=lambda other: (max(other.size(axis) for axis in AXES), -other.x))
-        raise ValueError(
-            f"connect: grid {grid} has {grid.world_size} ranks and the world has {world_size}; "
-            f"start {grid.world_size} ranks, or use a grid such as {', '.join(str(other) for other in fitting[:3])}"
-        )
+    check_ranks("connect", grid, stages, len(asked))
     return grid, stages
 
 
@@ -506,9 +492,8 @@ def _world_of_process_group(
 def _connect_alone(grid: Grid, device: torch.device, stages: int) -> Communicators:
     count = stages * grid.world_size
     if count != 1:
-        what = f"grid {grid}" if stages == 1 else f"grid {grid} in pipeline={stages} stages"
         raise ValueError(
-            f"connect: {what} has {count} ranks and this process is alone; "
+            f"connect: grid {grid.in_stages(stages)} has {count} ranks and this process is alone; "
             f"start it with torchrun --nproc-per-node {count}, or use grid 1x1x1x1"
         )
     return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)

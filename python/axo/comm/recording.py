@@ -339,6 +339,6 @@ def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingComm
     parsed = Grid.parse(grid) if isinstance(grid, str) else grid
     ranks = parsed.world_size * stages
     if not 0 <= rank < ranks:
-        of = f"grid {parsed}" + (f" in {stages} stages" if stages > 1 else "")
-        raise ValueError(f"recording: rank {rank} is not one of the {ranks} ranks of {of}")
+        of = parsed.in_stages(stages)
+        raise ValueError(f"recording: rank {rank} is not one of the {ranks} ranks of grid {of}")
     return RecordingCommunicators(parsed, rank, stages)

@@ -13,7 +13,7 @@ Units: GB/s = 1e9 bytes a second and direction, TFLOP/s = 1e12, microseconds, Gi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -253,21 +253,9 @@ ASSUMED = {
 _MOST = 1e15  # of any number in a file, so that nothing computed from it is infinite
 _MOST_A_NODE = 65536
 
-_NUMBERS = {  # field: must be given
-    "memory_gib": True,
-    "peak_tflops": True,
-    "gemm_tflops": True,
-    "memory_gbs": True,
-    "inter_gbs": True,
-    "latency_intra_us": False,
-    "latency_inter_us": False,
-    "gemm_fraction": False,
-    "network_fraction": False,
-    "contention": False,
-    "watts": False,
-    "host_link_gbs": False,
-    "host_memory_gbs": False,
-}
+# The numbers of a file, and whether each must be given; ``network`` is of the command.
+_NUMBERS = {each.name: each.default is MISSING for each in fields(Machine) if each.type == "float"}
+del _NUMBERS["network"]
 _OTHERS = (
     "name",
     "gpus_per_node",

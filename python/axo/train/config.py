@@ -155,6 +155,11 @@ class TrainConfig:
         return self.grid.world_size * self.pipeline
 
     @property
+    def shown(self) -> str:
+        """The grid, and the stages if there are several."""
+        return self.grid.in_stages(self.pipeline)
+
+    @property
     def stage_cuts(self) -> str | list[int]:
         """``cuts`` as ``axo.pipeline.split`` takes them.
 

@@ -20,6 +20,7 @@ import axo
 from axo.checkpoint import Run
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.comm.memory import physical_memory
+from axo.grid import check_ranks
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
 from axo.train.check import check, open_batches, open_corpus
@@ -96,7 +97,7 @@ def check_devices(config: TrainConfig) -> None:
     count = torch.accelerator.device_count()
     if config.ranks > count:
         raise ValueError(
-            f"train: grid {_shown(config)} has {config.ranks} ranks and this machine {count} of device"
+            f"train: grid {config.shown} has {config.ranks} ranks and this machine {count} of device"
             f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
         )
 
@@ -122,7 +123,7 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     """
     rank = Rank.from_environment()
     assert rank is not None
-    rank.check_grid("train", config.grid, config.pipeline)
+    check_ranks("train", config.grid, config.pipeline, rank.world_size)
     set_threads(config.threads, rank.local_world_size)
     batches, problem = _prepare(config)
     with ExitStack() as held:
@@ -162,7 +163,7 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
     if comms.everyone.rank == 0:
         shape = models.shape_of(models.resolve(config.model, config.model_overrides))
         log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
-        display = Display(Console(), f"axo {_shown(config)}", config.steps)
+        display = Display(Console(), f"axo {config.shown}", config.steps)
     started, stopped = time.perf_counter(), False
     with display or nullcontext(), checkpoints:
         for step in trainer.run(start):
@@ -197,7 +198,7 @@ def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> 
     plot.draw(
         out / plot.PLOT_NAME,
         losses,
-        title=f"{config.model} on {_shown(config)}",
+        title=f"{config.model} on {config.shown}",
         subtitle=_subtitle(config, training.start, seconds),
         vocabulary=vocabulary,
         serial=serial,
@@ -215,10 +216,6 @@ def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> 
         checkpoint=training.checkpoint,
         stopped=training.stopped,
     )
-
-
-def _shown(config: TrainConfig) -> str:
-    return str(config.grid) if config.pipeline == 1 else f"{config.grid} in {config.pipeline} stages"
 
 
 def _tail(losses: list[float]) -> float:

@@ -238,7 +238,7 @@ def make_fabric(grid, options):
 @pytest.mark.parametrize(
     ("grid", "options", "message"),
     [
-        ("2x2x1x1", {}, "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use another grid"),
+        ("2x2x1x1", {}, "grid 2x2x1x1 has 4 ranks, but 2 were started; start 4, or use a grid such as 2x1x1x1"),
         ("2x1x1x1", {"devices": 3}, "devices=3 does not fit grid 2x1x1x1; leave devices out"),
         ("2x1x1x1", {"num_nodes": 4}, "2 ranks, which do not divide over num_nodes=4"),
         (None, {}, "no grid; pass grid='2x2x2x1', or for strategy='axo' first call"),

@@ -58,7 +58,7 @@ import axo
 from axo.arrangement import arrangement_of
 from axo.comm.connect import Communicators
 from axo.comm.rendezvous import may_be_repeated, store_of_this_start
-from axo.grid import Grid
+from axo.grid import Grid, check_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
@@ -216,18 +216,14 @@ class AxoStrategy(ParallelStrategy):
             return
         environment.set_world_size(self.ranks)
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-        if environment.world_size() != self.ranks:
-            raise ValueError(
-                f"AxoStrategy: grid {self._shown} has {self.ranks} ranks, but {environment.world_size()} were started;"
-                f" start {self.ranks}, or use another grid"
-            )
+        check_ranks("AxoStrategy", self.grid, self.pipeline, environment.world_size())
         decorators: tuple[Any, ...] = (rank_zero_only, utilities_rank_zero_only)
         for decorator in decorators:
             decorator.rank = self.global_rank
 
     @property
     def _shown(self) -> str:
-        return str(self.grid) if self.pipeline == 1 else f"{self.grid} in {self.pipeline} stages"
+        return self.grid.in_stages(self.pipeline)
 
     def _spread_devices(self) -> None:
         if self.ranks % self._num_nodes:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from axo.arrangement import arrangement_of
-from axo.grid import Grid
+from axo.grid import Grid, check_ranks
 from axo.integrations.litgpt.auto_grid import model_fields
 from axo.integrations.litgpt.early import folder_of, module_alone
 from axo.integrations.litgpt.options import Options
@@ -52,11 +52,8 @@ def check(
         _check_quantize(options.quantize, options.get("precision"), asked, quantizes)
     grid = asked.grid or Grid()
     ranks = grid.world_size * asked.pipeline
-    if rank is not None and rank.world_size != ranks:
-        raise ValueError(
-            f"litgpt: grid {asked.shown} has {ranks} ranks, but {rank.world_size} were started; start {ranks}, or use"
-            " another grid"
-        )
+    if rank is not None:
+        check_ranks("litgpt", grid, asked.pipeline, rank.world_size)
     if trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
         for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks(grid))):
