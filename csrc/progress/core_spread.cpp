@@ -4,11 +4,7 @@
 #include <time.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <string>
 #include <thread>
-
-#include "base/error.h"
 
 namespace axo {
 namespace {
@@ -69,13 +65,6 @@ bool come_to(int core) {
   return true;
 }
 
-bool spreads_threads() {
-  const char* text = std::getenv("AXO_SPREAD");
-  if (text == nullptr || *text == '\0' || std::string(text) == "1") return true;
-  if (std::string(text) != "0") throw Error("AXO_SPREAD: got '" + std::string(text) + "', expected 0 or 1");
-  return false;
-}
-
 int freer_core(int core, const Crowd& crowd, const cpu_set_t& allowed) {
   int best = -1, fewest = crowd[static_cast<std::size_t>(core)] - 1;
   // From the next one on, so that threads of different cores do not all choose the first.
@@ -101,7 +90,7 @@ void CoreSpread::meet(Rows rows) {
 
 int CoreSpread::record_core() {
   const int core = ::sched_getcpu();
-  if (!spreads_ || core < 0 || core >= CPU_SETSIZE) return -1;
+  if (core < 0 || core >= CPU_SETSIZE) return -1;
   const std::uint64_t word = word_of(coarse_milliseconds(), core);
   Entry& mine = own_entry();
   if (mine.row != own_) {

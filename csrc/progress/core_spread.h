@@ -7,7 +7,7 @@
 // core.
 //
 // It stays free to go, but the kernel now takes its affinity for its own wish: cores that its cpuset gains later are
-// not its. AXO_SPREAD=0 leaves all threads where the scheduler puts them.
+// not its. A rank that is bound to cores (taskset, a launcher) moves among these only.
 #pragma once
 
 #include <sched.h>
@@ -35,9 +35,6 @@ int count_cores();
 
 // Moves the calling thread to `core` and leaves it free to go. False where it is refused.
 bool come_to(int core);
-
-// Throws Error when AXO_SPREAD is neither 0 nor 1.
-bool spreads_threads();
 
 using Crowd = std::array<std::uint16_t, CPU_SETSIZE>;  // threads by core
 
@@ -68,7 +65,6 @@ class CoreSpread {
  private:
   CoreRow* const own_;
   const int cores_ = count_cores();
-  const bool spreads_ = spreads_threads();
   std::mutex mutex_;
   std::shared_ptr<const Rows> rows_;
 };

@@ -7,7 +7,6 @@
 #include "host/communicator.h"
 #include "hosts/communicator.h"
 #include "hosts/link_limit.h"
-#include "progress/core_spread.h"
 #include "torch/c10d_backend.h"
 #include "torch/c10d_wire.h"
 
@@ -28,8 +27,6 @@ void bind_c10d(py::module_& m) {
       },
       py::call_guard<py::gil_scoped_release>());
 
-  // Throws for a variable of the environment that says nothing sensible of this rank's threads.
-  m.def("check_host_settings", [] { spreads_threads(); });
   m.def("host_identity", &host_identity);
   m.def("host_name", &host_name);
   m.def("simulate_host", &simulate_host);

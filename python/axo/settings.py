@@ -31,7 +31,6 @@ VARIABLES = (
         "AXO_TUNE", "cached", "Tuning of products: off (torch's own), cached (read choices) or first-step (measure)."
     ),
     Variable("AXO_TUNE_CACHE", "the user's cache folder", "Folder of the tuner's choices."),
-    Variable("AXO_SPREAD", "1", "0: a rank that waits on the core of another is left where the scheduler put it."),
     Variable("AXO_FLIGHT_DIR", "none", "Folder for a rank's last operations, written on failure and on SIGUSR1."),
     Variable("AXO_NCCL_LIBRARY", "found", "Path of the NCCL or RCCL library that the GPU transport opens."),
     Variable(

@@ -107,16 +107,6 @@ PROCESS_TEST(core_spread_moves_nobody_where_it_helps_nobody) {
   });
 }
 
-PROCESS_TEST(core_spread_can_be_switched_off) {
-  ::setenv("AXO_SPREAD", "0", 1);
-  on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow& peers, const cpu_set_t&) {
-    CHECK(!moves_away(spread, mine, peers, fresh));
-  });
-  ::setenv("AXO_SPREAD", "maybe", 1);
-  CHECK_THROWS(Error, "AXO_SPREAD: got 'maybe', expected 0 or 1", spreads_threads());
-  ::unsetenv("AXO_SPREAD");
-}
-
 PROCESS_TEST(core_spread_reuses_entries_of_ended_threads) {
   on_two_cores([](CoreSpread& spread, CoreRow& mine, CoreRow&, const cpu_set_t&) {
     for (int i = 0; i < 5 * kEntries; ++i) {

@@ -28,7 +28,8 @@ from axo.arrangement import AXONN, Arrangement
 from axo.comm.communicator import Communicator, tell_of
 from axo.comm.device import DeviceOptions, ask_for_launch_order
 from axo.comm.extension import _C
-from axo.comm.hosts import check_settings, create_core
+from axo.comm.flight import arm
+from axo.comm.hosts import create_core
 from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
 from axo.grid import AXES, Coords, Grid, check_ranks
@@ -352,7 +353,6 @@ def connect(
     Raises:
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
             an AXO_FLIGHT_DIR that is no folder, or this rank is not of ``group``.
-        axo.Error: Another variable of the environment means nothing.
         axo.Timeout: A rank did not come; names it. axo.PeerLost: One died or raised meanwhile; names it, and its error.
     """
     seconds, meeting, wrong = _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S, None
@@ -368,7 +368,7 @@ def connect(
     if owns_process_group and started is None:
         if wrong is not None:
             raise wrong
-        check_settings()
+        arm()
         return _connect_alone(_grid(grid), _checked_device(device, device_options), _stages(pipeline))
     if started is not None:
         rank, world_size = started.rank, started.world_size
@@ -386,7 +386,7 @@ def connect(
         if wrong is not None:
             raise wrong
         place = _checked_device(device, device_options)
-        check_settings()
+        arm()
         mine = f"{_grid(grid)} {_stages(pipeline)}"
     except Exception as error:
         give_up(store, next_round(store, _MEETING, rank), rank, error)

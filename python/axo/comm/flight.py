@@ -47,7 +47,8 @@ def _core() -> Any:
 
 
 def arm() -> None:
-    """Do as AXO_FLIGHT_DIR says. Called before a communicator is made.
+    """Do as AXO_FLIGHT_DIR says. Called before any rank waits for another, so that a folder that is not there is the
+    error of each rank that has it, and not a peer that others lose.
 
     Raises:
         ValueError: It names no folder.

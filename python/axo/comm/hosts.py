@@ -26,20 +26,6 @@ from axo.errors import Aborted, Error, PeerLost, Timeout
 _GLOO_MEETS_S = 60.0
 
 
-def check_settings() -> None:
-    """Look at what this rank's environment asks of its communicators, and arm the flight recorder.
-
-    Before any rank waits for another: so a variable that means nothing is the error of each rank that has it, and
-    not a peer that others lose.
-
-    Raises:
-        ValueError: AXO_FLIGHT_DIR is no folder.
-        Error: AXO_SPREAD means nothing.
-    """
-    arm()
-    _C.check_host_settings()
-
-
 def simulate(ranks_per_host: int, *, rate: float = 0.0, latency: float = 0.0) -> None:
     """Let this rank play one of several hosts, in what it connects from here on. Support for tests and benches.
 
@@ -83,7 +69,7 @@ def create_core(
         Timeout: Ranks have not come; names them. PeerLost: One came and died, or gave up. Error: The hosts cannot reach
             each other.
     """
-    check_settings()
+    arm()
     core = _met(store, key, rank, size, name, TimeLeft(seconds if meeting is None else meeting), members)
     core.set_timeout(int(seconds * 1000))
     return core
