@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -367,7 +367,7 @@ class Communicator:
             counting.record("barrier", self.axis, 0, 0)
         return self._issue(self._core.barrier, (), None, (), None, None, async_op)
 
-    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
+    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Self | None:
         """Make a communicator of the ranks that pass the same ``color``, ordered by ``(key, rank)``. Collective.
 
         A negative color takes no part and gets None. ``axis`` is the name under which its operations are counted.

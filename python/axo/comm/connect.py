@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -109,7 +110,9 @@ class Communicators:
     def __enter__(self) -> Communicators:
         return self
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         elif error is not None:
@@ -119,8 +122,8 @@ class Communicators:
 
     def _of_stages(self) -> tuple[Communicator, Communicator]:
         """The world of this stage's grid, and the pipeline."""
-        world = self.everyone.split(self.stage, self.rank, name="world", axis="world")
-        return world, self.everyone.split(self.rank, self.stage, name="pipeline", axis="pipeline")
+        world = _part(self.everyone, self.stage, self.rank, "world", "world")
+        return world, _part(self.everyone, self.rank, self.stage, "pipeline", "pipeline")
 
     def among(self, stages: list[int], name: str) -> Communicator | None:
         """A communicator of the ranks of ``pipeline`` that have these stages; None on others. Collective over all."""
@@ -130,7 +133,7 @@ class Communicators:
         if self.grid.size(axis) == 1:
             return alone(axis, self.device)
         first = self.grid.ranks(axis, self.rank)[0]
-        return self.world.split(first, getattr(self.coords, axis), name=axis, axis=axis)
+        return _part(self.world, first, getattr(self.coords, axis), axis, axis)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -167,7 +170,7 @@ class Communicators:
 
     def _neighbour_line(self, axis: str, count: int) -> Communicator:
         mine = getattr(self.coords, axis)
-        line = self.axis(axis).split(mine // count, mine % count, name=f"{axis}/{count}", axis=axis)
+        line = _part(self.axis(axis), mine // count, mine % count, f"{axis}/{count}", axis)
         line._siblings = self.communicators
         return line
 
@@ -428,6 +431,13 @@ def connect(
     return comms
 
 
+def _part(of: Communicator, color: int, key: int, name: str, axis: str) -> Communicator:
+    """This rank's part of a communicator of which every rank has one."""
+    found = of.split(color, key, name=name, axis=axis)
+    assert found is not None
+    return found
+
+
 def _stages(pipeline: int) -> int:
     if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
         raise ValueError(f"connect: pipeline={pipeline!r} is not a number of stages; use a whole number of at least 1")
@@ -518,7 +528,7 @@ class BackendOptions:
     meeting: float
 
 
-def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> Any:
+def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> _C.C10dBackend:
     """The c10d backend of one process group, from torch's _DistributedBackendOptions."""
     ask_for_launch_order()  # a communicator of GPUs may follow
     seconds = options.timeout.total_seconds()

@@ -16,7 +16,10 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from axo.comm.work import Work
 
 
 class Count(NamedTuple):
@@ -105,7 +108,7 @@ class Observed(NamedTuple):
     bytes: int
     start: float
     end: float
-    work: Any
+    work: Work | None
 
 
 class Awaited(NamedTuple):
@@ -114,7 +117,7 @@ class Awaited(NamedTuple):
     axis: str
     start: float
     end: float
-    work: Any
+    work: Work
 
 
 class _Watch:
@@ -138,13 +141,13 @@ class _Watch:
         """The next collective that is issued is this one."""
         self._next = (op, size)
 
-    def add(self, axis: str, start: float, work: Any) -> None:
+    def add(self, axis: str, start: float, work: Work | None) -> None:
         """It has been issued."""
         if self.issued is not None:
             op, size = self._next
             self.issued.append(Observed(op, axis, size, start, time.perf_counter(), work))
 
-    def waited(self, axis: str, start: float, work: Any) -> None:
+    def waited(self, axis: str, start: float, work: Work) -> None:
         """This rank was blocked for ``work``, a pending one, since ``start``."""
         if self.issued is not None:
             self.waits.append(Awaited(axis, start, time.perf_counter(), work))

@@ -67,7 +67,7 @@ class DeviceOptions:
     streams: str = "auto"
     check: bool | None = None
 
-    def for_core(self, name: str, timeout_ms: int, device: int) -> Any:
+    def for_core(self, name: str, timeout_ms: int, device: int) -> _C.DeviceOptions:
         fields = asdict(self) | {"check": -1 if self.check is None else int(self.check)}
         return _C.DeviceOptions(name, timeout_ms, device, *fields.values())
 
@@ -78,8 +78,9 @@ class DeviceWork(Work):
     __slots__ = ("_copied",)
 
     _communicator: DeviceCommunicator
+    _core: _C.Work | None
 
-    def __init__(self, communicator: DeviceCommunicator, core: Any, result: Any, copies: tuple) -> None:
+    def __init__(self, communicator: DeviceCommunicator, core: _C.Work | None, result: Any, copies: tuple) -> None:
         super().__init__(communicator, core, result, copies)
         self._copied: torch.Event | None = None  # the end of the copies, on the stream that was current then
 
@@ -118,6 +119,7 @@ class DeviceWork(Work):
             super()._finish()
             self._copied = torch.accelerator.current_stream(self._communicator.device).record_event()
             # Their buffers are the issuing stream's memory, which they may not yet have read.
+            assert self._core is not None
             self._core.keep_until(self._communicator.current_stream, copies)
         elif self._copied is not None:
             torch.accelerator.current_stream(self._communicator.device).wait_event(self._copied)
@@ -236,7 +238,7 @@ class DeviceCommunicator(Communicator):
             raise ValueError("register: the tensor is empty or not contiguous; register the one that it is a view of")
         return self._needed("register").register_buffer(source.data_ptr(), source.nbytes, symmetric)
 
-    def _needed(self, what: str) -> Any:
+    def _needed(self, what: str) -> _C.DeviceCommunicator:
         if self._core is None:
             raise Error(f"{what}: communicator {self.name!r} has one rank, and so neither a stream nor a library")
         return self._core

@@ -19,7 +19,11 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 _FIELDS = {
     "communicator": str,
@@ -40,7 +44,7 @@ _FIELDS = {
 _MESSAGES = ("send", "recv")
 
 
-def _core() -> Any:
+def _core() -> ModuleType:
     from axo.comm.extension import _C  # reading files needs neither torch nor the extension
 
     return _C
@@ -217,7 +221,7 @@ def _peer(rank: int | None) -> str:
     return "any rank" if rank is None else f"rank {rank}"
 
 
-def render(paths: list[Path], console: Any) -> None:
+def render(paths: list[Path], console: Console) -> None:
     """Print what the files say as tables of rich."""
     from rich.table import Table
 

@@ -101,7 +101,7 @@ def _met(
 
 def _between_hosts(
     store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, names: list[str], identities: list[str]
-) -> Any:
+) -> _C.Communicator:
     meeting = timedelta(seconds=min(left(), _GLOO_MEETS_S))
     try:
         gloo = _gloo(dist.PrefixStore(f"{round_}/gloo", store), rank, size, meeting, identities)
@@ -113,7 +113,7 @@ def _between_hosts(
     return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, int(left() * 1000))
 
 
-def _gloo(store: Store, rank: int, size: int, timeout: timedelta, identities: list[str]) -> Any:
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta, identities: list[str]) -> dist.ProcessGroup:
     """A Gloo group of these ranks. Simulated hosts of one machine use loopback."""
     group: Any = dist.ProcessGroupGloo
     machines = {identity.partition(" ")[2] for identity in identities}

@@ -16,10 +16,10 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -74,8 +74,8 @@ class Issued(NamedTuple):
 class _UnderWay:
     """What a Work waits for: an operation that is complete when it is awaited; ``kept`` are its tensors."""
 
-    def __init__(self, *kept: Any) -> None:
-        self._kept: tuple[Any, ...] | None = kept
+    def __init__(self, *kept: torch.Tensor | None) -> None:
+        self._kept: tuple[torch.Tensor | None, ...] | None = kept
 
     def wait(self) -> None:
         self._kept = None
@@ -95,7 +95,7 @@ class _UnderWay:
     def source(self) -> int:
         return -1
 
-    def when_completed(self, callback: Any) -> None:
+    def when_completed(self, callback: Callable[[], None]) -> None:
         self.wait()
         callback()
 
@@ -167,7 +167,7 @@ class RecordingCommunicator(Communicator):
     gather, scatter, all_to_all = _not_recorded("gather"), _not_recorded("scatter"), _not_recorded("all_to_all")
     send, recv = _not_recorded("send"), _not_recorded("recv")
 
-    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Any:
+    def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> NoReturn:
         raise NotImplementedError("split: a communicator without peers cannot know their colors")
 
     def abort(self, reason: str) -> None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -37,12 +38,24 @@ def milliseconds(timeout: float) -> int:
     return int(min(float(timeout), _LONGEST_S) * 1000)
 
 
+class Pending(Protocol):
+    """What the core, or what stands for it, gives for an operation: ``_C.Work``; times in milliseconds."""
+
+    def wait(self) -> None: ...
+    def synchronize(self, timeout_ms: int, /) -> None: ...
+    def is_completed(self) -> bool: ...
+    def exception(self) -> BaseException | None: ...
+    def seconds(self) -> float: ...
+    def source(self) -> int: ...
+    def when_completed(self, callback: Callable[[], None], /) -> None: ...
+
+
 class Work:
     """A pending operation. It keeps its tensors alive; dropping it does not cancel the operation."""
 
     __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
 
-    def __init__(self, communicator: Communicator, core: Any, result: Any, copies: tuple) -> None:
+    def __init__(self, communicator: Communicator, core: Pending | None, result: Any, copies: tuple) -> None:
         self._communicator = communicator
         self._core = core  # None: nothing is pending
         self._result = result

@@ -24,11 +24,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
 from axo.overlap import optimizer_state
-from axo.overlap.step_hooks import after_steps, before_steps
+from axo.overlap.step_hooks import Arguments, after_steps, before_steps
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -40,7 +41,7 @@ def watch(engine: Engine) -> None:
     after_steps(engine, lambda engine, *_: engine.gathers.outdate())
 
 
-def _check_gradients(engine: Engine, optimizer: Any, args: Any, options: Any) -> None:
+def _check_gradients(engine: Engine, optimizer: Optimizer, arguments: Arguments) -> None:
     engine.settle()
     engine.gradients.forget_zeroed()
     if not (engine.gradients.deferred or engine.awaits_backward):
@@ -59,7 +60,7 @@ def _check_gradients(engine: Engine, optimizer: Any, args: Any, options: Any) ->
         )
 
 
-def _check_state(owner: Any, optimizer: Any, args: Any, options: Any) -> None:
+def _check_state(owner: Any, optimizer: Optimizer, arguments: Arguments) -> None:
     optimizer_state.check(optimizer)
     optimizer_state.mark(optimizer)
 
@@ -82,7 +83,7 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
     if not gone:
         return
 
-    def check(model: nn.Module, optimizer: Any, args: Any, options: Any) -> None:
+    def check(model: nn.Module, optimizer: Optimizer, arguments: Arguments) -> None:
         names = {id(each()): name for name, each in gone if each() is not None}
         held = [p for group in optimizer.param_groups for p in group["params"]] if names else []
         lost = [names[id(p)] for p in held if id(p) in names]

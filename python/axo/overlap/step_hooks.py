@@ -12,10 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-# Called with its owner, the optimizer, its step's arguments and options; before a step it may return new ones.
-Hook = Callable[[Any, Any, Any, Any], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a step: by position, the optimizer first, and by name
+# Called with its owner, the optimizer and its step's arguments; before a step it may return new ones.
+Hook = Callable[[Any, Optimizer, Arguments], Arguments | None]
 _Hooks = weakref.WeakKeyDictionary[Any, list[Hook]]
 
 _before, _after = _Hooks(), _Hooks()
@@ -31,11 +33,11 @@ def after_steps(owner: Any, hook: Hook) -> None:
     _after.setdefault(owner, []).append(hook)
 
 
-def _call(hooks: _Hooks, optimizer: Any, args: Any, options: Any) -> Any:
+def _call(hooks: _Hooks, optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> Arguments | None:
     changed = None
     for owner, of_owner in list(hooks.items()):
         for hook in of_owner:
-            changed = hook(owner, optimizer, *(changed or (args, options))) or changed
+            changed = hook(owner, optimizer, changed or (args, options)) or changed
     return changed
 
 

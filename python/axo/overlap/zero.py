@@ -24,8 +24,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
-from axo.overlap.step_hooks import after_steps, before_steps
+from axo.overlap.step_hooks import Arguments, after_steps, before_steps
 from axo.placement import chunk_bounds, chunk_size
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Zero:
 
     # --- the step -------------------------------------------------------------------------------------------------
 
-    def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
+    def _before_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
         self.restore()
         parameters = [p for group in optimizer.param_groups for p in group["params"] if self.mine(p)]
         if not parameters:
@@ -90,6 +91,7 @@ class Zero:
                 f"ZeRO: {type(optimizer).__name__} does not update element by element, and ZeRO gives each data rank"
                 " some rows of each parameter; use zero=0, or an optimizer such as AdamW or SGD"
             )
+        args, options = arguments
         closure = args[1] if len(args) > 1 else options.get("closure")
         if closure is None:
             self._narrow(parameters)
@@ -123,7 +125,7 @@ class Zero:
                 each.parameter.grad = each.grad
         self._narrowed = []
 
-    def _after_step(self, optimizer: Any, args: Any, options: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, arguments: Arguments) -> None:
         parameters = [each.parameter for each in self._narrowed]
         self.restore()
         if parameters:

@@ -47,7 +47,7 @@ class Checkpoints:
     def __enter__(self) -> Checkpoints:
         if self._termination is not None:
             self._termination.__enter__()
-            self._trainer.asked_to_stop = lambda: self._termination is not None and self._termination.asked
+            self._trainer.asked_to_stop = self._termination.was_asked
         return self
 
     def __exit__(self, *error: Any) -> None:
