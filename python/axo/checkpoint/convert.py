@@ -78,7 +78,6 @@ def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    unfinished = out.with_name(f".{out.name}.part")
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
         kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
         found = {kind: dict(_tensors(path, metadata, kind, Path(scratch) / kind)) for kind in kinds}
@@ -92,11 +91,8 @@ def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
             saved = read_bytes(path, metadata, state.OPTIMIZER)
             plain = _plain_optimizer(found[state.OPTIMIZER], saved)
             whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
-        try:
+        with folders.whole_file(out) as unfinished:
             torch.save(whole, unfinished)
-            os.replace(unfinished, out)
-        finally:
-            unfinished.unlink(missing_ok=True)
 
 
 def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,6 @@ import stat
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 METADATA = ".metadata"
 MARKER = "axo.json"
@@ -288,22 +287,21 @@ def make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in this block; it gets its name behind it, whole and on disk, or not at all."""
-    unfinished = path.with_name(f".{path.name}.part")
+def whole_file(path: Path) -> Iterator[Path]:
+    """Where to write a file in this block; it gets its name behind it, whole and on disk, or not at all."""
+    unfinished = path.with_name(f".{path.name}.part")  # one name: what a killed run has left is written over
     try:
-        with open(unfinished, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield unfinished
+        _sync(unfinished)
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
     _sync(path.parent)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Have a file, or the names in a folder, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -138,7 +138,7 @@ class _File:
     """A plain state_dict, to be read into the model."""
 
     def __init__(self, path: Path, model: nn.Module, strict: bool, others: _Elsewhere) -> None:
-        self.path, self.model, self.strict = path, model, strict
+        self.path, self.model = path, model
         self.values = read_state_dict(path)
         shapes = {name: tuple(value.shape) for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         wanted = {

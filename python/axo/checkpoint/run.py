@@ -127,8 +127,8 @@ class Run:
 
     def _start(self, folder: Path) -> str:
         identity = secrets.token_hex(8)
-        with folders.whole_file(folder / IDENTITY) as file:
-            file.write(json.dumps({"run": identity}).encode() + b"\n")
+        with folders.whole_file(folder / IDENTITY) as unfinished:
+            unfinished.write_text(json.dumps({"run": identity}) + "\n")
         return identity
 
 

@@ -44,7 +44,7 @@ def write(out: Path, described: Described, tensors: Iterable[torch.Tensor], extr
         header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with whole_file(out) as file:
+    with whole_file(out) as unfinished, open(unfinished, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for tensor in tensors:
             if tensor.numel():

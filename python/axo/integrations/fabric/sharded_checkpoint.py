@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from axo import checkpoint
-from axo.checkpoint.folder import is_checkpoint
+from axo.checkpoint.folder import is_checkpoint, whole_file
 from axo.checkpoint.ranks import checkpoint_group, share
 
 MODEL_FILE = "lit_model.pth"
@@ -99,13 +99,12 @@ def consolidate(source: str | os.PathLike[str], out: str | os.PathLike[str], *, 
     target = out / MODEL_FILE
     checkpoint.consolidate(source / MODEL_FILE, target, optimizer=optimizer)
     if optimizer:
-        unfinished = target.with_name(f".{target.name}.part")
         whole = torch.load(target, map_location="cpu", mmap=True, weights_only=True)
         extra = whole["extra"]
         names = extra["names"]
         run = {names["module"]: whole["model"], names["optimizer"]: whole["optimizer"]} | extra["values"]
-        torch.save(run, unfinished)
-        os.replace(unfinished, target)
+        with whole_file(target) as unfinished:
+            torch.save(run, unfinished)
     for file in source.iterdir():
         if file.is_file() and not file.name.startswith("."):
             shutil.copy(file, out)

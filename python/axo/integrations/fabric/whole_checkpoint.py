@@ -14,7 +14,6 @@ shape of its parameter (Adafactor's rows and columns) is refused by name.
 
 from __future__ import annotations
 
-import os
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +25,7 @@ from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.optim import Optimizer
 
+from axo.checkpoint.folder import whole_file
 from axo.integrations.fabric.stages import Stages
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement
@@ -203,15 +203,8 @@ def save(
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.is_dir():
         raise ValueError(f"checkpoint: {target} is a sharded checkpoint, a folder; remove it, or save sharded again")
-    unfinished = target.with_name(f".{target.name}.part")  # one name: what a killed run left is written over
-    try:
-        with incremental_save(unfinished) as file:
-            file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters, stages))
-        with open(unfinished, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(unfinished, target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with whole_file(target) as unfinished, incremental_save(unfinished) as file:
+        file.save(_convert(state, lambda tensor: file.store_early(tensor.cpu()), filters, stages))
 
 
 def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
