@@ -42,8 +42,7 @@ def test_every_page_of_the_docs_is_on_the_site_and_says_for_whom_it_is():
     listed = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     docs = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").glob("**/*.md")}
     assert listed == docs, f"the navigation in mkdocs.yml and the pages in docs/ differ in {sorted(listed ^ docs)}"
-    for name in docs:
-        start = (ROOT / "docs" / name).read_text(encoding="utf-8").split("\n\n")[1]
-        assert re.search(r"\b[Ff]or (who|every|user|reader)", start), (
-            f"docs/{name} does not say whom it is for: {start}"
-        )
+    examples = {path.relative_to(ROOT).as_posix() for path in (ROOT / "examples").glob("*/README.md")}
+    for name in ("CONTRIBUTING.md", *examples, *(f"docs/{name}" for name in docs)):
+        start = (ROOT / name).read_text(encoding="utf-8").split("\n\n")[1]
+        assert re.search(r"\b[Ff]or (who|every|user|reader)", start), f"{name} does not say whom it is for: {start}"
