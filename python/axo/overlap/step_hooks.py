@@ -41,5 +41,9 @@ def _call(hooks: _Hooks, optimizer: Optimizer, args: tuple[Any, ...], options: d
     return changed
 
 
+def _call_after(optimizer: Optimizer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+    _call(_after, optimizer, args, options)
+
+
 register_optimizer_step_pre_hook(partial(_call, _before))
-register_optimizer_step_post_hook(partial(_call, _after))
+register_optimizer_step_post_hook(_call_after)
