@@ -36,6 +36,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import axo
+from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
@@ -83,7 +84,7 @@ class AxoStrategy(ParallelStrategy):
     # --- who is here --------------------------------------------------------------------------------------------
 
     @property
-    def comms(self) -> Any:
+    def comms(self) -> Communicators:
         """What ``axo.connect`` returned; None before the launch."""
         return self._fabric.comms
 

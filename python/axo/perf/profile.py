@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,7 +33,10 @@ from axo.perf import readers
 from axo.perf.memory import GIB
 from axo.perf.workload import Workload
 
-Connect = Callable[[Grid], Any]
+if TYPE_CHECKING:
+    from axo.comm.connect import Communicators
+
+Connect = Callable[[Grid], "Communicators"]
 
 
 def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
@@ -164,7 +167,7 @@ def write(fields: dict[str, Any], path: Path) -> None:
     path.write_text(head + yaml.safe_dump(fields, sort_keys=False, width=110))
 
 
-def _timed(comms: Any, repeats: int, run: Callable[[], object]) -> list[float]:
+def _timed(comms: Communicators, repeats: int, run: Callable[[], object]) -> list[float]:
     """Time ``run`` on all ranks at once: for each repeat the slowest rank's seconds."""
     import torch
 
@@ -186,7 +189,7 @@ def _timed(comms: Any, repeats: int, run: Callable[[], object]) -> list[float]:
     return [float(second) for second in seconds]
 
 
-def _all_reduce(comms: Any, size: int, message: int, repeats: int) -> float:
+def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> float:
     """Return GB/s of simultaneous all-reduces over y."""
     import torch
 
@@ -195,7 +198,7 @@ def _all_reduce(comms: Any, size: int, message: int, repeats: int) -> float:
     return round(2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, 4)
 
 
-def _latency(comms: Any, steps: int, repeats: int) -> float:
+def _latency(comms: Communicators, steps: int, repeats: int) -> float:
     """Return microseconds of one of the ``steps`` of a tiny all-reduce over y."""
     import torch
 
@@ -204,7 +207,7 @@ def _latency(comms: Any, steps: int, repeats: int) -> float:
     return round(1e6 * seconds / steps, 3)
 
 
-def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int, dtype: str) -> dict[str, Any]:
+def _gemm(comms: Communicators, shape: tuple[int, int, int], repeats: int, dtype: str) -> dict[str, Any]:
     """Return the rate of one product, all ranks at once."""
     import torch
 
@@ -215,7 +218,7 @@ def _gemm(comms: Any, shape: tuple[int, int, int], repeats: int, dtype: str) -> 
     return {"m": m, "k": k, "n": n, "tflops": round(2e-12 * m * k * n / seconds, 6)}
 
 
-def _copy(comms: Any, message: int, repeats: int) -> float:
+def _copy(comms: Communicators, message: int, repeats: int) -> float:
     """Return GB/s of a copy (read and write counted), all ranks at once."""
     import torch
 

@@ -35,6 +35,7 @@ from torch import nn
 
 from axo.matmul.products import compute_dtype
 from axo.nn import Embedding, LayerNorm, Linear, RMSNorm
+from axo.nn.layer import ParallelLayer
 from axo.overlap import Engine
 
 _REASON = "axo: a parallel layer issues and awaits communication; it runs between graphs"
@@ -53,8 +54,7 @@ def keep_out_of_graphs(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if _communicates(module) and not hasattr(module, "_axo_outside"):
-            layer: Any = type(module)
-            module.__class__ = _outside(layer)
+            module.__class__ = _outside(type(module))
             module._axo_operator = order, _register(module)
         hooks: Any
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
@@ -67,9 +67,9 @@ def _communicates(module: Any) -> bool:
 
 
 @functools.cache
-def _outside(layer: Any) -> Any:
-    result = _RESULTS.get(layer.forward)
-    untraced = torch.compiler.disable(layer.forward, reason=_REASON)
+def _outside(kind: Any) -> Any:
+    result = _RESULTS.get(kind.forward)
+    untraced = torch.compiler.disable(kind.forward, reason=_REASON)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() and not torch.is_grad_enabled():
@@ -78,7 +78,7 @@ def _outside(layer: Any) -> Any:
         return untraced(self, *args, **kwargs)
 
     def deepcopy(self: Any, memo: dict[int, Any]) -> Any:
-        new = layer.__deepcopy__(self, memo)
+        new = kind.__deepcopy__(self, memo)
         new._axo_operator = new._axo_operator[0], _register(new)
         return new
 
@@ -87,11 +87,11 @@ def _outside(layer: Any) -> Any:
         "untraced": untraced,
         "__deepcopy__": deepcopy,
         "_axo_outside": True,
-        "__module__": layer.__module__,
-        "__qualname__": layer.__qualname__,
-        "__doc__": layer.__doc__,
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
     }
-    return type(layer.__name__, (layer,), body)
+    return type(kind.__name__, (kind,), body)
 
 
 class _Hook:
@@ -131,16 +131,16 @@ def _register(thing: Any) -> int:
     return key
 
 
-def _of_linear(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+def _of_linear(layer: Linear, input: torch.Tensor) -> tuple[int, torch.dtype]:
     whole = layer.gather_output and layer.out_axis is not None
     return layer.out_features if whole else layer.matmul.exchange.block_rows, compute_dtype(input)
 
 
-def _of_embedding(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+def _of_embedding(layer: Embedding, input: torch.Tensor) -> tuple[int, torch.dtype]:
     return layer.embedding_dim if layer.gather_output else layer.weight.shape[1], layer.weight.dtype
 
 
-def _of_norm(layer: Any, input: torch.Tensor) -> tuple[int, torch.dtype]:
+def _of_norm(layer: LayerNorm | RMSNorm, input: torch.Tensor) -> tuple[int, torch.dtype]:
     lifted = layer.centered and input.device.type == "cuda" and torch.is_autocast_enabled("cuda")
     return layer.local_features, torch.float32 if lifted and input.dtype != torch.float64 else input.dtype
 
@@ -154,9 +154,9 @@ _RESULTS: dict[Any, Callable[[Any, torch.Tensor], tuple[int, torch.dtype]]] = {
 }
 
 
-def _call(layer: Any, result: Any, input: torch.Tensor) -> torch.Tensor:
+def _call(layer: ParallelLayer, result: Any, input: torch.Tensor) -> torch.Tensor:
     """Put a call of ``layer`` into the graph that is being made."""
-    order, key = layer._axo_operator
+    order, key = layer.__dict__["_axo_operator"]
     features, dtype = result(layer, input)
     kind = input.device.type
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

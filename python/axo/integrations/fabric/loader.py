@@ -27,6 +27,8 @@ import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
 from torch.utils.data import DataLoader, RandomSampler
 
+from axo.comm.connect import Communicators
+
 
 class Position:
     """Where a run stands in its data, counted in samples of all data ranks."""
@@ -123,7 +125,7 @@ class EveryNth:
         return iter(order[self.rank :: self.num_replicas])
 
 
-def split_in_order(loader: Any, comms: Any) -> Any:
+def split_in_order(loader: Any, comms: Communicators) -> Any:
     """A loader of this data rank's samples, in the order of ``loader``'s own sampler. Every rank must call it.
 
     An iterable dataset is left as it is, as Fabric leaves it.
@@ -165,7 +167,7 @@ class SharedLoader:
         comms: What ``axo.connect`` returned.
     """
 
-    def __init__(self, loader: Any, comms: Any) -> None:
+    def __init__(self, loader: Any, comms: Communicators) -> None:
         self.__dict__.update(loader.__dict__)  # as Fabric's own wrapper does: people read .dataset, .sampler
         self._loader = loader
         self._comms = comms

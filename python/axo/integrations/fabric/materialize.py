@@ -14,19 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from axo.comm.connect import Communicators
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.nn.elsewhere import Elsewhere, shared
 from axo.nn.generator import source_generator
 from axo.nn.init import make_room, tied_parameters
+from axo.nn.layer import ParallelLayer
 
 
 def is_parallel(model: nn.Module) -> bool:
     """Whether ``model`` holds a parallel layer."""
-    return any(hasattr(module, "load_serial") for module in model.modules())
+    return any(isinstance(module, ParallelLayer) for module in model.modules())
 
 
 def materialize(
-    model: nn.Module, originals: dict[str, nn.Module], comms: Any, recorded: RecordedInit | None = None
+    model: nn.Module, originals: dict[str, nn.Module], comms: Communicators, recorded: RecordedInit | None = None
 ) -> None:
     """Fill every module of ``model`` that has tensors on the meta device. Every rank must call it.
 
@@ -66,7 +68,7 @@ def materialize(
         model.mask_cache = torch.ones(mask.shape, dtype=torch.bool, device=comms.device).tril()  # type: ignore[assignment]
 
 
-def _fill(serial: nn.Module, name: str, comms: Any, recorded: RecordedInit | None) -> None:
+def _fill(serial: nn.Module, name: str, comms: Communicators, recorded: RecordedInit | None) -> None:
     if recorded is not None and recorded.knows(serial):
         recorded.fill(serial, comms.device, comms)
         return
@@ -78,7 +80,7 @@ def _draw_elsewhere(
     model: nn.Module,
     name: str,
     originals: dict[str, nn.Module],
-    comms: Any,
+    comms: Communicators,
     recorded: RecordedInit | None,
     drawn: set[int],
 ) -> None:
@@ -94,7 +96,8 @@ def _draw_elsewhere(
         for key in whole:
             owner, _, child = shared(model).get(f"{below}.{key}", "").rpartition(".")
             if owner:
-                layer: Any = model.get_submodule(owner)
+                layer = model.get_submodule(owner)
+                assert isinstance(layer, ParallelLayer)
                 layer.to_empty(device=comms.device, recurse=False)
                 part = layer.placements[child].take(getattr(serial, key).detach(), comms.grid, comms.coords)
                 getattr(layer, child).copy_(part)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from axo.comm.connect import Communicators
 from axo.nn.generator import generator_access
 
 
@@ -62,7 +63,7 @@ class RecordedInit(TorchDispatchMode):
         own = list(module.parameters(recurse=False))
         return bool(own) and all(id(parameter) in self._fills for parameter in own)
 
-    def fill(self, module: nn.Module, device: torch.device, comms: Any) -> None:
+    def fill(self, module: nn.Module, device: torch.device, comms: Communicators) -> None:
         """Give a module that :meth:`knows` its parameters' values, whole, on ``device``. Every rank must call it."""
         fills = {name: self._fills[id(parameter)] for name, parameter in module.named_parameters(recurse=False)}
         module.to_empty(device=device, recurse=False)

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from axo import checkpoint
 from axo.checkpoint.folder import is_checkpoint, whole_file
 from axo.checkpoint.ranks import checkpoint_group, share
+from axo.comm.connect import Communicators
 
 MODEL_FILE = "lit_model.pth"
 
@@ -33,7 +34,7 @@ def is_sharded(path: Any) -> bool:
     return "://" not in str(path) and is_checkpoint(Path(path))
 
 
-def save(path: Any, state: dict[str, Any], comms: Any) -> None:
+def save(path: Any, state: dict[str, Any], comms: Communicators) -> None:
     """Write ``state`` as the folder ``path``. Every rank must call it.
 
     Raises:
@@ -52,7 +53,7 @@ def save(path: Any, state: dict[str, Any], comms: Any) -> None:
     checkpoint.save(path.parent, module, optimizer, name=path.name, extra=extra, comms=comms)
 
 
-def load(path: Any, state: dict[str, Any] | nn.Module, strict: bool, comms: Any) -> dict[str, Any]:
+def load(path: Any, state: dict[str, Any] | nn.Module, strict: bool, comms: Communicators) -> dict[str, Any]:
     """Read a folder into the objects of ``state``, on any grid; return what ``state`` lacks. Every rank must call it.
 
     Raises:

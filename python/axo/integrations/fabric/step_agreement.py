@@ -7,9 +7,10 @@ at the same step. It comes before the step: weights and checkpoints never see a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+
+from axo.comm.connect import Communicators
 
 
 class StepAgreement:
@@ -34,7 +35,7 @@ class StepAgreement:
         bad = ~torch.isfinite(loss.detach()).all()
         self._bad = bad if self._bad is None else self._bad | bad
 
-    def before_step(self, comms: Any) -> None:
+    def before_step(self, comms: Communicators) -> None:
         """Agree, once for the losses since the last step. Every rank must call it.
 
         Raises:

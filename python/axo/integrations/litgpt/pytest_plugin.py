@@ -175,7 +175,7 @@ def _copy_whole(config: Any) -> None:
 class _OneVoice:
     """Every rank must come to the same verdict on a test: one that differs fails it on all."""
 
-    def __init__(self, comms: Any) -> None:
+    def __init__(self, comms: Communicators) -> None:
         self._comms = comms
 
     @pytest.hookimpl(wrapper=True)

@@ -221,7 +221,7 @@ class _Flow:
                 self.join(key, (module, "through"))  # all its calls have one fate
                 self.norms.append((key, module))
 
-    def _layer(self, layer: Any, node: fx.Node, key: Any, inputs: list[Any]) -> None:
+    def _layer(self, layer: nn.Module, node: fx.Node, key: Any, inputs: list[Any]) -> None:
         size = self.sizes[layer]
         self.order.append(layer)
         self.join(key, (layer, "out"))

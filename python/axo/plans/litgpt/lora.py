@@ -29,7 +29,7 @@ from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
-from axo.nn import Dropout
+from axo.nn import Dropout, Linear
 from axo.nn.layer import ParallelLayer
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
@@ -47,6 +47,8 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         transposed, whole_output, out_blocks, out_copies, gather_output: As for :class:`axo.nn.Linear`.
         comms, grad_reduce, name: As for :class:`axo.nn.Linear`.
     """
+
+    linear: Linear
 
     def __init__(
         self,
@@ -111,8 +113,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
             ParallelLayer.reset_parameters(self)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        layer: Any = self.linear
-        output = layer(x)
+        output = self.linear(x)
         if self.placements and not self.merged:
             output = output + _Adapt.apply(self.lora_dropout(x), self.lora_A, self.lora_B, self)
         if self.gather_output and self.out_axis is not None:
@@ -147,9 +148,8 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
     def merge(self) -> None:
         """Add the adapter to the weight; from then on there is only the weight. Every rank must call it."""
         if self.placements and not self.merged:
-            layer: Any = self.linear
-            weight = layer.weight
-            weight += weight.placement.take(self.get_lora_AB()).to(weight.dtype)
+            weight = self.linear.weight
+            weight += self.linear.placements["weight"].take(self.get_lora_AB()).to(weight.dtype)
             self.merged = True
 
     def cost(
