@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -38,7 +38,8 @@ TAIL = 10  # steps whose mean loss is a run's result
 class Outcome:
     """What a run gave: losses of each step (nats), seconds of training, and the comparison if there was one.
 
-    ``checkpoint`` is the last one saved; ``stopped`` says that SIGTERM ended the run before its last step.
+    ``start`` is the first step of this process; ``checkpoint`` the last one saved; ``stopped`` says that SIGTERM ended
+    the run before its last step.
     """
 
     losses: list[float]
@@ -49,13 +50,15 @@ class Outcome:
     serial: list[float] | None = None
     serial_seconds: float = 0.0
     parity: parity.Parity | None = None
+    start: int = 0
     checkpoint: Path | None = None
     stopped: bool = False
 
     @property
     def tail_loss(self) -> float:
         """Mean of the last ``TAIL`` losses."""
-        return _tail(self.losses)
+        tail = self.losses[-TAIL:]
+        return sum(tail) / len(tail)
 
     @property
     def drop(self) -> float:
@@ -134,8 +137,8 @@ def train_rank(config: TrainConfig) -> Outcome | None:
             again = {"resume": config.resume is not None, "overwrite": config.overwrite}
             run = Run(config.out, comms, checkpoints=Path(config.out) / CHECKPOINTS, **again)
             held.callback(run.close)
-            training = _train(config, comms, batches, run)
-        return _finish(config, batches, training) if rank.rank == 0 else None
+            outcome = _train(config, comms, batches, run)
+        return _finish(config, batches, outcome) if rank.rank == 0 else None
 
 
 def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
@@ -146,16 +149,7 @@ def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
         return None, str(error)
 
 
-@dataclass(frozen=True)
-class _Training:
-    losses: list[float]
-    start: int
-    seconds: float
-    checkpoint: Path | None
-    stopped: bool
-
-
-def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, run: Run) -> _Training:
+def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, run: Run) -> Outcome:
     trainer = Trainer(config, comms, batches)
     checkpoints = Checkpoints(config, trainer, run)
     start, losses = checkpoints.resume()
@@ -174,53 +168,46 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
             checkpoints.after(step, losses)
             if stopped:
                 break
-    seconds = time.perf_counter() - started
+    outcome = Outcome(
+        losses,
+        time.perf_counter() - started,
+        batches.vocab_size,
+        Path(config.out, LOG_NAME),
+        Path(config.out, plot.PLOT_NAME),
+        start=start,
+        checkpoint=checkpoints.last,
+        stopped=stopped,
+    )
     if log is not None:
-        log.write({"kind": "summary", "steps": len(losses), "seconds": seconds, "tail_loss": _tail(losses)})
+        summary = {"steps": len(losses), "seconds": outcome.seconds, "tail_loss": outcome.tail_loss}
+        log.write({"kind": "summary"} | summary)
         log.close()
-    return _Training(losses, start, seconds, checkpoints.last, stopped)
+    return outcome
 
 
-def _finish(config: TrainConfig, batches: data.Batches, training: _Training) -> Outcome:
-    losses, seconds = training.losses, training.seconds
-    out, vocabulary = Path(config.out), batches.vocab_size
+def _finish(config: TrainConfig, batches: data.Batches, outcome: Outcome) -> Outcome:
+    """Train serially where that was asked for, and draw the losses."""
     serial: list[float] | None = None
     verdict: parity.Parity | None = None
     started = time.perf_counter()
-    if config.compare_serial and not training.stopped:
+    if config.compare_serial and not outcome.stopped:
         serial = []
         with Display(Console(), "serial", config.steps) as display:
             for loss in train_serial(config, batches):
                 serial.append(loss)
                 display.show(len(serial), {"loss": loss})
-        verdict = parity.compare(losses, serial, config.precision)
+        verdict = parity.compare(outcome.losses, serial, config.precision)
     serial_seconds = time.perf_counter() - started
     plot.draw(
-        out / plot.PLOT_NAME,
-        losses,
+        outcome.plot,
+        outcome.losses,
         title=f"{config.model} on {config.shown}",
-        subtitle=_subtitle(config, training.start, seconds),
-        vocabulary=vocabulary,
+        subtitle=_subtitle(config, outcome.start, outcome.seconds),
+        vocabulary=outcome.vocabulary,
         serial=serial,
         limit=verdict.limit if verdict is not None and not verdict.relative else None,
     )
-    return Outcome(
-        losses=losses,
-        seconds=seconds,
-        vocabulary=vocabulary,
-        log=out / LOG_NAME,
-        plot=out / plot.PLOT_NAME,
-        serial=serial,
-        serial_seconds=serial_seconds,
-        parity=verdict,
-        checkpoint=training.checkpoint,
-        stopped=training.stopped,
-    )
-
-
-def _tail(losses: list[float]) -> float:
-    tail = losses[-TAIL:]
-    return sum(tail) / len(tail)
+    return replace(outcome, serial=serial, serial_seconds=serial_seconds, parity=verdict)
 
 
 def _subtitle(config: TrainConfig, start: int, seconds: float) -> str:
