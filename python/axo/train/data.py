@@ -22,7 +22,6 @@ import json
 import os
 import stat
 import sysconfig
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from axo.arrangement import AXONN, Arrangement
+from axo.checkpoint.folder import whole_file
 from axo.grid import Coords, Grid
 
 BYTE_VOCABULARY = 256
@@ -197,16 +197,10 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
 
 
 def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> None:
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=".tokens-", delete=False) as out:
-        try:
-            for piece in _pieces(files):
-                ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids
-                out.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
-            out.flush()
-            os.replace(out.name, target)
-        except BaseException:
-            os.unlink(out.name)
-            raise
+    with whole_file(target) as unfinished, open(unfinished, "wb") as out:
+        for piece in _pieces(files):
+            ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids
+            out.write(np.asarray(ids, dtype=np.dtype(dtype).newbyteorder("<")).tobytes())
 
 
 def _pieces(files: Sequence[Path]):
