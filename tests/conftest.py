@@ -8,6 +8,9 @@ import pytest
 
 # Before torch is imported: on a machine of few cores many ranks with many threads each would stand in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch's store asks the name server who 127.0.0.1 is whenever a rank opens it: an answer that is lost costs one second
+# instead of five.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What has been tuned on this machine is no part of the tests: a folder that can be neither read nor written.
 os.environ["AXO_TUNE_CACHE"] = os.path.join(os.devnull, "tuner")
 os.environ.pop("AXO_TUNE", None)

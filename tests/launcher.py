@@ -35,10 +35,12 @@ import gc
 import importlib
 import os
 import pickle
+import resource
 import runpy
 import select
 import selectors
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -48,12 +50,15 @@ import traceback
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import TCPStore
 
 _GRACE_S = 15.0  # what the other ranks get to finish in once one has failed
 _PR_SET_PDEATHSIG = 1
+_CUT_OFF = -1  # in place of a world size: the job under way is to end
+_HUGE_PAGE, _MADV_COLLAPSE, _GROWN_KIB = 1 << 21, 25, 16 << 10
 
 
 @dataclass
@@ -247,6 +252,12 @@ class Zygote:
         assert self._process.stdin is not None
         _send(self._process.stdin, (0, command))
 
+    def _cut_off(self) -> bool:
+        """End the job under way and drop its answer; whether that worked."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        _send(self._process.stdin, (_CUT_OFF, None))
+        return bool(select.select([self._process.stdout], [], [], 10)[0]) and _receive(self._process.stdout) is not None
+
     def run(
         self,
         fn: Any,
@@ -258,7 +269,16 @@ class Zygote:
         hosts: dict[str, float] | None = None,
     ) -> list[Outcome]:
         # One for each job: torch puts no prefix before the keys of a store that it finds running.
-        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        # It listens at an IPv4 address: at torch's IPv6 one it would ask the name server for the name of each rank that
+        # comes, one after another, and a packet that is lost there costs all ranks five seconds.
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            store = TCPStore(
+                "127.0.0.1",
+                listener.getsockname()[1],
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         job = {
             "module": fn.__module__,
             "name": fn.__qualname__,
@@ -277,11 +297,16 @@ class Zygote:
             },
         }
         assert self._process.stdin is not None and self._process.stdout is not None
+        waiting = False
         try:
             _send(self._process.stdin, (world_size, job))
+            waiting = True
+            select.select([self._process.stdout], [], [])
+            waiting = False
             outcomes = _receive(self._process.stdout)
         except BaseException:  # pytest's time limit, Ctrl-C: the next job must not be given this one's answer
-            self.close()
+            if not waiting or not self._cut_off():
+                self.close()
             raise
         if outcomes is None:
             raise RuntimeError(f"the zygote died (exit code {self._process.wait()}); its output is above")
@@ -292,6 +317,7 @@ class Zygote:
 
 
 _zygote: Zygote | None = None
+_largest = 0  # of the zygote's memory, in KiB, when it was last moved
 
 
 def zygote_main() -> None:
@@ -310,7 +336,12 @@ def zygote_main() -> None:
     _rewrite_asserts()
     try:
         import axo.integrations.fabric.strategy
+        import axo.integrations.litgpt.auto_grid
+        import axo.integrations.litgpt.command
+        import axo.integrations.litgpt.patches
+        import axo.plans.auto.plan
         import axo.train.runner  # noqa: F401  # with LitGPT, the layers, plans and checkpoints
+        import litgpt.pretrain  # noqa: F401
     except ImportError:
         pass  # LitGPT is an extra; the tests that need it say so
     _make_forks_cheap()
@@ -319,10 +350,12 @@ def zygote_main() -> None:
         world_size, job = request
         if world_size == 0:
             keepers.add(_start_command(job))
+        if world_size <= 0:
             continue
+        sys.path[:] = job["path"]
         for name in (*job["preload"], job["module"]):
             _import_before_the_fork(name)
-        _send(answers, _run_job(world_size, job))
+        _send(answers, _run_job(world_size, job, requests))
         keepers = {pid for pid in keepers if os.waitpid(pid, os.WNOHANG)[0] == 0}
 
 
@@ -386,6 +419,7 @@ def _import_before_the_fork(name: str) -> None:
         except BaseException:  # such as a skip of the module
             pass  # the ranks will say so
         gc.freeze()
+        _use_huge_pages()
 
 
 def _make_forks_cheap() -> None:
@@ -393,8 +427,28 @@ def _make_forks_cheap() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    _use_huge_pages()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # of torch's operator libraries, hundreds; those that a rank makes do run
+
+
+def _use_huge_pages() -> None:
+    """Move this process's memory into pages of 2 MiB: a fork copies, and its end drops, 512 times fewer entries.
+
+    Again only where it has grown.
+    """
+    global _largest
+    largest, libc = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, ctypes.CDLL(None)
+    if largest < _largest + _GROWN_KIB:
+        return
+    _largest = largest
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, _, *name = line.split()
+        if access != "rw-p" or name not in ([], ["[heap]"]):
+            continue
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        for page in range(-(-start // _HUGE_PAGE) * _HUGE_PAGE, end - _HUGE_PAGE + 1, _HUGE_PAGE):
+            libc.madvise(ctypes.c_void_p(page), ctypes.c_size_t(_HUGE_PAGE), _MADV_COLLAPSE)  # refused: stays as it is
 
 
 def _rewrite_asserts() -> None:
@@ -410,7 +464,7 @@ def _rewrite_asserts() -> None:
         print(f"launcher: asserts in ranks show no values ({error!r})", file=sys.stderr)
 
 
-def _run_job(world_size: int, job: dict) -> list[Outcome]:
+def _run_job(world_size: int, job: dict, requests: Any) -> list[Outcome]:
     start = time.monotonic()
     selector = selectors.DefaultSelector()
     ranks: dict[int, tuple[int, Any]] = {}  # rank -> pid, output file
@@ -431,9 +485,15 @@ def _run_job(world_size: int, job: dict) -> list[Outcome]:
     data = {rank: bytearray() for rank in ranks}
     outcomes: dict[int, Outcome] = {}
     deadline = start + job["timeout"]
+    selector.register(requests, selectors.EVENT_READ)  # while a job runs pytest says no more than that it is to end
     while len(outcomes) < world_size:
         events = selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in events:
+            if key.fileobj is requests:
+                assert _receive(requests) == (_CUT_OFF, None)
+                selector.unregister(requests)
+                deadline = 0.0
+                continue
             piece = os.read(key.fd, 1 << 20)
             data[key.data] += piece
             if not piece:  # closed: this rank is gone, or will be at once
@@ -453,7 +513,7 @@ def _run_job(world_size: int, job: dict) -> list[Outcome]:
 
 
 def _kill_late(selector: Any, ranks: dict, outcomes: dict, data: dict, start: float) -> None:
-    late = {key.data: key.fd for key in list(selector.get_map().values())}
+    late = {key.data: key.fd for key in list(selector.get_map().values()) if key.data is not None}
     for rank in late:
         os.kill(ranks[rank][0], signal.SIGUSR2)  # faulthandler: where it stands, on stderr
     time.sleep(0.5)
