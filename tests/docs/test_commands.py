@@ -3,9 +3,11 @@ does every one between its words (README's tables) that says all that it needs (
 which name an option, ``tests/house/test_readme.py`` checks that it exists.
 
 A page's commands run one after the other in an empty folder; ``python -m`` finds the checkout's examples. Most take a
-minute, so all pages together are a long proof (``pytest -m soak tests/docs``); what takes seconds is run each time.
+minute, so all pages together are a long proof (``pytest -m soak tests/docs``); what takes seconds is run each time,
+there in processes forked from the zygote but for one of them, which a shell starts as all are in the long proof.
 """
 
+import contextlib
 import os
 import re
 import shlex
@@ -14,6 +16,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.launcher import Command
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -44,6 +48,7 @@ NOT_RUN = {
     r"examples\.(vit|memorization)": "takes minutes; tests/examples runs it with -m soak",
 }
 QUICK = r"^axo (info|sample)\b|^axo plan .*--batch-tokens 4M$|^axo \w+ --help$"  # run in each `make test`
+BY_SHELL = r"^axo info$"  # of the quick ones
 NEEDS = {"docs/finetune.md": "docs/index.md"}  # a page that says so goes on from another
 
 
@@ -86,6 +91,14 @@ def type_in(folder, commands):
         assert done.returncode == 0, f"{command}\nended with {done.returncode}:\n{told}"
 
 
+def call(folder, command):
+    """The same for words alone, in a forked process."""
+    with contextlib.chdir(folder):
+        process = Command("axo.cli", *shlex.split(command)[1:])
+        told = process.communicate()
+    assert process.returncode == 0, f"{command}\nended with {process.returncode}:\n{told}"
+
+
 def test_each_command_is_run_or_has_a_reason(tmp_path):
     found = {name_of(page): commands_of(page) for page in PAGES}
     every = [command for commands in found.values() for command in commands]
@@ -95,7 +108,10 @@ def test_each_command_is_run_or_has_a_reason(tmp_path):
     assert read.returncode == 0, read.stderr
     unused = [pattern for pattern in NOT_RUN if not any(re.search(pattern, command) for command in every)]
     assert not unused, f"patterns of NOT_RUN that no command matches any more: {unused}"
-    type_in(tmp_path, [command for command in dict.fromkeys(run) if re.search(QUICK, command)])
+    quick = dict.fromkeys(" ".join(shlex.split(command, comments=True)) for command in run if re.search(QUICK, command))
+    for command in quick:
+        type_in(tmp_path, [command]) if re.search(BY_SHELL, command) else call(tmp_path, command)
+    assert len(quick) >= 6 and sum(bool(re.search(BY_SHELL, command)) for command in quick) == 1
     assert (tmp_path / "quick" / "tokenizer" / "tokenizer.json").is_file()
 
 

@@ -29,17 +29,18 @@ def folder():
     return path
 
 
-def run_all(folder, grids):
+def run_all(grids):
     """One start of the ranks serves both models and all grids."""
-    sys.path.append(str(folder))
     from examples.megatron.training import train
 
     return {(name, grid): train(name, grid, steps=4) for name in MODELS for grid in grids}
 
 
-def test_models_train_as_alone(folder):
-    (alone,) = run_ranks(run_all, 1, folder, [""], timeout=120)
-    runs = run_ranks(run_all, 4, folder, GRIDS, timeout=240)[0]
+def test_models_train_as_alone(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(folder)])
+    preload = ("megatron.core.models.gpt.gpt_layer_specs", "megatron.core.models.gpt.gpt_model")
+    (alone,) = run_ranks(run_all, 1, [""], timeout=120, preload=preload)
+    runs = run_ranks(run_all, 4, GRIDS, timeout=240, preload=preload)[0]
     for (name, grid), run in runs.items():
         serial = alone[name, ""]
         assert serial.losses[-1] < serial.losses[0]

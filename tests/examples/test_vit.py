@@ -6,7 +6,7 @@ from examples.vit import __main__ as command
 from examples.vit.training import SETTINGS, Options, digits, train
 from tests.launcher import run_ranks
 
-SMALL = Options(epochs=3, width=32, depth=1)
+SMALL = Options(epochs=2, width=32, depth=1)
 
 
 def curve(setting, options=SMALL):
