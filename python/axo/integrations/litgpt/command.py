@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import importlib.util
 import inspect
@@ -278,6 +279,7 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
             the ranks do not fit.
     """
     function = PARALLEL[name].load()  # first, or the next lines import LitGPT, and more than it needs
+    read_docs_once()
 
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
@@ -313,6 +315,17 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         PARALLEL[name].load()(**given)  # the function itself may be replaced
 
     return asked, start
+
+
+def read_docs_once() -> None:
+    """Let jsonargparse keep what it reads of the sources of classes that an option may name.
+
+    It reads them each time that it makes a parser: here, and for the hyperparameters beside each checkpoint.
+    """
+    import docstring_parser
+
+    if not hasattr(docstring_parser.parse_from_object, "cache_info"):
+        docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
 
 
 def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options, local: bool, restart: int) -> None:
