@@ -335,13 +335,14 @@ def zygote_main() -> None:
 
     _rewrite_asserts()
     try:
+        import litgpt.pretrain  # noqa: F401
+
         import axo.integrations.fabric.strategy
         import axo.integrations.litgpt.auto_grid
         import axo.integrations.litgpt.command
         import axo.integrations.litgpt.patches
         import axo.plans.auto.plan
         import axo.train.runner  # noqa: F401  # with LitGPT, the layers, plans and checkpoints
-        import litgpt.pretrain  # noqa: F401
     except ImportError:
         pass  # LitGPT is an extra; the tests that need it say so
     _make_forks_cheap()
