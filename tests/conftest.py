@@ -8,6 +8,7 @@ import pytest
 
 # Before torch is imported: on a machine of few cores many ranks with many threads each would stand in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_THREAD_LIMIT", "1")  # also where a command takes all cores for its only rank
 # torch's store asks the name server who 127.0.0.1 is whenever a rank opens it: an answer that is lost costs one second
 # instead of five.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")

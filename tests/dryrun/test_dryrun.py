@@ -112,7 +112,7 @@ def is_what_ranks_do(cases: list[TrainConfig], ranks: tuple[int, ...], per_rank:
 
 @pytest.mark.slow
 def test_a_dry_run_is_what_eight_ranks_do() -> None:
-    is_what_ranks_do(CASES, (0, 1, 6, 7), run_ranks(real, 8, CASES))
+    is_what_ranks_do(CASES, (1, 6), run_ranks(real, 8, CASES))  # each place on each axis, and of each stage
 
 
 @pytest.mark.soak

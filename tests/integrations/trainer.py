@@ -14,7 +14,7 @@ from tests.integrations.support import LLAMA, mean
 from tests.launcher import run_ranks
 
 TEXT = "".join(f"line {i}: {i * i} lazy dogs jump over {i} quick brown foxes\n" for i in range(300))
-STEPS = 20
+STEPS = 10
 # What a test asks of Axo, not of LitGPT.
 ASKED = (
     "goldfish",
@@ -203,7 +203,7 @@ def _run(start, name, grid, **asked):
 
 
 def generate(checkpoint, grid=None, top_k=1, temperature=0.0, kind="", files=None, **asked):
-    """Forty tokens from one rank of ``litgpt generate``, or of ``generate_KIND`` from ``files``."""
+    """Sixteen tokens from one rank of ``litgpt generate``, or of ``generate_KIND`` from ``files``."""
     module = importlib.import_module(f"litgpt.generate.{kind or 'base'}")
     made, files = [], files or {}
     stock = module.generate
@@ -211,7 +211,7 @@ def generate(checkpoint, grid=None, top_k=1, temperature=0.0, kind="", files=Non
     sampling = {"top_k": top_k, "temperature": temperature}
 
     def start():
-        module.main(checkpoint, "line 7: ", max_new_tokens=40, precision="32-true", **sampling, **files)
+        module.main(checkpoint, "line 7: ", max_new_tokens=16, precision="32-true", **sampling, **files)
 
     _run(start, f"generate_{kind}" if kind else "generate", grid, **asked)
     return made[0].tolist()

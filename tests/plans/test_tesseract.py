@@ -22,7 +22,7 @@ from tests.gpt import LLAMA, NEOX, batch, serial_losses
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, my_rows, seed_apart, serial_seed
 
-STEPS, LONG = 8, 20
+STEPS, LONG = 5, 20
 LIMIT = 1e-4  # as for the other algorithm: tests/plans/test_litgpt_plan.py
 MODELS = {"llama": (LLAMA, False), "neox": (NEOX, True)}
 

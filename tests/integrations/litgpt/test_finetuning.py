@@ -81,7 +81,7 @@ def stock_lora(base):
 def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid, stages):
     """Losses to 1e-4; the saved adapters, and the model that litgpt merges them into, to 1e-5.
 
-    Stock LitGPT generates the same forty tokens from both.
+    Stock LitGPT generates the same tokens from both.
     """
     out = f"lora-{grid}-{stages}"
     mine = losses_on(base, out, grid, "lora", LORA | {"pipeline": stages})
