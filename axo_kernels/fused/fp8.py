@@ -24,6 +24,7 @@ from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
 MULTIPLE = 16  # of K and N, for torch._scaled_mm
+SCALE_BYTES = 16  # behind each row of a packed matrix: a scale of four, and zeros, so that rows stay aligned
 
 
 class Rounded(NamedTuple):
@@ -74,7 +75,7 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
         if size % MULTIPLE:
             up = -(-size // MULTIPLE) * MULTIPLE
             raise ValueError(f"fp8: {name}={size} is no multiple of {MULTIPLE}, which the GPU needs; pad to {up}")
-    columns = b.data if b.data.stride(0) == 1 else b.data.T.contiguous().T  # it needs B stored by columns
+    columns = b.data.T.contiguous().T  # it needs B stored by columns, which a packed weight has in longer rows
     return torch._scaled_mm(a.data.contiguous(), columns, a.scale, b.scale, out_dtype=out_dtype)
 
 
@@ -85,6 +86,45 @@ def runs(device: torch.device) -> bool:
     if torch.version.hip is not None:
         return torch.cuda.get_device_properties(device).gcnArchName.startswith("gfx94")
     return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def pack(rows: torch.Tensor, into: torch.Tensor, scaling: str) -> None:
+    """Round the rows of a weight, ``(n, k)``, for the forward product, each with its scale, into one matrix of bytes.
+
+    Args:
+        into: ``(n, k + SCALE_BYTES)`` of uint8. k is a multiple of 16.
+        scaling: ``"row"`` or ``"tensor"``: then all of these rows have one scale. Rows packed elsewhere do not matter.
+    """
+    k = rows.shape[1]
+    into[:, k:] = 0
+    if rows.numel():
+        data, scale = rounded(rows, formats(rows.device)[0], scaling, 1)
+        into[:, :k] = data.view(torch.uint8)
+        into[:, k : k + 4].view(torch.float32).copy_(scale)
+
+
+def unpacked(matrix: torch.Tensor) -> Rounded:
+    """What ``pack`` has packed, on any number of ranks: ``(n, k)``, with a scale ``(n, 1)``."""
+    k = matrix.shape[1] - SCALE_BYTES
+    return Rounded(matrix[:, :k].view(formats(matrix.device)[0]), matrix[:, k : k + 4].view(torch.float32))
+
+
+def multiply_packed(a: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
+    """``(m, k)`` of numbers, (n, k) packed -> ``A W^T``, ``(m, n)`` in a's dtype."""
+    weight, left = unpacked(matrix), rounded(a, formats(a.device)[0], scaling, 1)
+    left = Rounded(left.data, left.scale.expand(len(a), 1).contiguous())
+    return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), a.dtype)
+
+
+def multiply_grad_packed(grad: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
+    """``(m, n)`` from behind, (n, k) packed -> ``dO W``, ``(m, k)`` in grad's dtype.
+
+    The sum is over rows that have a scale each: the scales go to the gradient before that is rounded.
+    """
+    weight = unpacked(matrix)
+    left = rounded(grad.float() * weight.scale.T, formats(grad.device)[1], scaling, 1)
+    ones = left.scale.new_ones((1, weight.data.shape[1]) if left.scale.dim() else ())
+    return multiply(left, Rounded(weight.data, ones), grad.dtype)
 
 
 def matmul_fp8(a: torch.Tensor, b: torch.Tensor, layout: str = "NT", *, scaling: str = "row") -> torch.Tensor:
@@ -131,7 +171,7 @@ class _MatmulFp8(torch.autograd.Function):
 
 
 def all_gather_matmul_fp8(a: torch.Tensor, shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
-    """``A W^T`` with W's rows gathered in fp8: half of bf16's bytes, and four more for each row's scale.
+    """``A W^T`` with W's rows gathered in fp8: half of bf16's bytes, and ``SCALE_BYTES`` more a row.
 
     Args:
         a: ``(M, K)``.
@@ -149,35 +189,24 @@ def all_gather_matmul_fp8(a: torch.Tensor, shard: torch.Tensor, comm: Communicat
 class _AllGatherMatmulFp8(torch.autograd.Function):
     @staticmethod
     def forward(ctx, a, shard, comm):  # type: ignore[no-untyped-def]
-        narrow, _ = formats(a.device)
-        mine = rounded(shard, narrow, "row", 1)
-        data = mine.data.new_empty((comm.size * shard.shape[0], shard.shape[1]))
-        scale = mine.scale.new_empty((comm.size * shard.shape[0], 1))
-        # as bytes: not every library knows the format
-        works = [
-            comm.all_gather(data.view(torch.uint8), mine.data.view(torch.uint8)),
-            comm.all_gather(scale, mine.scale),
-        ]
-        for work in works:
-            work.wait()
-        ctx.save_for_backward(a, data, scale)
+        mine = shard.new_empty((shard.shape[0], shard.shape[1] + SCALE_BYTES), dtype=torch.uint8)
+        pack(shard, mine, "row")
+        whole = mine.new_empty((comm.size * mine.shape[0], mine.shape[1]))
+        comm.all_gather(whole, mine).wait()
+        ctx.save_for_backward(a, whole)
         ctx.comm, ctx.dtype = comm, shard.dtype
-        return multiply(rounded(a, narrow, "row", 1), Rounded(data.T, scale.T), a.dtype)
+        return multiply_packed(a, whole, "row")
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
-        a, data, scale = ctx.saved_tensors
+        a, whole = ctx.saved_tensors
         narrow, wide = formats(a.device)
         grad_a = grad_shard = None
         if ctx.needs_input_grad[0]:
-            # the sum is over the rows that have a scale each: the scales go to the gradient before it is rounded
-            one = torch.ones((), dtype=torch.float32, device=a.device)
-            left = rounded(grad.float() * scale.T, wide, "row", 1)
-            grad_a = multiply(left, Rounded(data, one.expand(1, data.shape[1]).contiguous()), a.dtype)
+            grad_a = multiply_grad_packed(grad, whole, "row")
         if ctx.needs_input_grad[1]:
-            left, right = rounded(grad.T, wide, "row", 1), rounded(a, narrow, "row", 0)
-            whole = multiply(left, right, ctx.dtype)
-            grad_shard = whole.new_empty((whole.shape[0] // ctx.comm.size, whole.shape[1]))
-            ctx.comm.reduce_scatter(grad_shard, whole).wait()
+            block = multiply(rounded(grad.T, wide, "row", 1), rounded(a, narrow, "row", 0), ctx.dtype)
+            grad_shard = block.new_empty((block.shape[0] // ctx.comm.size, block.shape[1]))
+            ctx.comm.reduce_scatter(grad_shard, block).wait()
         return grad_a, grad_shard, None

@@ -27,21 +27,22 @@ HostCore::HostCore(Membership membership)
 }
 
 void HostCore::submit(const WorkStatePtr& work, bool blocking) {
-  take({work});
+  take(&work, 1);
   if (!blocking) engine_.watch();
 }
 
-void HostCore::take(const std::vector<WorkStatePtr>& works) {
+void HostCore::take(const WorkStatePtr* works, std::size_t count) {
   engine_.record_core();
   {
     std::unique_lock<std::mutex> lock(incoming_mutex_);
     if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable
       lock.unlock();
       const auto error = std::make_exception_ptr(Error(member().words() + ": the communicator is closed"));
-      for (const auto& work : works) work->refuse(error);
+      for (std::size_t i = 0; i < count; ++i) works[i]->refuse(error);
       return;
     }
-    for (const auto& work : works) {
+    for (std::size_t i = 0; i < count; ++i) {
+      const WorkStatePtr& work = works[i];
       work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++, flight_.get());
       incoming_.push_back(std::static_pointer_cast<HostWork>(work));
       pending.fetch_add(1);
@@ -59,7 +60,7 @@ void HostCore::launch(const std::vector<WorkStatePtr>& works) {
     for (const auto& work : works) work->refuse(std::current_exception());
     return;
   }
-  take(works);
+  take(works.data(), works.size());
   engine_.watch();
 }
 
@@ -133,13 +134,12 @@ bool HostCore::step(bool check) {
 
 void HostCore::take_incoming() {
   if (!has_incoming_.load(std::memory_order_acquire)) return;
-  std::vector<HostWorkPtr> works;
   {
     std::lock_guard<std::mutex> lock(incoming_mutex_);
-    works.swap(incoming_);
+    taken_.swap(incoming_);
     has_incoming_.store(false, std::memory_order_release);
   }
-  for (auto& work : works) {
+  for (auto& work : taken_) {
     if (work->request.point_to_point()) {
       flight_->started(work->flight());
       messages_.add(std::move(work));
@@ -147,6 +147,7 @@ void HostCore::take_incoming() {
       queue_.push_back(std::move(work));
     }
   }
+  taken_.clear();
 }
 
 bool HostCore::advance() {
@@ -170,7 +171,8 @@ bool HostCore::advance() {
 
 void HostCore::published() {
   publish_pending_ = true;
-  if (engine_.crowded()) return;  // one ring at the end of the step: the peer would only take this core away
+  // One ring at the end of the step; where ranks share cores the peer would only take this one away.
+  if (engine_.crowded() || rounds_.brief()) return;
   publish_pending_ = false;
   for (int p = 0; p < size(); ++p) ring(p);
 }

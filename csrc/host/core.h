@@ -43,7 +43,9 @@ class HostCore final : public CpuCore {
   char* base() const { return base_; }
   const Layout& layout() const { return layout_; }
   RankState& state(int rank) const { return *layout_.state(base_, rank); }
-  void published();                   // something was published that a sleeping peer may wait for
+  // Something was published that a sleeping peer may wait for. To ring costs a fence, which waits until the peers have
+  // given the line up: a small collective rings once a step, for all that it has published.
+  void published();
   void ring(int peer);                // the same for one peer
   void complete(HostWorkPtr work);    // the operation ended well
   void fail(const Failure& failure);  // the communicator has failed: tells the peers, ends everything pending
@@ -52,7 +54,7 @@ class HostCore final : public CpuCore {
   friend class Messages;
   // Queues operations in this order and moves what can be moved. A communicator that is being closed ends them with an
   // error.
-  void take(const std::vector<WorkStatePtr>& works);
+  void take(const WorkStatePtr* works, std::size_t count);
   void fail(const Failure& failure, const Failure& here);  // what is said to the peers, and on this rank
   bool enter();
   void leave();
@@ -82,6 +84,7 @@ class HostCore final : public CpuCore {
 
   std::atomic<int> gate_{0};
   // Behind the gate.
+  std::vector<HostWorkPtr> taken_;  // empty; keeps its memory
   std::deque<HostWorkPtr> queue_;
   bool tell_flight_ = false;  // this rank has failed: write the flight file once out of the gate
   Rounds rounds_;

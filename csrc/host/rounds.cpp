@@ -159,9 +159,9 @@ bool Rounds::advance() {
 
 HostWorkPtr Rounds::finish() {
   RankState& me = core_.state(core_.rank());
-  me.posted.store(end_, std::memory_order_release);
-  me.reduced.store(end_, std::memory_order_release);
-  me.done.store(end_, std::memory_order_release);
+  for (auto* counter : {&me.posted, &me.reduced, &me.done}) {  // a store takes the line from the peers that read it
+    if (counter->load(std::memory_order_relaxed) != end_) counter->store(end_, std::memory_order_release);
+  }
   return std::move(work_);
 }
 

@@ -37,6 +37,8 @@ class Rounds {
   void start(HostWorkPtr work);
   // Moves what can be moved; true when anything moved.
   bool advance();
+  // Whether one round is all, or none.
+  bool brief() const { return work_ && planned_ && end_ - base_ <= 1; }
   bool complete() const { return headers_ok_ && consumed_ == end_; }
   // Publishes that this rank is through and forgets the work.
   HostWorkPtr finish();

@@ -1,8 +1,9 @@
-// pybind11 for one look at a torch tensor: what Python would ask in a dozen calls, which take longer than a small
-// collective.
+// pybind11 for collectives on tensors as they are: one call looks at them and issues, where Python would ask in a
+// dozen, which take longer than a small message.
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "torch/bindings_calls.h"
 #include "torch/c10d_launch.h"
 
 namespace py = pybind11;
@@ -10,33 +11,111 @@ namespace py = pybind11;
 namespace axo {
 namespace {
 
-// (address, elements, dtype code, bytes) of a tensor, or parameter, on the CPU whose memory is its values in order;
-// None for whatever else, which Python then looks at.
-py::object plain_memory(const py::handle& object) {
-  if (!THPVariable_CheckExact(object.ptr())) return py::none();
-  const at::Tensor& t = THPVariable_Unpack(object.ptr());
-  if (!t.device().is_cpu() || t.layout() != at::kStrided || !t.has_storage() || !t.is_contiguous() || t.is_conj() ||
-      t.is_neg() || t._is_zerotensor()) {
-    return py::none();
+// A tensor, or parameter, on the CPU whose memory is its values in order.
+struct Plain {
+  const at::Tensor* tensor = nullptr;  // null: whatever else, which Python then looks at
+  char* data = nullptr;
+  std::size_t count = 0;
+  DType dtype{};
+
+  explicit Plain(const py::handle& object) {
+    if (!THPVariable_CheckExact(object.ptr())) return;
+    const at::Tensor& t = THPVariable_Unpack(object.ptr());
+    if (!t.device().is_cpu() || t.layout() != at::kStrided || !t.has_storage() || !t.is_contiguous() || t.is_conj() ||
+        t.is_neg() || t._is_zerotensor()) {
+      return;
+    }
+    const auto code = dtype_of(t.scalar_type());
+    if (!code) return;
+    tensor = &t;
+    data = static_cast<char*>(t.mutable_data_ptr());
+    count = static_cast<std::size_t>(t.numel());
+    dtype = *code;
   }
-  const auto dtype = dtype_of(t.scalar_type());
-  if (!dtype) return py::none();
-  return py::make_tuple(reinterpret_cast<std::uintptr_t>(t.mutable_data_ptr()), t.numel(), static_cast<int>(*dtype),
-                        t.nbytes());
+  std::size_t bytes() const { return count * item_size(dtype); }
+  bool reduces(int op) const { return tensor && op >= 0 && op < kReduceOpCount && can_reduce(dtype, op_of(op)); }
+};
+
+// Whether `whole` has one part of `part` a rank, and they do not overlap, or `part` is that of rank `place`.
+bool fit(const Plain& part, const Plain& whole, int size, int place) {
+  if (!part.tensor || !whole.tensor || part.dtype != whole.dtype) return false;
+  if (whole.count != static_cast<std::size_t>(size) * part.count) return false;
+  return part.data + part.bytes() <= whole.data || whole.data + whole.bytes() <= part.data ||
+         (place >= 0 && part.data == whole.data + static_cast<std::size_t>(place) * part.bytes());
 }
 
 // The core has written to the tensor: autograd refuses a backward that would read the old values.
+void count_as_modified(const at::Tensor& t) {
+  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+}
+
 void modified(const py::handle& tensor) {
   if (!THPVariable_Check(tensor.ptr())) throw py::type_error("modified: not a tensor");
-  const at::Tensor& t = THPVariable_Unpack(tensor.ptr());
-  if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  count_as_modified(THPVariable_Unpack(tensor.ptr()));
+}
+
+// Issues `call` on `source` and `target`: its Work, or True where it is complete.
+template <class Call>
+py::object issue(const Plain& source, const Plain& target, bool written, bool blocking, std::int64_t timeout_ms,
+                 const Call& call) {
+  release_now();
+  if (written) count_as_modified(*target.tensor);
+  CallOptions options;
+  options.blocking = blocking;
+  options.timeout = Milliseconds(timeout_ms);
+  if (!blocking)
+    options.keep_alive =
+        by_program(std::make_shared<std::pair<at::Tensor, at::Tensor>>(*source.tensor, *target.tensor));
+  WorkPtr work;
+  {
+    py::gil_scoped_release release;
+    work = call(options);
+    if (blocking) work.reset();
+  }
+  return blocking ? py::bool_(true) : py::cast(work);
 }
 
 }  // namespace
 
 void bind_tensors(py::module_& m) {
-  m.def("plain", &plain_memory);
   m.def("modified", &modified);
+  py::class_<Communicator, std::shared_ptr<Communicator>> bound = m.attr("Communicator");
+  // None: something is not plain, or does not fit; Python then looks closely. `op` is a code, or -1.
+  bound.def("plain_all_reduce",
+            [](Communicator& c, const py::handle& tensor, int op, bool blocking, std::int64_t ms) -> py::object {
+              const Plain t(tensor);
+              if (!t.reduces(op)) return py::none();
+              return issue(t, t, true, blocking, ms, [&](const CallOptions& options) {
+                return c.all_reduce(t.data, t.data, t.count, t.dtype, op_of(op), options);
+              });
+            });
+  bound.def("plain_all_gather",
+            [](Communicator& c, const py::handle& tensor, const py::handle& out, bool blocking,
+               std::int64_t ms) -> py::object {
+              const Plain part(tensor), whole(out);
+              if (!fit(part, whole, c.size(), c.rank())) return py::none();
+              return issue(part, whole, true, blocking, ms, [&](const CallOptions& options) {
+                return c.all_gather(part.data, whole.data, part.count, part.dtype, options);
+              });
+            });
+  bound.def("plain_reduce_scatter",
+            [](Communicator& c, const py::handle& tensor, const py::handle& out, int op, bool blocking,
+               std::int64_t ms) -> py::object {
+              const Plain whole(tensor), part(out);
+              if (!fit(part, whole, c.size(), -1) || !part.reduces(op)) return py::none();
+              if (whole.tensor->dim() == 0 || whole.tensor->size(0) % c.size() != 0) return py::none();
+              return issue(whole, part, true, blocking, ms, [&](const CallOptions& options) {
+                return c.reduce_scatter(whole.data, part.data, part.count, part.dtype, op_of(op), options);
+              });
+            });
+  bound.def("plain_broadcast",
+            [](Communicator& c, const py::handle& tensor, int root, bool blocking, std::int64_t ms) -> py::object {
+              const Plain t(tensor);
+              if (!t.tensor) return py::none();
+              return issue(t, t, c.rank() != root, blocking, ms, [&](const CallOptions& options) {
+                return c.broadcast(t.data, t.count, t.dtype, root, options);
+              });
+            });
 }
 
 }  // namespace axo

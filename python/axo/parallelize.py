@@ -76,8 +76,10 @@ def parallelize(
             that they are computed in (bf16 for weights under bf16 autocast). ``.grad`` has the parameter's in any case.
         offload: What lies on the lower tier; default: nothing (see :class:`axo.Offload`).
         fp8: Multiply in eight bits in every ``axo.nn.Linear``, the head too: e4m3, gradients from behind e5m2.
-            ``"row"`` has a scale for each row of an operand, ``"tensor"`` one for all of it on this rank. What travels
-            is as without. Emulated where the device has no such products. Sizes on a rank must be multiples of 16.
+            ``"row"`` has a scale for each row of an operand, ``"tensor"`` one for all of it on this rank. Weights are
+            rounded before they are gathered over z, and travel, and are kept for backward, in e4m3 with 16 bytes more
+            a row; each rank's rows have scales of their own. All else travels as without. Emulated where the device
+            has no such products. Sizes on a rank must be multiples of 16.
 
     Raises:
         ValueError: An option is not known, the grid does not fit the algorithm, the ranks' models differ, or the plan

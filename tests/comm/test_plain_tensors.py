@@ -1,29 +1,54 @@
-"""The one look at a tensor that lets a collective start at once: what passes, and what is left to the closer look."""
+"""The one look at tensors that lets a collective start at once: what passes, and what is left to the closer look."""
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from axo.comm.extension import _C
-from axo.comm.memory import DTYPES
+from axo.comm.memory import DTYPES, OPS
+
+SUM = OPS["sum"]
 
 
 class Subclass(torch.Tensor):
     pass
 
 
+@pytest.fixture(scope="module")
+def one():
+    """A communicator of one rank."""
+    core = _C.create_host_communicator(dist.HashStore(), "one", 0, 1, "one", 1000)
+    yield core
+    core.shutdown()
+
+
+def calls(core, source, out, blocking=True):
+    """The result of each operation, of which ``source`` is the input."""
+    return (
+        core.plain_broadcast(source, 0, blocking, -1),
+        core.plain_all_gather(source, out, blocking, -1),
+        core.plain_all_reduce(source, SUM, blocking, -1),
+        core.plain_reduce_scatter(source, out, SUM, blocking, -1),
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_plain_tensor_is_its_memory(dtype):
-    tensor = torch.zeros(24, dtype=dtype)
-    code, item = DTYPES[dtype], dtype.itemsize
-    assert _C.plain(tensor) == (tensor.data_ptr(), 24, code, 24 * item)
-    assert _C.plain(tensor[8:].view(4, 4)) == (tensor.data_ptr() + 8 * item, 16, code, 16 * item)
-    assert _C.plain(tensor[:0]) == (tensor[:0].data_ptr(), 0, code, 0)
+def test_a_plain_tensor_is_its_memory(one, dtype):
+    whole = torch.arange(24).to(dtype)
+    reduces = _C.can_reduce(DTYPES[dtype], SUM) or None
+    for source in (whole, whole[8:].view(4, 4), whole[:0]):
+        out = torch.zeros_like(source)
+        assert calls(one, source, out) == (True, True, reduces, reduces)
+        assert torch.equal(out, source)
+        works = calls(one, source, out, blocking=False)
+        for work in filter(None, works):
+            work.wait()
+        assert [work is None for work in works] == [False, False, reduces is None, reduces is None]
 
 
-def test_parameters_are_plain():
-    weight = torch.nn.Parameter(torch.ones(3))
-    assert _C.plain(weight) == (weight.data_ptr(), 3, DTYPES[torch.float32], 12)
+def test_parameters_are_plain(one):
+    assert calls(one, torch.nn.Parameter(torch.ones(3)), torch.ones(3)) == (True,) * 4
 
 
 @pytest.mark.parametrize(
@@ -46,25 +71,53 @@ def test_parameters_are_plain():
     ],
     ids=repr,
 )
-def test_whatever_else_is_looked_at_closely(array):
-    assert _C.plain(array) is None
+def test_whatever_else_is_looked_at_closely(one, array):
+    assert calls(one, array, torch.zeros(3)) == (None,) * 4
+    assert one.plain_all_gather(torch.zeros(3), array, True, -1) is None
 
 
-def test_a_tensor_inside_vmap_is_looked_at_closely():
+def test_tensors_that_do_not_fit_are_looked_at_closely(one):
+    memory = torch.zeros(12)
+    for source, out in (
+        (memory[:4], torch.zeros(5)),  # of another size
+        (memory[:4], torch.zeros(4, dtype=torch.float64)),
+        (memory[:4], memory[2:6]),  # overlap
+    ):
+        assert one.plain_all_gather(source, out, True, -1) is None
+        assert one.plain_reduce_scatter(source, out, SUM, True, -1) is None
+    assert one.plain_all_gather(memory, memory, True, -1)  # this rank's part of it
+    assert one.plain_reduce_scatter(memory, memory, SUM, True, -1) is None
+    assert one.plain_reduce_scatter(torch.zeros(()), torch.zeros(()), SUM, True, -1) is None  # no rows
+    for op in (-1, len(_C.OPS), OPS["band"]):
+        assert one.plain_all_reduce(memory, op, True, -1) is None
+        assert one.plain_reduce_scatter(memory, torch.zeros(12), op, True, -1) is None
+
+
+def test_a_tensor_inside_vmap_is_looked_at_closely(one):
     seen = []
-    torch.vmap(lambda t: (seen.append(_C.plain(t)), t)[1])(torch.zeros(2, 3))
+    torch.vmap(lambda t: (seen.append(one.plain_broadcast(t, 0, True, -1)), t)[1])(torch.zeros(2, 3))
     assert seen == [None]
 
 
-def test_written_tensors_count_as_modified():
+def test_written_tensors_count_as_modified(one):
     """Oracle: autograd, which refuses to read a value that has changed since."""
     weight = torch.ones(3, requires_grad=True)
-    hidden = weight * 2
-    loss = (hidden * hidden).sum()
-    _C.modified(hidden)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-    with torch.inference_mode():
-        _C.modified(torch.ones(3))  # has no version to count
+    for write, wrong in (
+        (_C.modified, True),
+        (lambda t: one.plain_all_reduce(t, SUM, True, -1), True),
+        (lambda t: one.plain_all_gather(torch.ones(3), t, True, -1), True),
+        (lambda t: one.plain_all_gather(t, torch.ones(3), True, -1), False),
+        (lambda t: one.plain_broadcast(t, 0, True, -1), False),  # by the root
+    ):
+        hidden = weight * 2
+        loss = (hidden * hidden).sum()
+        write(hidden)
+        if wrong:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+        else:
+            loss.backward()
+        with torch.inference_mode():
+            write(torch.ones(3))  # has no version to count
     with pytest.raises(TypeError, match="not a tensor"):
         _C.modified(np.ones(3))

@@ -11,15 +11,31 @@ import torch
 from torch import nn
 
 import axo
+from axo.matmul.cost import total
 from axo_kernels.fused import fp8
 from axo_kernels.fused.fp8 import matmul_fp8
 from tests.kernels.fused.test_fp8 import FORWARD, error
 from tests.launcher import run_ranks
 
 
+def gathered(weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, scaling: str, z: int) -> tuple:
+    """The product, and the gradient of ``x`` before its sum, with a weight whose ``z`` shards are rounded apart."""
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    parts = [fp8.rounded(shard, e4m3, scaling, 1) for shard in weight.detach().chunk(z)]
+    data = torch.cat([part.data for part in parts])
+    scale = torch.cat([part.scale.expand(len(part.data), 1) for part in parts])
+    left = fp8.rounded(x.detach(), e4m3, scaling, 1)
+    behind = fp8.rounded(grad * scale.T, e5m2, scaling, 1)
+    dense = data.double() * scale
+    assert error(dense, weight.detach()) < FORWARD
+    out = fp8.multiply(left, fp8.Rounded(data.T, scale.T), torch.float32)
+    assert error(out, left.data.double() * left.scale @ dense.T) < 1e-6
+    return out, fp8.multiply(behind, fp8.Rounded(data, torch.ones(())), torch.float32)
+
+
 def products_in_fp8(grid: str) -> None:
     comms = axo.connect(grid)
-    x, z = comms.coords.x, comms.coords.z
+    (x, _, z, _), shards = comms.coords, comms.grid.z
     torch.manual_seed(0)
     serial = nn.Linear(64, 96)
     rows, grads = torch.randn(comms.grid.z, 32, 64), torch.randn(comms.grid.z, 32, 96)
@@ -30,11 +46,20 @@ def products_in_fp8(grid: str) -> None:
         layer.use_fp8(scaling)
         mine, own = (rows[z].clone().requires_grad_() for _ in range(2))
         weight = serial.weight.detach()[block].clone().requires_grad_()
-        found, expected = layer(mine), matmul_fp8(own, weight, "NT", scaling=scaling) + serial.bias.detach()[block]
-        assert torch.equal(found, expected)
-        found.backward(grads[z][:, block])
+        with axo.count_collectives() as counts:
+            found = layer(mine)
+            found.backward(grads[z][:, block])
+        assert counts == total(layer.cost(shards * 32))
+        if shards > 1:  # half of bf16's bytes, and 16 a row
+            assert counts["all_gather", "z"] == (1, 24 * 80, 24 * 80)
+        expected = matmul_fp8(own, weight, "NT", scaling=scaling)
         expected.backward(grads[z][:, block])
         assert own.grad is not None and weight.grad is not None
+        if shards > 1:
+            out, own.grad = gathered(weight, own, grads[z][:, block], scaling, shards)
+            assert scaling == "tensor" or torch.equal(out, expected)  # a row's scale is the same wherever it is
+            expected = out
+        assert torch.equal(found, expected + serial.bias.detach()[block])
         assert torch.equal(mine.grad, comms.x.all_reduce(own.grad))
         torch.testing.assert_close(layer.weight.grad, comms.z.reduce_scatter(weight.grad, op="avg"))  # transposed there
         assert torch.equal(layer.bias.grad, comms.z.all_reduce(grads[z][:, block].sum(0), "avg"))
@@ -45,8 +70,14 @@ def products_in_fp8(grid: str) -> None:
             assert half.dtype == dtype and 0.01 < error(half.detach(), exact) < FORWARD + 2**-bits
     whole = nn.Sequential(serial, nn.Tanh(), nn.Linear(96, 64))
     exact = copy.deepcopy(whole).double()(rows[z].double())
-    model = axo.parallelize(whole, comms, "auto", fp8="row")
-    assert 0.01 < error(model(rows[z]), exact) < 2 * FORWARD
+    model = axo.parallelize(whole, comms, "auto", fp8="row", gather_cache="none")
+    for _ in range(2):  # the second gathers ahead
+        with axo.count_collectives() as counts:
+            out = model(rows[z])
+            out.sum().backward()
+        assert 0.01 < error(out.detach(), exact) < 2 * FORWARD
+        if shards > 1:  # forward and backward; the first layer's input wants no gradient
+            assert counts["all_gather", "z"].bytes == 24 * 80 + 2 * 32 * (48 + 16)
     for options, message in (
         ({"fp8": "block"}, r"fp8='block' is not known; use one of \(None, 'tensor', 'row'\)"),
         ({"fp8": "row"}, "Linear.*: fp8='row' with .* of .*_features on a rank .*, no multiple of 16; pad the model"),

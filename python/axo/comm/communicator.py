@@ -49,8 +49,10 @@ from axo.launch import CONSEQUENCES, record_failure
 __all__ = ["Communicator", "group"]
 
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
-# The code of an operation, by a dtype's code and its name, where it is defined.
-_REDUCTIONS = {(DTYPES[dtype], op): OPS[op] for (dtype, op), defined in _REDUCES.items() if defined}
+
+
+def _code(op: Any) -> int:
+    return OPS.get(op, -1) if isinstance(op, str) else -1
 
 
 class group:
@@ -159,12 +161,10 @@ class Communicator:
 
         ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
         """
-        if out is None and scale is None and self._core is not None and isinstance(op, str):
-            plain = self._plain(tensor)
-            if plain is not None and (reduction := _REDUCTIONS.get((plain[2], op))) is not None:
-                self._count("all_reduce", tensor)
-                args: tuple = (plain[0], *plain[:3], reduction)
-                return self._issue(self._core.all_reduce, args, tensor, (), tensor, tensor, async_op)
+        if out is None and scale is None and self._takes_plain():
+            found = self._issue_plain(self._core.plain_all_reduce, (tensor, _code(op)), tensor, async_op)
+            if found is not None:
+                return found
         source = self._tensor(tensor, "all_reduce")
         code = self._op("all_reduce", op, source, scale)
         target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
@@ -179,12 +179,10 @@ class Communicator:
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
-        if self._core is not None and (both := self._plain_pair(tensor, out, self.rank)) is not None:
-            part, whole = both
-            if whole[1] == self.size * part[1]:
-                self._count("all_gather", tensor)
-                args: tuple = (part[0], whole[0], part[1], part[2])
-                return self._issue(self._core.all_gather, args, (tensor, out), (), out, out, async_op)
+        if out is not None and self._takes_plain():
+            found = self._issue_plain(self._core.plain_all_gather, (tensor, out), out, async_op)
+            if found is not None:
+                return found
         source = self._tensor(tensor, "all_gather")
         target, result = self._whole("all_gather", source, tensor, out)
         if self._core is None:
@@ -201,13 +199,10 @@ class Communicator:
 
         ``scale`` is that of :meth:`all_reduce`.
         """
-        if scale is None and self._core is not None and (both := self._plain_pair(tensor, out)) is not None:
-            whole, part = both
-            reduction = _REDUCTIONS.get((part[2], op)) if isinstance(op, str) else None
-            if whole[1] == self.size * part[1] and tensor.shape[0] % self.size == 0 and reduction is not None:
-                self._count("reduce_scatter", tensor)
-                args: tuple = (whole[0], *part[:3], reduction)
-                return self._issue(self._core.reduce_scatter, args, (tensor, out), (), out, out, async_op)
+        if out is not None and scale is None and self._takes_plain():
+            found = self._issue_plain(self._core.plain_reduce_scatter, (tensor, out, _code(op)), out, async_op)
+            if found is not None:
+                return found
         source = self._tensor(tensor, "reduce_scatter")
         code = self._op("reduce_scatter", op, source, scale)
         target, result = self._part("reduce_scatter", source, tensor, out)
@@ -222,10 +217,10 @@ class Communicator:
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
-        if self._core is not None and (plain := self._plain(tensor)) is not None:
-            self._count("broadcast", tensor)
-            written = None if self.rank == root else tensor
-            return self._issue(self._core.broadcast, (*plain[:3], root), tensor, (), written, tensor, async_op)
+        if self._takes_plain():
+            found = self._issue_plain(self._core.plain_broadcast, (tensor, root), tensor, async_op)
+            if found is not None:
+                return found
         target = self._tensor(tensor, "broadcast")
         if self._core is None:
             return self._alone(target, target, tensor, async_op)
@@ -429,16 +424,24 @@ class Communicator:
         for sibling in self._siblings:
             sibling.abort(f"on axis {self.axis!r}: {error}")
 
-    # What a collective of host memory needs to know of most tensors, in one call. None: look closely.
-    _plain = staticmethod(_C.plain)
+    def _takes_plain(self) -> bool:
+        """Whether the core is to look at tensors itself; not where somebody counts, or watches."""
+        return self._core is not None and not counting.blocks and watch.issued is None
 
-    def _plain_pair(self, source: Any, target: Any, place: int = -1) -> tuple[tuple, tuple] | None:
-        """The same of two tensors of one dtype that do not overlap, or where the source is a part of the target: the
-        one at ``place``, counted in sources."""
-        if target is None or (a := self._plain(source)) is None or (b := self._plain(target)) is None or a[2] != b[2]:
-            return None
-        apart = a[0] + a[3] <= b[0] or b[0] + b[3] <= a[0] or (place >= 0 and a[0] == b[0] + place * a[3])
-        return (a, b) if apart else None
+    def _issue_plain(self, call: Any, args: tuple, result: Any, async_op: bool) -> Any:
+        """As ``_issue``, of arguments that nobody has looked at; None where they are to be looked at closely."""
+        if not async_op and not open_group.depth:
+            start = time.perf_counter()
+            try:
+                done = call(*args, True, self._timeout_ms)
+            except Mismatch as error:
+                self._spread(error)
+                raise
+            finally:
+                self._blocked += time.perf_counter() - start
+            return done and result
+        work = call(*args, False, self._timeout_ms)
+        return work and self._pending(Work(self, work, result, ()), result, async_op)
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)

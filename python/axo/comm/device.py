@@ -128,9 +128,10 @@ class DeviceWork(Work):
 class DeviceCommunicator(Communicator):
     """The collectives among the ranks of one axis, on GPUs. Made by ``axo.connect(device="cuda")`` and ``split``."""
 
-    _plain = staticmethod(lambda array: None)  # no memory of the host is
-
     _after_caller = True
+
+    def _takes_plain(self) -> bool:
+        return False  # what the core looks at lies on the host
 
     @cached_property
     def _capped(self) -> dict[int, DeviceCommunicator]:

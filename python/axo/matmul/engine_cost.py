@@ -1,4 +1,4 @@
-"""What options of the engine change in what layers send (``axo.matmul.cost``): ZeRO, and the dtype of reductions.
+"""What options of the engine change in what layers send (``axo.matmul.cost``): ZeRO, and dtypes of what travels.
 
 ZeRO on the data axis (see ``axo.overlap.zero`` for the algorithm):
 
@@ -14,10 +14,19 @@ import math
 from collections.abc import Iterable, Sequence
 
 from axo.grid import Grid
-from axo.matmul.cost import REDUCE_WEIGHT_GRAD, SCATTER_WEIGHT_GRAD, SUM_WEIGHT_BLOCK, Call, chunk, issued
+from axo.matmul.cost import (
+    GATHER_WEIGHT,
+    REDUCE_WEIGHT_GRAD,
+    SCATTER_WEIGHT_GRAD,
+    SUM_WEIGHT_BLOCK,
+    Call,
+    chunk,
+    issued,
+)
 
 STEP = "step"
 GATHER_PARAMETERS = "gather parameters"
+SCALE_BYTES = 16  # of a row in fp8: axo_kernels.fused.fp8.SCALE_BYTES
 
 
 def gather_parameters(
@@ -46,6 +55,16 @@ def reduced_in(calls: Iterable[Call], itemsize: int) -> list[Call]:
     """Let the reductions of gradients have elements of ``itemsize`` bytes (``reduce_dtype``)."""
     gradients = (SCATTER_WEIGHT_GRAD, REDUCE_WEIGHT_GRAD, SUM_WEIGHT_BLOCK)
     return [call._replace(itemsize=itemsize) if call.purpose in gradients else call for call in calls]
+
+
+def gathered_in_fp8(calls: Iterable[Call], columns: int) -> list[Call]:
+    """Let a weight of ``columns`` columns on a rank be gathered in fp8, with its scales."""
+    return [
+        call._replace(elements=call.elements // columns * (columns + SCALE_BYTES), itemsize=1)
+        if call.purpose == GATHER_WEIGHT
+        else call
+        for call in calls
+    ]
 
 
 def scatter_gradients(calls: Iterable[Call], grid: Grid) -> list[Call]:

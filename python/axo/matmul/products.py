@@ -301,12 +301,17 @@ def _in_fp8(kind: str, scaling: str) -> Run:
     """The product of operands that are rounded to eight bits: e5m2 for the gradient that comes from behind."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if kind == "grad_input" and b.dtype == torch.uint8:
+            return fp8.multiply_grad_packed(a, b, scaling)
         narrow, wide = fp8.formats(a.device)
         left = fp8.rounded(a, narrow if kind == "forward" else wide, scaling, 1)
         return fp8.multiply(left, fp8.rounded(b, narrow, scaling, 0), a.dtype)
 
     def forward(rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        out = product(rows, block.t())
+        if block.dtype == torch.uint8:  # gathered over z in fp8
+            out = fp8.multiply_packed(rows, block, scaling)
+        else:
+            out = product(rows, block.t())
         return out if bias is None else out.add_(bias)
 
     def grad_weight(grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from axo.comm.connect import Communicators, check_comms
-from axo.matmul import cost
+from axo.matmul import cost, engine_cost
 from axo.matmul.blocks import layer_matmul
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
@@ -176,6 +176,7 @@ class Linear(ParallelLayer, nn.Linear):
                     f" of {fp8.MULTIPLE}; pad the model, or take a grid that splits it less"
                 )
         self.matmul.products.use_fp8(scaling)
+        self.matmul.exchange.fp8 = scaling
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
         return nn.utils.skip_init(
@@ -284,6 +285,11 @@ class Linear(ParallelLayer, nn.Linear):
             *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),
             *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
+
+    def _reduced(self, calls: list[cost.Call]) -> list[cost.Call]:
+        if self.matmul.exchange.fp8 is not None:
+            calls = engine_cost.gathered_in_fp8(calls, self._matrix().shape[1])
+        return super()._reduced(calls)
 
     def _gathered(self, rows: int) -> int:
         """Elements of an output that is gathered, of ``rows`` rows: parts travel as long as the longest."""

@@ -9,7 +9,8 @@ expect the same order.
 
 A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
 run of a reentrantly checkpointed block, and a recomputation. A weight that has changed since it was gathered (its
-version, its memory or the tensor itself) is gathered again.
+version, its memory or the tensor itself) is gathered again. A layer that multiplies in fp8 rounds its rows before they
+are gathered, and what is kept stays packed.
 
 What a pipeline's step keeps for all its micro-batches is gathered when the step begins, before the first of them comes
 (from the second step on): so all stages gather at once.
@@ -30,6 +31,7 @@ from axo.overlap.events import Pending, span
 from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Route
+from axo_kernels.fused.fp8 import SCALE_BYTES, pack
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -297,7 +299,7 @@ class Gathers:
                 into[route] = self._start(route, weight, dtype)
 
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
-        """Gather this rank's rows over the shard axis, in ``dtype``."""
+        """Gather this rank's rows over the shard axis, in ``dtype``, or packed in fp8."""
         engine = self._engine
         assert route.shard_axis is not None
         names, line = ("all_gather", route.shard_axis, route.name), engine.comms.axis(route.shard_axis)
@@ -305,11 +307,20 @@ class Gathers:
             shard, rows = values(weight).flatten(1), route.padded_rows // route.shards
             shards = engine.shards_of(weight)
             device = shard.device if shards is None else engine.comms.device
-            whole = engine.pool.take((route.padded_rows, shard.shape[1]), dtype, device)
+            columns, kind = shard.shape[1], dtype
+            if route.fp8 is not None:
+                columns, kind = columns + SCALE_BYTES, torch.uint8
+                if shards is not None:  # rounded by the computation, which waits for it
+                    room = shard.new_empty(shard.shape, device=device)
+                    shards.bring(room, shard).block()
+                    shard, shards = room, None
+            whole = engine.pool.take((route.padded_rows, columns), kind, device)
             mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
             if shard.shape[0] != rows:
                 mine[shard.shape[0] :].zero_()
-            if shards is None:
+            if route.fp8 is not None:
+                pack(shard, mine[: shard.shape[0]], route.fp8)
+            elif shards is None:
                 mine[: shard.shape[0]].copy_(shard)
             else:
                 brought = shards.bring(mine[: shard.shape[0]], shard)

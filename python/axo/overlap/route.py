@@ -55,6 +55,7 @@ class Route:
         shard_axis, shards: The axis that the weight is gathered over (None: it is not), and its ranks.
         block_rows, shard_rows, padded_rows: Of the weight: after the gather, on this rank, and as they travel.
         weight_stages, vector_stages: What the gradient of this rank's rows, or of a vector, is reduced over.
+        fp8: As which scaling of ``axo_kernels.fused.fp8`` the weight is packed before it is gathered; None: it is not.
         weight_copies, vector_copies: The rows that neighbours hold too: of this rank's weight, or of its block.
 
     Raises:
@@ -75,6 +76,7 @@ class Route:
         self.block_rows = whole.local_shape(grid, coords)[0]
         self.shard_rows = placement.local_shape(grid, coords)[0]
         self.padded_rows = self.shards * chunk_size(self.block_rows, self.shards)
+        self.fp8: str | None = None
         self.weight_stages = self._stages(axis for axis in reversed(row_axes) if axis not in placement.axes)
         self.vector_stages = self._stages(reversed(row_axes))
         self.weight_copies: Copies | None = None

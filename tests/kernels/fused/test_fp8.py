@@ -96,12 +96,12 @@ class Bytes(SimulatedCommunicator):
 
 
 def test_a_gathered_weight_travels_in_fp8():
-    """Four ranks that hold the same rows: half of bf16's bytes, and a scale a row; gradients as of the sum."""
+    """Four ranks that hold the same rows: half of bf16's bytes, and 16 a row; gradients as of the sum."""
     comm, rows, k = Bytes(), 8, 128
     x, w, grad = torch.randn(24, k), draw(rows, k), torch.randn(24, 4 * rows)
     a, shard = x.clone().requires_grad_(), w.clone().requires_grad_()
     out = all_gather_matmul_fp8(a, shard, comm)
-    assert comm.moved == rows * k + 4 * rows
+    assert comm.moved == rows * (k + 16)
     whole = w.double().repeat(4, 1)
     assert error(out.detach(), x.double() @ whole.T) < FORWARD
     out.backward(grad)
