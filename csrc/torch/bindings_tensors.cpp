@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include "base/group.h"
 #include "torch/bindings_calls.h"
 #include "torch/c10d_launch.h"
 
@@ -54,25 +55,27 @@ void modified(const py::handle& tensor) {
   count_as_modified(THPVariable_Unpack(tensor.ptr()));
 }
 
-// Issues `call` on `source` and `target`: its Work, or True where it is complete.
+// Issues `call` on `source` and `target`: its Work, or the seconds that a blocking one took.
 template <class Call>
 py::object issue(const Plain& source, const Plain& target, bool written, bool blocking, std::int64_t timeout_ms,
                  const Call& call) {
-  release_now();
+  if (blocking && inside_group()) return py::none();
   if (written) count_as_modified(*target.tensor);
   CallOptions options;
   options.blocking = blocking;
   options.timeout = Milliseconds(timeout_ms);
-  if (!blocking)
-    options.keep_alive =
-        by_program(std::make_shared<std::pair<at::Tensor, at::Tensor>>(*source.tensor, *target.tensor));
+  if (!blocking) {
+    using Both = std::pair<at::Tensor, at::Tensor>;
+    options.keep_alive = by_program(std::make_shared<Both>(*source.tensor, *target.tensor));
+  }
+  const auto start = Clock::now();
   WorkPtr work;
   {
     py::gil_scoped_release release;
     work = call(options);
-    if (blocking) work.reset();
   }
-  return blocking ? py::bool_(true) : py::cast(work);
+  if (!blocking) return py::cast(work);
+  return py::float_(std::chrono::duration<double>(Clock::now() - start).count());
 }
 
 }  // namespace
@@ -80,7 +83,8 @@ py::object issue(const Plain& source, const Plain& target, bool written, bool bl
 void bind_tensors(py::module_& m) {
   m.def("modified", &modified);
   py::class_<Communicator, std::shared_ptr<Communicator>> bound = m.attr("Communicator");
-  // None: something is not plain, or does not fit; Python then looks closely. `op` is a code, or -1.
+  // None: something is not plain, or does not fit, or a blocking call is inside a group; Python then looks closely.
+  // `op` is a code, or -1.
   bound.def("plain_all_reduce",
             [](Communicator& c, const py::handle& tensor, int op, bool blocking, std::int64_t ms) -> py::object {
               const Plain t(tensor);

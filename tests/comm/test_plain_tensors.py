@@ -24,7 +24,7 @@ def one():
 
 
 def calls(core, source, out, blocking=True):
-    """The result of each operation, of which ``source`` is the input."""
+    """What each operation gives, of which ``source`` is the input: its Work, or the seconds that it took."""
     return (
         core.plain_broadcast(source, 0, blocking, -1),
         core.plain_all_gather(source, out, blocking, -1),
@@ -33,22 +33,35 @@ def calls(core, source, out, blocking=True):
     )
 
 
+def taken(found):
+    return tuple(each is not None for each in found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_plain_tensor_is_its_memory(one, dtype):
     whole = torch.arange(24).to(dtype)
-    reduces = _C.can_reduce(DTYPES[dtype], SUM) or None
+    reduces = _C.can_reduce(DTYPES[dtype], SUM)
     for source in (whole, whole[8:].view(4, 4), whole[:0]):
         out = torch.zeros_like(source)
-        assert calls(one, source, out) == (True, True, reduces, reduces)
+        spent = calls(one, source, out)
+        assert taken(spent) == (True, True, reduces, reduces) and all(0 <= each < 60 for each in spent if each)
         assert torch.equal(out, source)
         works = calls(one, source, out, blocking=False)
         for work in filter(None, works):
             work.wait()
-        assert [work is None for work in works] == [False, False, reduces is None, reduces is None]
+        assert taken(works) == (True, True, reduces, reduces)
 
 
 def test_parameters_are_plain(one):
-    assert calls(one, torch.nn.Parameter(torch.ones(3)), torch.ones(3)) == (True,) * 4
+    assert taken(calls(one, torch.nn.Parameter(torch.ones(3)), torch.ones(3))) == (True,) * 4
+
+
+def test_a_blocking_call_in_a_group_is_looked_at_closely(one):
+    _C.group_start()
+    try:
+        assert calls(one, torch.ones(3), torch.ones(3)) == (None,) * 4
+    finally:
+        _C.group_end()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +98,7 @@ def test_tensors_that_do_not_fit_are_looked_at_closely(one):
     ):
         assert one.plain_all_gather(source, out, True, -1) is None
         assert one.plain_reduce_scatter(source, out, SUM, True, -1) is None
-    assert one.plain_all_gather(memory, memory, True, -1)  # this rank's part of it
+    assert one.plain_all_gather(memory, memory, True, -1) is not None  # this rank's part of it
     assert one.plain_reduce_scatter(memory, memory, SUM, True, -1) is None
     assert one.plain_reduce_scatter(torch.zeros(()), torch.zeros(()), SUM, True, -1) is None  # no rows
     for op in (-1, len(_C.OPS), OPS["band"]):

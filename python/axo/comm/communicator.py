@@ -49,10 +49,9 @@ from axo.launch import CONSEQUENCES, record_failure
 __all__ = ["Communicator", "group"]
 
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
-
-
-def _code(op: Any) -> int:
-    return OPS.get(op, -1) if isinstance(op, str) else -1
+# The core's calls that look at most tensors of the host themselves. They take a code of ``OPS``, or -1.
+_ALL_REDUCE, _ALL_GATHER = _C.Communicator.plain_all_reduce, _C.Communicator.plain_all_gather
+_REDUCE_SCATTER, _BROADCAST = _C.Communicator.plain_reduce_scatter, _C.Communicator.plain_broadcast
 
 
 class group:
@@ -161,9 +160,9 @@ class Communicator:
 
         ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
         """
-        if out is None and scale is None and self._takes_plain():
-            found = self._issue_plain(self._core.plain_all_reduce, (tensor, _code(op)), tensor, async_op)
-            if found is not None:
+        if out is None and scale is None:
+            code = OPS.get(op, -1) if op.__class__ is str else -1
+            if (found := self._issue_plain(_ALL_REDUCE, (tensor, code), tensor, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "all_reduce")
         code = self._op("all_reduce", op, source, scale)
@@ -179,9 +178,8 @@ class Communicator:
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
-        if out is not None and self._takes_plain():
-            found = self._issue_plain(self._core.plain_all_gather, (tensor, out), out, async_op)
-            if found is not None:
+        if out is not None:
+            if (found := self._issue_plain(_ALL_GATHER, (tensor, out), out, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "all_gather")
         target, result = self._whole("all_gather", source, tensor, out)
@@ -199,9 +197,9 @@ class Communicator:
 
         ``scale`` is that of :meth:`all_reduce`.
         """
-        if out is not None and scale is None and self._takes_plain():
-            found = self._issue_plain(self._core.plain_reduce_scatter, (tensor, out, _code(op)), out, async_op)
-            if found is not None:
+        if out is not None and scale is None:
+            code = OPS.get(op, -1) if op.__class__ is str else -1
+            if (found := self._issue_plain(_REDUCE_SCATTER, (tensor, out, code), out, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "reduce_scatter")
         code = self._op("reduce_scatter", op, source, scale)
@@ -217,10 +215,8 @@ class Communicator:
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
-        if self._takes_plain():
-            found = self._issue_plain(self._core.plain_broadcast, (tensor, root), tensor, async_op)
-            if found is not None:
-                return found
+        if (found := self._issue_plain(_BROADCAST, (tensor, root), tensor, async_op)) is not None:
+            return found
         target = self._tensor(tensor, "broadcast")
         if self._core is None:
             return self._alone(target, target, tensor, async_op)
@@ -424,24 +420,25 @@ class Communicator:
         for sibling in self._siblings:
             sibling.abort(f"on axis {self.axis!r}: {error}")
 
-    def _takes_plain(self) -> bool:
-        """Whether the core is to look at tensors itself; not where somebody counts, or watches."""
-        return self._core is not None and not counting.blocks and watch.issued is None
-
     def _issue_plain(self, call: Any, args: tuple, result: Any, async_op: bool) -> Any:
-        """As ``_issue``, of arguments that nobody has looked at; None where they are to be looked at closely."""
-        if not async_op and not open_group.depth:
-            start = time.perf_counter()
-            try:
-                done = call(*args, True, self._timeout_ms)
-            except Mismatch as error:
-                self._spread(error)
-                raise
-            finally:
-                self._blocked += time.perf_counter() - start
-            return done and result
-        work = call(*args, False, self._timeout_ms)
-        return work and self._pending(Work(self, work, result, ()), result, async_op)
+        """As ``_issue``, of arguments that nobody has looked at; None where they are to be looked at closely.
+
+        So are those of operations that somebody counts or watches, and of blocking ones in a group.
+        """
+        if self._core is None or counting.blocks or watch.issued is not None:
+            return None
+        if async_op:
+            work = call(self._core, *args, False, self._timeout_ms)
+            return work and self._pending(Work(self, work, result, ()), result, async_op)
+        try:
+            spent = call(self._core, *args, True, self._timeout_ms)
+        except Mismatch as error:
+            self._spread(error)
+            raise
+        if spent is None:
+            return None
+        self._blocked += spent
+        return result
 
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)

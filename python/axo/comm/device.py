@@ -130,8 +130,8 @@ class DeviceCommunicator(Communicator):
 
     _after_caller = True
 
-    def _takes_plain(self) -> bool:
-        return False  # what the core looks at lies on the host
+    def _issue_plain(self, call: Any, args: tuple, result: Any, async_op: bool) -> Any:
+        return None  # what the core looks at lies on the host
 
     @cached_property
     def _capped(self) -> dict[int, DeviceCommunicator]:

@@ -26,6 +26,7 @@ from torch import nn
 from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost, engine_cost
 from axo.matmul.blocks import layer_matmul
+from axo.matmul.cost import Call
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
@@ -286,7 +287,7 @@ class Linear(ParallelLayer, nn.Linear):
             *cost.relayout(grid, 0, after, transposed=transposed, itemsize=itemsize, arrangement=arrangement),
         ]
 
-    def _reduced(self, calls: list[cost.Call]) -> list[cost.Call]:
+    def _reduced(self, calls: list[Call]) -> list[Call]:
         if self.matmul.exchange.fp8 is not None:
             calls = engine_cost.gathered_in_fp8(calls, self._matrix().shape[1])
         return super()._reduced(calls)
