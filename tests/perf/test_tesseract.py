@@ -108,12 +108,27 @@ def test_all_algorithms_in_one_ranking():
     ):
         left = planner.consider_tesseract(replace(changes, gpus=256), Grid(16, 16, 1))
         assert why in left.reason
-    experts = planner.consider_tesseract(replace(asked, workload=readers.read("unet-250m")), Grid(2, 2, 1, 8192))
-    assert "no experts and no convolutions" in experts.reason
+    convolutions = planner.consider_tesseract(replace(asked, workload=readers.read("unet-250m")), Grid(2, 2, 1, 8192))
+    assert "no convolutions" in convolutions.reason
     with pytest.raises(ValueError, match="algorithms="):
         replace(asked, algorithms=("cannon",))
     with pytest.raises(ValueError, match="6 GPUs have no grid for tesseract, which needs x = y above 1"):
         planner.plan(replace(asked, gpus=6, algorithms=("tesseract",)))
+
+
+def test_experts_take_as_long_as_their_products_written_out():
+    """Eight experts of a block are eight layers with a quarter of the rows each; the planner ranks their grids."""
+    read, on, grid = readers.read("Mixtral-8x7B-v0.1"), machine.load("dgx-h100"), Grid(4, 4, 2, 16)
+    asked = planner.Request(read, on, grid.world_size, 2**22, algorithms=("tesseract",))
+    found = planner.consider_tesseract(asked, grid)
+    assert not found.reason and sum(layer.experts == 8 for block in read.blocks for layer in block.layers) > 0
+    each = (
+        replace(block, layers=tuple(replace(one, experts=1) for one in block.layers for _ in range(one.experts)))
+        for block in read.blocks
+    )
+    alone = tesseract.predict(replace(read, blocks=tuple(each)), grid, on, found.run)
+    for name in ("total", "compute", "exposed_total", "optimizer"):
+        assert getattr(found.time, name) == pytest.approx(getattr(alone, name), rel=1e-9)
 
 
 def test_memory_is_that_of_blocks_over_x_and_y():

@@ -11,12 +11,14 @@ product. What it sends is what ``cost()`` counts for its arrangement; in time
 
 Without the overlap oag all broadcasts are exposed, without oar and ors all reduces. SUMMA is its case z = 1.
 
-It does not simulate, and knows neither ZeRO, nor experts, nor convolutions: such requests leave its grids out.
+Experts are products one behind the other, each with its even share of the rows. It does not simulate, and knows neither
+ZeRO nor convolutions: such requests leave its grids out.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from typing import NamedTuple
 
 from axo.arrangement import TESSERACT
@@ -48,8 +50,8 @@ def impossible(workload: Workload, grid: Grid, sequences: int, zero: int) -> str
         return "the planner knows no ZeRO with Tesseract"
     for block in workload.blocks:
         for layer in block.layers:
-            if layer.experts > 1 or layer.rows != 1:
-                return f"the planner knows no experts and no convolutions with Tesseract ({layer.name})"
+            if layer.experts == 1 and layer.rows != 1:
+                return f"the planner knows no convolutions with Tesseract ({layer.name})"
     return workload.misfit(grid)
 
 
@@ -74,8 +76,9 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     for block in workload.blocks:
         for layer in block.layers:
             if layer not in known:
-                known[layer] = _layer_time(layer, grid, machine, run, network, workload.seq_length)
-            one, times, again = known[layer], block.repeat, 1 + block.checkpointed
+                expert = replace(layer, experts=1)
+                known[layer] = _layer_time(expert, grid, machine, run, network, workload.seq_length)
+            one, times, again = known[layer], block.repeat * layer.experts, 1 + block.checkpointed
             step.compute += times * (again * one.forward + one.backward)
             for axis in AXES:
                 shown = again * one.shown_forward.get(axis, 0.0) + one.shown_backward.get(axis, 0.0)
