@@ -193,7 +193,7 @@ def launch_local(
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
             shutdown_timeout=_GRACE_SECONDS,
-            signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if terminate else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+            signals_to_handle=",".join(_signals(terminate)),
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
         before = signal.signal(signal.SIGTERM, lambda *_: _pass_on(Path(reports))) if terminate else None
@@ -213,6 +213,12 @@ def launch_local(
         finally:
             if terminate:
                 signal.signal(signal.SIGTERM, before)
+
+
+def _signals(terminate: bool) -> list[str]:
+    """Names of the signals that end a launch."""
+    hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup's command goes on
+    return ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hangs_up else []), *([] if terminate else ["SIGTERM"])]
 
 
 def _meet_on_loopback(parameters: Any) -> Any:

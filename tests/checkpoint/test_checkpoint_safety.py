@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
+import shutil
 import signal
+import threading
 import time
 import warnings
 from pathlib import Path
@@ -16,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import axo
-from axo.checkpoint import CheckpointError, consolidate, latest, load, save
+from axo.checkpoint import CheckpointError, consolidate, latest, load, save, storage
 from axo.checkpoint.folder import complete, name_of, whole_file
 from axo.checkpoint.parts import Parts
 from tests.launcher import rank_outcomes, run_ranks
@@ -56,7 +59,8 @@ def differ(folder: str) -> list[str]:
     model, rank = filled(1.0), comms.rank
     optimizer = torch.optim.Adam(model.parameters())
     save(f"{folder}/two", model, step=1, extra={"a": [torch.ones(2), 1.5]}, comms=comms)
-    save(f"{folder}/two", model, step=2, comms=comms)
+    save(f"{folder}/two", model, step=2, comms=comms, async_=True)
+    assert load(f"{folder}/two", model, comms=comms).step == 2  # it waits for the save
     return [
         tell(lambda: save(f"{folder}/{rank}", model, step=1, comms=comms)),
         tell(lambda: save(folder, model, step=rank, comms=comms)),
@@ -245,13 +249,122 @@ def test_a_failed_save_leaves_nothing_and_the_next_removes_what_a_dead_one_left(
     assert names_in(tmp_path) == [name_of(1), name_of(3)]
 
 
+class Interrupted:
+    """A file in whose ``at``-th write Ctrl-C is pressed."""
+
+    def __init__(self, path: Path, at: int) -> None:
+        self.file, self.left = open(path, "wb"), at
+
+    def __enter__(self) -> Interrupted:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.file.close()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+    def write(self, data: Any) -> int:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return self.file.write(data)
+
+
+def press_ctrl_c(folder: Path) -> int:
+    real, pressed = getattr(storage, "open", open), 0
+    for at in range(1, 31):  # of some forty writes
+        storage.open = lambda path, mode, at=at: Interrupted(path, at)  # type: ignore[attr-defined]
+        try:
+            save(folder, filled(2.0), step=2)
+        except KeyboardInterrupt:
+            pressed += 1
+        gc.collect()  # torch's writers that were interrupted are freed here
+    storage.open = real  # type: ignore[attr-defined]
+    save(folder, filled(3.0), step=3)
+    return pressed
+
+
+def test_ctrl_c_in_a_save_is_ctrl_c_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_ranks(press_ctrl_c, 1, tmp_path)[0] == 30
+    assert names_in(tmp_path) == [name_of(3)]
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "rename", interrupt)
+        save(tmp_path, filled(1.0), step=4)
+    assert names_in(tmp_path) == [name_of(3)]
+
+
+def test_without_a_thread_an_asynchronous_save_writes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        assert save(tmp_path, filled(1.0), async_=True).wait().name == name_of(0)
+        big = nn.Linear(300, 300)  # what it writes is hashed by a thread
+        assert "can't start new thread" in tell(lambda: save(tmp_path, big, step=1, async_=True).wait())
+    assert names_in(tmp_path) == [name_of(0)]
+
+
+def die_in_consolidate(folder: Path) -> None:
+    torch.save = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+    consolidate(folder / "a", folder / "m.pth")
+
+
+def test_a_killed_consolidate_leaves_nothing(tmp_path: Path) -> None:
+    save(tmp_path / "a", filled(1.0))
+    assert rank_outcomes(die_in_consolidate, 1, tmp_path)[0].signal == "SIGKILL"
+    assert names_in(tmp_path) == ["a"]
+
+
+def test_copies_and_links_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy without its hidden files is named; a link stays, and what it points at too."""
+    for step in (1, 2):
+        save(tmp_path / "a", filled(float(step)), step=step)
+    (tmp_path / "a" / name_of(2) / ".metadata").unlink()
+    assert "has no .metadata (was it copied without" in tell(lambda: load(tmp_path / "a" / name_of(2), filled(0.0)))
+    with pytest.warns(UserWarning, match=f"{name_of(2)} has no .metadata .*, and is passed over"):
+        assert load(tmp_path / "a", filled(0.0)).step == 1
+    (tmp_path / "a" / name_of(1)).rename(tmp_path / "elsewhere")
+    (tmp_path / "a" / name_of(1)).symlink_to(tmp_path / "elsewhere")
+    assert "is a link that axo.checkpoint.save did not" in tell(lambda: save(tmp_path / "a", filled(3.0), step=1))
+    for step in (3, 4):
+        save(tmp_path / "a", filled(float(step)), step=step, keep=1)
+    assert names_in(tmp_path / "a") == [name_of(1), name_of(2), name_of(4)]
+    axo.checkpoint.Run(tmp_path / "a", overwrite=True).close()
+    assert complete(tmp_path / "a") == [] and load(tmp_path / "elsewhere", filled(0.0)).step == 1
+    save(tmp_path / "b", filled(1.0), step=1)
+    with monkeypatch.context() as patch:  # another user's files
+        patch.setattr(shutil, "rmtree", lambda *args, **options: None)
+        with pytest.warns(UserWarning, match="removed cannot be removed"):
+            save(tmp_path / "b", filled(2.0), step=2, keep=1)
+
+
+def test_loading_does_not_depend_on_the_default_device_or_on_likeness_of_names(tmp_path: Path) -> None:
+    model = nn.ParameterDict({"a": nn.Parameter(torch.ones(2)), "a/b": nn.Parameter(torch.ones(2))})
+    optimizer = torch.optim.Adam(model.parameters())
+    for parameter in model.values():
+        parameter.grad = torch.ones(2)
+    optimizer.step()
+    save(tmp_path, model, optimizer)
+    model.double()
+    with torch.device("meta"):
+        load(tmp_path, model, optimizer)
+    assert [sorted(state) for state in optimizer.state.values()] == [["exp_avg", "exp_avg_sq", "step"]] * 2
+
+
 # Words
 
 
 def test_bad_arguments_of_save_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
-    model = filled(1.0)
+    model, itself = filled(1.0), dict[str, Any]()
+    itself["it"] = itself
     for call, part in {
         lambda: save("", model): "names no folder",
         lambda: save(None, model): "names no folder",  # type: ignore[arg-type]
@@ -263,6 +376,9 @@ def test_bad_arguments_of_save_are_one_line(tmp_path: Path, monkeypatch: pytest.
         lambda: save("file", model): "is a file; give a folder",
         lambda: save("file/below/it", model): "file is a file",
         lambda: save("x" * 300, model): "File name too long",
+        lambda: save("s3://bucket/run", model): "s3://bucket/run is an address, not a folder; mount it",
+        lambda: axo.checkpoint.Run("gs://bucket/run"): "is an address",
+        lambda: save("a", model, extra=itself): "extra holds itself",
     }.items():
         assert part in tell(call)
     assert names_in(tmp_path) == ["file"]
@@ -289,6 +405,12 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path) -> None:
         lambda: consolidate(good, "/dev/null"): "is a device; name a file",
         lambda: consolidate(good, ""): "out is empty",
         lambda: consolidate("", tmp_path / "m.pth"): "source is empty",
+        lambda: consolidate(good, tmp_path / ("x" * 300)): "cannot be written: File name too long",
+        lambda: consolidate(good, "s3://bucket/m.pth"): "is an address",
+        lambda: load("s3://bucket/run", model): "is an address",
+        lambda: load(tmp_path, model): "holds no checkpoint (good/ in it does); give",
+        lambda: load(good / ".metadata", model): f"is a file of a checkpoint; give the folder, {good}",
+        lambda: load(good, nn.ModuleDict({"_orig_mod": model})): "'_orig_mod.' of torch.compile; save and load",
     }.items():
         assert part in tell(call)
     consolidate(good, tmp_path / "m.pth")
@@ -395,6 +517,7 @@ def test_a_folder_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert tell(lambda: save("runs", filled(1.0))) == "checkpoint: runs cannot be used: No such file or directory"
+    assert "checkpoint: runs cannot be read: " in tell(lambda: load("runs", filled(1.0)))
 
 
 def test_what_is_read_is_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

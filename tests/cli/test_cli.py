@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -251,9 +252,10 @@ def start_afresh(*launcher: str) -> subprocess.Popen[str]:
     )
 
 
-def endless_run(text: str, out: Path, *options: str) -> Command:
+def endless_run(text: str, out: Path, *options: str, prepare: Callable[[], None] | None = None) -> Command:
     """``axo train`` in its second step or later, of 100,000."""
-    command = Command("axo.cli", "train", "--data", text, "--steps", "100000", "--out", str(out), *options, *SMALL)
+    arguments = ["train", "--data", text, "--steps", "100000", "--out", str(out), *options, *SMALL]
+    command = Command("axo.cli", *arguments, prepare=prepare)
     log, deadline = out / "log.jsonl", time.monotonic() + 250
     while not (log.exists() and log.read_text().count("\n") > 2):
         assert command.poll() is None and time.monotonic() < deadline, command.communicate(timeout=5)

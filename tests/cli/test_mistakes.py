@@ -196,9 +196,21 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(text: str, tmp_path
 # --- signals, pipes, terminals -----------------------------------------------------------------------------------
 
 
+def as_nohup_does() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def without_nohup() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
 def test_a_signal_ends_all_ranks_with_128_and_its_number(text: str, tmp_path: Path, number: signal.Signals) -> None:
-    process = endless_run(text, tmp_path, "--grid", "1x1x2x1")
+    prepare = as_nohup_does if number == signal.SIGTERM else without_nohup
+    process = endless_run(text, tmp_path, "--grid", "1x1x2x1", prepare=prepare)
+    if number == signal.SIGTERM:  # what is ignored stays so
+        os.killpg(process.pid, signal.SIGHUP)
+        time.sleep(0.5)
     os.kill(process.pid, number)
     output = process.communicate(timeout=60)
     assert process.returncode == 128 + number, output
@@ -219,6 +231,11 @@ def test_a_closed_pipe_ends_without_a_word(text: str, tmp_path: Path, monkeypatc
     assert command.hang_up() and command.returncode == 128 + signal.SIGPIPE
     assert complaints.read_text() == ""
 
+    plan = "plan --model pythia-14m --gpus 4 --machine dgx-a100 --batch-tokens 65536"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    closed = f"exec {sys.executable} -m axo.cli {plan} <&- >&-"
+    ended = subprocess.run(["sh", "-c", closed], env=environment, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b""), "without standard streams"
     process = subprocess.Popen(  # of Python's own end
         [sys.executable, "-m", "axo.cli", "info"],
         stdout=subprocess.PIPE,

@@ -58,6 +58,17 @@ def test_corpus_reads_across_files_and_empty_files(tmp_path: Path) -> None:
         assert np.array_equal(tokens, expected[start : start + count]), (start, count)
 
 
+def test_texts_are_told_apart_by_their_contents_not_by_their_place(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    large = np.random.default_rng(0).bytes(1 << 20)
+    first, last = b"x" + large[1:], large[:-1] + b"x"
+    digests = []
+    for name, content in (("a", large), ("moved/a", large), ("a", first), ("a", last), ("a", b"ab"), ("a", b"ac")):
+        (tmp_path / name).write_bytes(content)
+        digests.append(data.digest([tmp_path / name]))
+    assert digests[0] == digests[1] and len(set(digests)) == 5
+
+
 def test_find_files_takes_files_and_sorted_folders(tmp_path: Path) -> None:
     for name in ("b/2.txt", "b/10.txt", "a.txt", "tests/c.txt", ".hidden/no.txt", ".no.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -49,13 +49,14 @@ def consolidate(
             raise ValueError(f"consolidate: {what}={given!r} is no path; name a file or a folder")
         if not os.fspath(given):
             raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
+        folders.check_local(given)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
     source, out = Path(source), Path(out)
     if source.is_file():
         return _to_checkpoint(source, out, step)
     path = folders.resolve(source)
-    if out.exists() and not out.is_file():
+    if os.path.exists(out) and not out.is_file():
         raise ValueError(f"consolidate: {out} {folders.kind_of(out)}; name a file, such as {out / 'model.pth'}")
     metadata = read_metadata(path)
     try:
@@ -78,32 +79,30 @@ def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
-        kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
-        found = {kind: dict(_tensors(path, metadata, kind, Path(scratch) / kind)) for kind in kinds}
-        about = read_head(path, metadata)
-        model = found[state.MODEL]
-        model |= {alias: model[name] for alias, name in about["aliases"].items()}
-        whole: Any = model
-        if optimizer:
-            if state.OPTIMIZER not in metadata.state_dict_metadata:
-                raise ValueError(f"consolidate: {path} holds no optimizer")
-            saved = read_bytes(path, metadata, state.OPTIMIZER)
-            plain = _plain_optimizer(found[state.OPTIMIZER], saved)
-            whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
-        with folders.whole_file(out) as unfinished:
-            torch.save(whole, unfinished)
+    kinds = (state.MODEL, state.OPTIMIZER) if optimizer else (state.MODEL,)
+    found = {kind: dict(_tensors(path, metadata, kind, out)) for kind in kinds}
+    about = read_head(path, metadata)
+    model = found[state.MODEL]
+    model |= {alias: model[name] for alias, name in about["aliases"].items()}
+    whole: Any = model
+    if optimizer:
+        if state.OPTIMIZER not in metadata.state_dict_metadata:
+            raise ValueError(f"consolidate: {path} holds no optimizer")
+        saved = read_bytes(path, metadata, state.OPTIMIZER)
+        plain = _plain_optimizer(found[state.OPTIMIZER], saved)
+        whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
+    with folders.whole_file(out) as unfinished:
+        torch.save(whole, unfinished)
 
 
 def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:
     """As ``Optimizer.state_dict`` gives it: parameters by number, in the order of the groups."""
     values: dict[int, dict[str, Any]] = {}
+    read = state.by_parameter({f"{state.OPTIMIZER}/{name}": tensor for name, tensor in tensors.items()})
     groups, index = [], 0
     for group in saved["groups"]:
         for name in group["params"]:
-            found = dict(saved["values"].get(name, {}))
-            prefix = f"{name}/"
-            found |= {entry.removeprefix(prefix): value for entry, value in tensors.items() if entry.startswith(prefix)}
+            found = saved["values"].get(name, {}) | read.get(name, {})
             if found:
                 values[index] = found
             index += 1
@@ -111,17 +110,18 @@ def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) ->
     return {"state": values, "param_groups": groups}
 
 
-def _tensors(path: Path, metadata: Metadata, kind: str, scratch: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Each tensor of a kind, whole, in a file that the system may drop from memory."""
-    scratch.mkdir()
-    for number, (name, shape) in enumerate(shapes_of(metadata, kind).items()):
+def _tensors(path: Path, metadata: Metadata, kind: str, out: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each tensor of a kind, whole, in a file beside ``out`` that the system may drop from memory.
+
+    The file has no name any more, so nothing of it is left, however the process ends.
+    """
+    for name, shape in shapes_of(metadata, kind).items():
         entry = f"{kind}/{name}"
-        dtype = _dtype(metadata, entry)
-        count = math.prod(shape)
-        file = str(scratch / str(number))
-        whole = (
-            torch.from_file(file, True, count, dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
-        )
+        dtype, count = _dtype(metadata, entry), math.prod(shape)
+        with tempfile.NamedTemporaryFile(dir=out.parent, prefix=".axo-") as file:
+            os.posix_fallocate(file.fileno(), 0, max(1, count * dtype.itemsize))  # a full disk is an error here
+            mapped = torch.from_file(file.name, True, count, dtype=dtype) if count else torch.empty(0, dtype=dtype)
+        whole = mapped.view(shape)
         read_into(path, metadata, {entry: Parts(whole)})
         yield name, whole
 

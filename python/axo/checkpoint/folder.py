@@ -26,6 +26,7 @@ import re
 import secrets
 import shutil
 import stat
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,6 +37,7 @@ _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(part|removed)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_HALF = f"has no {METADATA} (was it copied without hidden files?)"
 
 
 @dataclass(frozen=True)
@@ -90,12 +92,24 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
 def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
     """The complete checkpoint of the highest step in ``folder``; None where there is none.
 
+    A copy of a later one that has lost its metadata is passed over with a warning.
+
     Args:
         folder: Where ``save`` wrote. What Axo did not write is passed over.
         run: Look at those of this run only (see ``axo.checkpoint.Run``); None: at all.
     """
     found = [path for path in complete(folder) if run is None or run_of(path) == run]
-    return found[-1] if found else None
+    newest = found[-1] if found else None
+    after = -1 if newest is None else int(re.findall(r"\d+", newest.name)[0])
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        if (step_of(path.name) or -1) > after and _is_half(path) and run in (None, run_of(path)):
+            warnings.warn(f"axo: {path} {_HALF}, and is passed over", UserWarning, stacklevel=2)
+    return newest
+
+
+def _is_half(path: Path) -> bool:
+    """Whether a checkpoint that Axo wrote has lost its metadata."""
+    return (path / MARKER).is_file() and not is_checkpoint(path)
 
 
 def run_of(path: Path) -> str | None:
@@ -113,6 +127,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if is_checkpoint(path):
         return path
+    if _is_half(path):
+        raise ValueError(f"checkpoint: {path} {_HALF}; copy it again, with all its files")
     newest = latest(path)
     if newest is not None:
         return newest
@@ -120,6 +136,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     if what == "is a folder":
         left = any(part.name.endswith(".part") for part in path.iterdir())
         what = "holds no complete checkpoint (a save in it was interrupted)" if left else "holds no checkpoint"
+        what += "".join(f" ({each.name}/ in it does)" for each in path.iterdir() if each.is_dir() and complete(each))
     raise ValueError(f"checkpoint: {path} {what}; give a folder step-... that axo.checkpoint.save wrote, or its parent")
 
 
@@ -135,6 +152,16 @@ def kind_of(path: Path) -> str:
     return f"is a {kinds.get(stat.S_IFMT(mode), 'device')}"
 
 
+def check_local(path: str | os.PathLike[str]) -> None:
+    """Refuse what only looks like a path.
+
+    Raises:
+        ValueError: It is an address.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", os.fspath(path)):  # pathlib makes "s3:/" of "s3://"
+        raise ValueError(f"checkpoint: {path} is an address, not a folder; mount it, and give the folder")
+
+
 def check_place(final: Path, run: str | None) -> None:
     """Whether a checkpoint of ``run`` may be written as ``final``.
 
@@ -147,10 +174,10 @@ def check_place(final: Path, run: str | None) -> None:
         return
     marker = read_marker(final)
     if marker is None or final.is_symlink():
-        what = "is a link" if final.is_symlink() else kind_of(final)
+        what, why = (kind_of(final), f" (it has no {MARKER})") if not final.is_symlink() else ("is a link", "")
         raise ValueError(
-            f"checkpoint: {final} {what} that axo.checkpoint.save did not write (it has no {MARKER}), and is left as it"
-            " is; give another folder or name, or move it away"
+            f"checkpoint: {final} {what} that axo.checkpoint.save did not write{why}, and is left as it is; give"
+            " another folder or name, or move it away"
         )
     if marker.run != run:
         raise ValueError(
@@ -193,7 +220,7 @@ class Part:
             with contextlib.suppress(OSError):
                 lock(self._lock)
             os.rename(new, self.path)
-        except OSError:
+        except BaseException:  # Ctrl-C too
             shutil.rmtree(new, ignore_errors=True)
             self.close()
             raise
@@ -232,14 +259,21 @@ class Part:
 
 
 def prune(newest: Path, keep: int, run: str | None) -> None:
-    """Remove the oldest checkpoints of ``run`` beside ``newest`` but ``keep``; never ``newest``."""
+    """Remove the oldest checkpoints of ``run`` beside ``newest`` but ``keep``; never ``newest``, and no link."""
     others = [path for path in complete(newest.parent) if path != newest and run_of(path) == run]
+    others = [path for path in others if not path.is_symlink()]
     for path in others[: max(0, len(others) - (keep - 1))]:
         remove(path)
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It loses its name first and durably, so that a half-removed one never looks complete."""
+    """Remove a checkpoint. It loses its name first and durably, so that a half-removed one never looks complete.
+
+    Of a link only the link is removed. What may not be removed (another user's files) is left, with a warning.
+    """
+    if path.is_symlink():
+        path.unlink()
+        return
     gone = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.removed")
     try:
         os.rename(path, gone)
@@ -247,6 +281,8 @@ def remove(path: Path) -> None:
         return
     _sync(path.parent)
     shutil.rmtree(gone, ignore_errors=True)
+    if gone.exists():
+        warnings.warn(f"axo: {gone} cannot be removed (is it another user's?); remove it", UserWarning, stacklevel=2)
 
 
 def _remove_left_over(path: Path) -> None:

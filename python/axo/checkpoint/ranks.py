@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from axo.comm.connect import Communicators
 
 
+class Running(Protocol):
+    """A save on its way to disk: ``axo.checkpoint.Save``."""
+
+    def wait(self) -> object: ...
+
+    def finish(self) -> None: ...
+
+
+class Pending:
+    """The save under way in this process: one at a time, whatever is saved, so that host memory holds one copy."""
+
+    def __init__(self) -> None:
+        self.save: Running | None = None
+
+    def wait(self) -> None:
+        """Block until it has ended, and raise its error."""
+        save, self.save = self.save, None
+        if save is not None:
+            save.wait()
+
+
+pending = Pending()
+
+
 def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
     """The process group of a grid's checkpoints, on CPU; None for one rank. Collective on its first use.
+
+    Waits for a save under way, which uses it too; its error is kept for ``Save.wait``.
 
     Raises:
         ValueError: Several ranks, and no communicators.
         axo.PeerLost, axo.Timeout: On its first use: a rank has died, or does not come.
     """
+    if pending.save is not None:
+        pending.save.finish()
     if comms is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

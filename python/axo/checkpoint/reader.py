@@ -30,6 +30,7 @@ from axo.comm.connect import Communicators
 from axo.overlap.model import engines
 
 _SHOWN = 4
+_WRAPPERS = {"_orig_mod.": "torch.compile", "module.": "DistributedDataParallel"}  # what they put into names
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,18 @@ def load(
     try:
         if not isinstance(path, str | os.PathLike) or not os.fspath(path):
             raise ValueError(f"checkpoint: path={path!r}: the path is empty; name a checkpoint or a folder of them")
+        folders.check_local(path)
         given = os.path.abspath(path)
         found = _find(Path(given)) if rank_in(group) == 0 else None
     except (ValueError, OSError) as error:
-        problem = str(error)
+        problem = _said(given or path, error)
     # Rank 0's: another rank might find a newer one.
     found = agree(group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict)
     others = _Elsewhere.of(model, optimizer, comms, group)
     try:
         work = _open(found, model, optimizer, strict, verify, others)
     except (ValueError, OSError) as error:
-        problem = str(error)
+        problem = _said(found, error)
     agree(group, problem)
     assert work is not None
     loaded = Loaded(work.path)
@@ -97,12 +99,14 @@ def load(
         engine.settle()
     try:
         loaded = work.read(number_of(comms), rng)
-    except ValueError as error:
-        problem = str(error)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        problem = f"checkpoint: {work.path} cannot be read: {error}"
+    except (ValueError, OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        problem = _said(work.path, error)
     agree(group, problem)
     return loaded
+
+
+def _said(path: str | os.PathLike[str], error: Exception) -> str:
+    return str(error) if isinstance(error, ValueError) else f"checkpoint: {path} cannot be read: {error}"
 
 
 @dataclass(frozen=True)
@@ -243,6 +247,8 @@ def read_head(path: Path, metadata: Metadata, verify: bool = True) -> dict[str, 
 
 
 def _find(path: Path) -> Path:
+    if path.is_file() and (path.parent / folders.MARKER).is_file() and path.suffix not in (".pth", ".safetensors"):
+        raise ValueError(f"checkpoint: {path} is a file of a checkpoint; give the folder, {path.parent}")
     return path if path.is_file() else folders.resolve(path)
 
 
@@ -291,6 +297,10 @@ def compare(
     if strict:
         missing = [f"{name} {_shape(wanted[name])}" for name in wanted if name not in saved]
         extra = [f"{name} {_shape(saved[name])}" for name in saved if name not in wanted]
+        for prefix, wrapper in _WRAPPERS.items() if missing and extra else ():
+            for names, others, whose in ((wanted, saved, f"names of {owner}"), (saved, wanted, "its names")):
+                if {name.replace(prefix, "") for name in names} == others.keys():
+                    problems.append(f"{whose} have {prefix!r} of {wrapper}; save and load the model inside it")
         problems += _listed(missing, f"it lacks %d tensors of {owner}")
         problems += _listed(extra, f"it has %d that {owner} lacks")
     other = [
@@ -352,7 +362,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         values = torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True)
     except Exception as error:  # pickle, zip, safetensors: each with classes of its own
         why = state.reason(error) if path.stat().st_size else "it is empty"
-        if isinstance(error, IndexError):  # the pickle reader's, of a file that is none
+        if isinstance(error, IndexError) or why == "Weights only load failed":  # the pickle reader's, of other files
             why = "torch.save did not write it"
         raise ValueError(f"checkpoint: {path} cannot be read as a state_dict ({why})") from None
     for key in ("model", "state_dict"):  # what litgpt and consolidate(optimizer=True), and what Lightning write

@@ -63,6 +63,7 @@ class Run:
             try:
                 if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
                     raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
+                folders.check_local(folder)
                 found = self._take(Path(folder), Path(checkpoints or folder), resume, overwrite)
             except ValueError as error:
                 problem = str(error)

@@ -232,16 +232,27 @@ def _state_parts(optimizer: Optimizer, name: str, key: str, value: torch.Tensor,
     return Parts(value)
 
 
+def by_parameter(entries: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Parameter -> key -> what ``entries`` have under ``optimizer/PARAMETER/KEY``."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry, value in entries.items():
+        if entry.startswith(f"{OPTIMIZER}/"):
+            name, _, key = entry.removeprefix(f"{OPTIMIZER}/").rpartition("/")
+            found.setdefault(name, {})[key] = value
+    return found
+
+
 def optimizer_targets(model: nn.Module, optimizer: Optimizer, metadata: Metadata) -> dict[str, Any]:
     """Room on this rank for the optimizer state that a checkpoint holds, as entries to read into."""
     entries: dict[str, Any] = {OPTIMIZER: None}
+    known = by_parameter(metadata.state_dict_metadata)
     for group, of_group in zip(optimizer.param_groups, parameter_names(model, optimizer), strict=True):
         for parameter, name in zip(group["params"], of_group, strict=True):
-            prefix = f"{OPTIMIZER}/{name}/"
-            for entry, saved in metadata.state_dict_metadata.items():
-                if not entry.startswith(prefix) or not isinstance(saved, TensorStorageMetadata):
+            for key, saved in known.get(name, {}).items():
+                if not isinstance(saved, TensorStorageMetadata):
                     continue
-                have = optimizer.state.get(parameter, {}).get(entry.removeprefix(prefix))
+                entry = f"{OPTIMIZER}/{name}/{key}"
+                have = optimizer.state.get(parameter, {}).get(key)
                 placement = placement_of(parameter)
                 if isinstance(have, torch.Tensor) and placement_of(have) is not None:
                     placement = placement_of(have)
@@ -280,7 +291,7 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
     Raises:
         ValueError: A group's parameters were in several groups, or it is the state of another kind of optimizer.
     """
-    saved = loaded[OPTIMIZER]
+    saved, read = loaded[OPTIMIZER], by_parameter(loaded)
     group_of = {name: number for number, group in enumerate(saved["groups"]) for name in group["params"]}
     state: dict[int, dict[str, Any]] = {}
     groups, index = [], 0
@@ -304,11 +315,7 @@ def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]
         options["params"] = list(range(index, index + len(of_group)))
         groups.append(options)
         for name in of_group:
-            prefix = f"{OPTIMIZER}/{name}/"
-            values = dict(saved["values"].get(name, {}))
-            for entry, parts in loaded.items():
-                if entry.startswith(prefix):
-                    values[entry.removeprefix(prefix)] = parts.local
+            values = saved["values"].get(name, {}) | {key: parts.local for key, parts in read.get(name, {}).items()}
             if values:
                 state[index] = values
             index += 1

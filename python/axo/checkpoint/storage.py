@@ -53,9 +53,9 @@ class Writer(dcp.FileSystemWriter):
                 results = [_write(file, name, item, planner.resolve_data(item), beside) for item in plan.items]
                 file.flush()
                 os.fsync(file.fileno())
-        except RuntimeError as error:  # torch's, of closing a file that did not fit: say what the file system said
+        except RuntimeError as error:  # torch's, of closing a file after an error: say what the error was
             cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError):
+            while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
                 cause = cause.__cause__ or cause.__context__
             if cause is None:
                 raise
@@ -66,13 +66,20 @@ class Writer(dcp.FileSystemWriter):
 
 
 class _Locate:
-    """Passes writes on to a file, and notes where the bytes of one tensor went."""
+    """Passes writes on to a file, and notes where the bytes of one tensor went.
+
+    Writes after ``ended`` are dropped: torch's writer, when it is freed after an error (Ctrl-C), writes the end of its
+    archive, and an error of that write would abort the process.
+    """
 
     def __init__(self, file: BinaryIO, tensor: torch.Tensor) -> None:
         self._file, self._tensor = file, tensor
         self.position: int | None = None
+        self.ended = False
 
     def write(self, data: memoryview) -> int:
+        if self.ended:
+            return len(data)
         if len(data) == self._tensor.nbytes and np.frombuffer(data, np.uint8).ctypes.data == self._tensor.data_ptr():
             self.position = self._file.tell()
         return self._file.write(data)
@@ -96,7 +103,10 @@ def _write(
         located = _Locate(file, tensor)
         bytes_of = _bytes_of(tensor)
         hashing = beside.submit(xxhash.xxh3_64_hexdigest, bytes_of) if tensor.nbytes > _SMALL else None
-        torch.save(tensor, located)  # type: ignore[arg-type]
+        try:
+            torch.save(tensor, located)  # type: ignore[arg-type]
+        finally:
+            located.ended = True
         checked = None
         if tensor.nbytes:
             assert located.position is not None, "torch.save copied the tensor's bytes before it wrote them"
@@ -119,7 +129,10 @@ def seal(path: Path) -> str:
     Raises:
         ValueError: One is missing or too short.
     """
-    read_metadata(path)
+    try:
+        read_metadata(path)
+    except ValueError as error:
+        raise ValueError(f"{error}; do all ranks see the same folder there?") from None
     with open(path / folders.METADATA, "rb") as file:
         os.fsync(file.fileno())  # DCP does so before its buffer is flushed, and the end might be lost
     return _checksum(path / folders.METADATA)
@@ -254,7 +267,7 @@ def _read(
         if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
             reader.fill(file, position, _bytes_of(target), checksum)
             return
-        value = torch.empty(sizes, dtype=saved.properties.dtype)
+        value = torch.empty(sizes, dtype=saved.properties.dtype, device="cpu")  # whatever torch's default device is
         reader.fill(file, position, _bytes_of(value), checksum)
     for item in items:
         planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
 from axo.checkpoint.parts import Parts, SavePlanner
-from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
+from axo.checkpoint.ranks import agree, checkpoint_group, number_of, pending, rank_in, share
 from axo.checkpoint.storage import Writer, seal
 from axo.comm.connect import Communicators
 from axo.errors import CheckpointError, Error
@@ -69,26 +69,14 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
 
-class _Pending:
-    """The save under way in this process: one at a time, whatever is saved, so that host memory holds one copy."""
-
-    def __init__(self) -> None:
-        self.save: Save | None = None
-
-    def wait(self) -> None:
-        save, self.save = self.save, None
-        if save is not None:
-            save.wait()
-
-    def at_exit(self) -> None:
-        try:
-            self.wait()
-        except Exception as error:
-            print(f"axo: {error}", file=sys.stderr)
+def _at_exit() -> None:
+    try:
+        pending.wait()
+    except Exception as error:
+        print(f"axo: {error}", file=sys.stderr)
 
 
-_pending = _Pending()
-atexit.register(_pending.at_exit)  # before communicators close: registered later than theirs
+atexit.register(_at_exit)  # before communicators close: registered later than theirs
 
 
 def save(
@@ -127,24 +115,27 @@ def save(
         CheckpointError: Writing failed (a full disk, for example): this one, or an earlier that nobody waited for.
         axo.PeerLost, axo.Timeout: A rank has died, or does not come.
     """
-    _pending.wait()
+    pending.wait()
     state.check_kinds(model, optimizer)
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    problem, part, final = "", None, Path()
+    problem, digest, part, final = "", "", None, Path()
     try:
         _check_arguments(folder, name, step, extra, keep, run)
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
+        digest = state.digest(extra)
     except ValueError as error:
         problem = str(error)
+    except RecursionError:
+        problem = "checkpoint: extra holds itself, or is nested too deeply; use plain values"
     except OSError as error:
         problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
     staged = comms is not None and comms.stages > 1  # a stage may know what another does not
     told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
-    told |= {"optimizer": state.kind_of(optimizer), "extra": "" if problem or staged else state.digest(extra)}
+    told |= {"optimizer": state.kind_of(optimizer), "extra": "" if staged else digest}
     agree(group, problem, **told)
     if staged:
         _join_stages(entries, group)
@@ -174,10 +165,14 @@ def save(
             handle._error = error
 
     handle._thread = threading.Thread(target=work, name=f"axo {final.name}")
-    _pending.save = handle
+    pending.save = handle
     if comms is not None:
         comms.before_close(handle.finish)
-    handle._thread.start()
+    try:
+        handle._thread.start()
+    except RuntimeError:  # the system has no thread left: the error of the write, which every rank is told of
+        handle._thread = None
+        work()
     return handle
 
 
@@ -196,6 +191,7 @@ def _stage(entries: dict[str, Any]) -> str:
 def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder) or "\0" in os.fspath(folder):
         raise ValueError(f"checkpoint: folder={folder!r} names no folder; give one, such as 'runs/a'")
+    folders.check_local(folder)
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"checkpoint: step={step!r} is not a step; use a whole number of at least 0")
     if name is not None and (
@@ -285,6 +281,7 @@ class Target:
 def write(target: Target, entries: dict[str, Any]) -> None:
     """Everything that may run on another thread. Every rank of the group runs it."""
     group, part, problem = target.group, target.part, ""
+    interrupt: BaseException | None = None
     try:
         try:
             with warnings.catch_warnings():
@@ -304,12 +301,16 @@ def write(target: Target, entries: dict[str, Any]) -> None:
             raise
         except CheckpointException as error:  # DCP's: the same on all ranks
             problem = _first_failure(error)
+            own = error.failures.get(rank_in(group), (None, None))[0]
+            interrupt = own if isinstance(own, KeyboardInterrupt) else None  # not of the writing
         except Exception as error:
             problem = f"rank {rank_in(group)}: {error}"
         problems = share(group, problem)
     finally:
         if part is not None:
             part.close()
+    if interrupt is not None:
+        raise interrupt
     if any(problems):
         raise CheckpointError(f"checkpoint: {target.final} was not written: {next(filter(None, problems))}")
 

@@ -6,6 +6,7 @@ and planning needs no torch. How commands end is in ``errors``.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -54,6 +55,9 @@ app.command()(dryrun.dryrun)
 
 def main() -> None:
     """Entry point of the command."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: files that this process opens would take its number
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
     app(args=train.with_auto(sys.argv[1:]))
 
 

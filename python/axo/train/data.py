@@ -35,6 +35,7 @@ from axo.grid import Coords, Grid
 BYTE_VOCABULARY = 256
 _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _MASK64 = (1 << 64) - 1
+_BLOCKS, _BLOCK_BYTES = 16, 16 << 10  # of a file, in the hash that tells texts apart
 _ENCODE_BYTES = 1 << 20  # text handed to the tokenizer at once; cut at line ends
 
 
@@ -90,9 +91,18 @@ def _walk(root: Path, suffix: str = "", skip: frozenset[str] = frozenset()) -> l
 
 
 def digest(files: Sequence[Path]) -> str:
-    """A short hash of the names and sizes of files, in their order."""
-    text = json.dumps([(file.name, file.stat().st_size) for file in files])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    """A short hash of names, sizes and contents of files, in their order; of a large one's contents, of some blocks."""
+    hasher = hashlib.sha256()
+    for file in files:
+        size = file.stat().st_size
+        hasher.update(json.dumps([file.name, size]).encode())
+        with open(file, "rb") as opened:
+            for block in range(_BLOCKS):  # evenly apart, the first and the last among them
+                opened.seek(block * max(0, size - _BLOCK_BYTES) // (_BLOCKS - 1))
+                hasher.update(opened.read(_BLOCK_BYTES))
+                if size <= _BLOCK_BYTES:
+                    break
+    return hasher.hexdigest()[:12]
 
 
 class ByteCorpus:
@@ -109,12 +119,12 @@ class ByteCorpus:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
-        self.digest = digest(files)
         self._starts = [0]
         for file in self._files:
             if not os.access(file, os.R_OK):
                 raise ValueError(f"data: {file} cannot be read; check its permissions")
             self._starts.append(self._starts[-1] + file.stat().st_size)
+        self.digest = digest(files)
 
     def __len__(self) -> int:
         return self._starts[-1]

@@ -117,12 +117,13 @@ def _lines_before(path: Path, start: int) -> list[str]:
     if start == 0 or not path.is_file():
         return []
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True):
         try:
             entry = json.loads(line)
         except json.JSONDecodeError:  # the run was killed while it wrote
             continue
-        if entry["kind"] == "header" or (entry["kind"] == "step" and entry["step"] < start):
+        kind = entry.get("kind") if isinstance(entry, dict) else None
+        if kind == "header" or (kind == "step" and entry.get("step", start) < start):
             kept.append(line)
     return kept
 
