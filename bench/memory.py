@@ -1,5 +1,7 @@
 """Is the planner's memory right? Twelve models on six grids in three precisions, with and without recomputation.
 
+Those with x above 1 a second time with sequence parallelism.
+
     axo bench memory --seconds 300 --json bench/results/memory.jsonl     again, until it says that all is measured
 
 A step of ``axo train`` runs on tensors with values, as the first of eight ranks whose peers are not there, and every
@@ -70,6 +72,7 @@ class Case(NamedTuple):
     precision: str
     recomputed: str
     way: tuple[str, int, int]
+    split: bool = False  # tokens over x: sequence parallelism
 
     def config(self) -> TrainConfig:
         """The step as ``axo train`` takes it."""
@@ -78,14 +81,15 @@ class Case(NamedTuple):
             model=self.model, model_overrides=_SIZES | MODELS[self.model], grid=Grid.parse(self.grid),
             batch_size=SEQUENCES, seq_len=LENGTH, precision=self.precision, recompute=self.recomputed != "none",
             recompute_keeps="products" if self.recomputed == "selective" else "nothing",
-            gather_cache=cache, zero=zero, accumulate=accumulate,
+            gather_cache=cache, zero=zero, accumulate=accumulate, sequence_parallel=self.split,
         )  # fmt: skip
 
 
 def cases() -> list[Case]:
     """All of them; each group (a model, a grid, ...) has every way in it."""
     each = product(MODELS, GRIDS, PRECISIONS, RECOMPUTED)
-    return [Case(*one, WAYS[(number + number // 9 + number // 54) % 4]) for number, one in enumerate(each)]
+    whole = [Case(*one, WAYS[(number + number // 9 + number // 54) % 4]) for number, one in enumerate(each)]
+    return whole + [one._replace(split=True) for one in whole if Grid.parse(one.grid).x > 1]
 
 
 def estimate(case: Case) -> tuple[Workload, Run, memory.Memory]:
@@ -99,6 +103,7 @@ def estimate(case: Case) -> tuple[Workload, Run, memory.Memory]:
         micro_batches=config.accumulate,
         zero=config.zero,
         selective=case.recomputed == "selective",
+        sequence_parallel=case.split,
         **PRECISIONS[case.precision],
     )
     return workload, run, memory.estimate(workload, config.grid, run)
@@ -173,12 +178,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def key(line: dict[str, Any]) -> str:
     """What tells a case from others."""
-    return json.dumps(line["case"])
+    return json.dumps(case_of(line))
 
 
 def case_of(line: dict[str, Any]) -> Case:
     """The case of a line."""
-    return Case(*line["case"][:4], tuple(line["case"][4]))
+    return Case(*line["case"][:4], tuple(line["case"][4]), *line["case"][5:])
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -200,7 +205,7 @@ def report(lines: list[dict[str, Any]]) -> int:
             if real < 1 or (kind == "gathered" and case.way[0] != "all"):  # else the moment decides which are there
                 continue
             error = expected[kind] / real - 1
-            for group in ("all", *map(str, case)):
+            for group in ("all", *map(str, case[:5]), "tokens over x" if case.split else "tokens whole"):
                 errors[group][kind].append(error)
             if kind == "peak":
                 worst.append((abs(error), " ".join(map(str, case)), error))

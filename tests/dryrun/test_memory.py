@@ -18,10 +18,11 @@ from axo.train.config import TrainConfig
 from bench import memory as bench
 
 SAMPLE = (34, 55, 255, 321, 392, 458, 571, 632)  # eight models, all grids, precisions, recomputations and ways
+SPLIT = (655, 771, 904)  # the same with sequence parallelism
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", SAMPLE)
+@pytest.mark.parametrize("number", SAMPLE + SPLIT)
 def test_planned_memory_is_what_a_step_allocates(number: int) -> None:
     case = bench.cases()[number]
     line = bench.measure(case, dry=True)
@@ -33,7 +34,8 @@ def test_planned_memory_is_what_a_step_allocates(number: int) -> None:
 
 def test_the_cases_are_all_of_them() -> None:
     every = bench.cases()
-    assert len(set(every)) == 12 * 6 * 3 * 3
+    assert len(set(every)) == 12 * (6 + 3) * 3 * 3  # three grids with x above 1 have split tokens too
+    assert all(every[number].split == (number in SPLIT) for number in SAMPLE + SPLIT)
     for place in range(5):
         assert len({every[number][place] for number in SAMPLE}) >= (8, 6, 3, 3, 4)[place]
 
@@ -58,6 +60,11 @@ REAL = [  # plans of docs/planner.md, with at most two of their micro-batches: m
     {"model": "Llama-3-70B", "grid": "1x1x64x1", "batch_size": 512, "accumulate": 2, "recompute": True},
     {"model": "Llama-3-70B", "grid": "2x1x32x1", "batch_size": 64, "accumulate": 2, "recompute": True,
      "recompute_keeps": "products", "gather_cache": "28"},
+    {"model": "Llama-2-7b-hf", "grid": "2x1x4x1", "batch_size": 32, "accumulate": 2, "sequence_parallel": True},
+    {"model": "Llama-3-70B", "grid": "2x1x32x1", "batch_size": 64, "accumulate": 2, "recompute": True,
+     "recompute_keeps": "products", "gather_cache": "60", "sequence_parallel": True},
+    {"model": "Llama-3.1-405B", "grid": "2x1x64x8", "batch_size": 1024, "accumulate": 2, "recompute": True, "zero": 2,
+     "seq_len": 8192, "sequence_parallel": True},
 ]  # fmt: skip
 
 
@@ -75,6 +82,8 @@ def test_a_plan_of_a_large_model_is_what_a_dry_run_holds(options: dict[str, Any]
         cached_gathers=layers / workload.linears,
         micro_batches=config.accumulate,
         selective=config.recompute_keeps == "products",
+        zero=config.zero,
+        sequence_parallel=config.sequence_parallel,
     )
     held, found = memory.estimate(workload, config.grid, run), dryrun.run(config)
     assert max(held.moments.values()) == pytest.approx(found.peak.total, rel=0.02)

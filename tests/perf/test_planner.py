@@ -15,7 +15,7 @@ import pytest
 
 from axo.grid import Grid
 from axo.perf import machine, memory, model, others, planner, readers, simulator
-from axo.perf.candidate import impossible, ways
+from axo.perf.candidate import impossible, run_of, ways
 from axo.perf.layer_time import OVERLAPS, Run
 from axo.perf.workload import gpt
 
@@ -224,6 +224,20 @@ def test_micro_batches_reduce_their_gradients_each() -> None:
     run = Run(2**20, micro_batches=4)
     found = simulator.simulate(workload, grid, on, run)
     assert found.seconds == pytest.approx(model.predict(workload, grid, on, run).total, rel=0.15)
+
+
+def test_what_a_layer_takes_beside_its_products_counts_for_each_micro_batch() -> None:
+    """By hand: 20 microseconds a layer there and back, and half of it where the blocks run again; the clock alike."""
+    made = request(gather="drop")
+    slow = replace(made.machine, layer_us=20.0)
+    blocks = [block for block in made.workload.unrolled() if block.checkpointed]
+    layers = sum(len(block.layers) for block in made.workload.unrolled())
+    seconds = 4 * 20e-6 * (layers + sum(len(block.layers) for block in blocks) / 2)
+    grid, run = Grid(data=64), run_of(made, micro_batches=4)
+    before, after = (model.predict(made.workload, grid, on, run) for on in (made.machine, slow))
+    assert after.compute - before.compute == pytest.approx(seconds)
+    steps = [simulator.simulate(made.workload, grid, on, run).seconds for on in (made.machine, slow)]
+    assert steps[1] - steps[0] == pytest.approx(seconds)
 
 
 def test_x_above_the_groups_of_keys_and_values() -> None:

@@ -309,7 +309,7 @@ class Communicator:
             if recv_counts is not None:
                 check_counts("all_to_all", "recv_counts", recv_counts, self.size)
             rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
-            target = self._empty((rows, *source.shape[1:]), source.dtype)
+            target = source.new_empty((rows, *source.shape[1:]))
             result = like(target, tensor)
         received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
         if self._core is None:
@@ -443,9 +443,6 @@ class Communicator:
     def _tensor(self, array: Any, what: str) -> torch.Tensor:
         return as_tensor(array, what, self.device)
 
-    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
-
     def _count(self, op: str, tensor: torch.Tensor) -> None:
         if counting.blocks:
             counting.record(op, self.axis, tensor.numel(), tensor.element_size())
@@ -467,7 +464,7 @@ class Communicator:
         """The tensor of ``size`` parts that a gather writes, and what the caller gets for it."""
         if out is None:
             rows = part.shape[0] if part.dim() else 1
-            target = self._empty((self.size * rows, *part.shape[1:]), part.dtype)
+            target = part.new_empty((self.size * rows, *part.shape[1:]))
             return target, like(target, array)
         target = self._tensor(out, what)
         why = f"{self.size} ranks with {part.numel()} each"
@@ -480,7 +477,7 @@ class Communicator:
         if rows % self.size:
             raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {self.size} ranks; pad them")
         if out is None:
-            target = self._empty((rows // self.size, *whole.shape[1:]), whole.dtype)
+            target = whole.new_empty((rows // self.size, *whole.shape[1:]))
             return target, like(target, array)
         target = self._tensor(out, what)
         why = f"a part of {whole.numel()} over {self.size} ranks"

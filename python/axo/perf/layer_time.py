@@ -2,7 +2,8 @@
 
 Collectives come from ``axo.matmul.cost`` (so what is timed is what the engine issues) and run at the bandwidth of
 equation (10) with the latency of a ring, or of a tree for an all-reduce where that is less. Products run at the
-machine's GEMM rate; what only moves memory (norms, activations, residual sums) runs at its memory bandwidth.
+machine's GEMM rate; what only moves memory (norms, activations, residual sums) runs at its memory bandwidth. On CPU
+ranks each layer takes the time beside that in which it is issued (``Machine.layer_us``).
 It does not know what overlaps what: ``axo.perf.model`` and ``axo.perf.simulator`` do.
 """
 
@@ -402,9 +403,19 @@ def products(
 ) -> tuple[float, float, float]:
     """Return seconds of (forward, dI, dW) of one layer on one rank; layers that only move memory have no dW.
 
+    Half of what a layer takes beside its products goes with each direction.
+
     Args:
         token_ranks: Ranks that split the rows of this rank of z (sequence parallelism, on the residual stream).
     """
+    forward, input_grad, weight_grad = _products(layer, grid, rows, machine, seq_length, token_ranks)
+    beside = 0.5e-6 * machine.layer_us
+    return forward + beside, input_grad + beside, weight_grad
+
+
+def _products(
+    layer: Layer, grid: Grid, rows: int, machine: Machine, seq_length: int, token_ranks: int
+) -> tuple[float, float, float]:
     my_rows = cost.chunk(max(1, round(rows * layer.rows)), grid.z)
     memory = 1e9 * machine.memory_gbs
     x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)

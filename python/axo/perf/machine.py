@@ -50,6 +50,8 @@ class Machine:
         intra_gbs: Bandwidth inside a node by (inner, size): ``inner`` rings side by side would be (inner, size).
         cross_gbs: The same of rings that leave the node, all side by side, where somebody has measured them.
         latency_intra_us, latency_inter_us: Start-up of one message.
+        layer_us: What a layer takes, forward and backward, beside its products and the bytes that it moves, where the
+            processor that issues it also computes it: CPU ranks. A GPU's host runs ahead of it: 0.
         gemm_fraction: Share of ``gemm_tflops`` that products reach inside a training step (calibrated).
         network_fraction: Share of ``inter_gbs`` that collectives reach (calibrated).
         contention: Share of a GPU's products that is lost while a collective runs beside them (its kernels take units).
@@ -74,6 +76,7 @@ class Machine:
     cross_gbs: dict[tuple[int, int], float] = field(default_factory=dict)
     latency_intra_us: float = 0.0
     latency_inter_us: float = 0.0
+    layer_us: float = 0.0
     gemm_fraction: float = 1.0
     network_fraction: float = 1.0
     contention: float = 0.0
@@ -313,7 +316,7 @@ class _Reader:
         if isinstance(gpus, bool) or not isinstance(gpus, int) or not 1 <= gpus <= _MOST_A_NODE:
             raise self.fail("gpus_per_node", f"{_short(gpus)} is not a whole number from 1 to {_MOST_A_NODE}")
         numbers = {
-            name: self.number(name, self.values[name], zero=name.startswith(("latency", "contention")))
+            name: self.number(name, self.values[name], zero=name.startswith(("latency", "layer", "contention")))
             for name in _NUMBERS
             if name in self.values
         }

@@ -49,7 +49,6 @@ from axo.perf.workload import Block, Layer, Workload
 
 GIB = 2.0**30
 FP32 = 4  # bytes; of statistics
-IN_FLIGHT = 2  # gradients that are being scattered over z while the next is computed
 LOSS_CHUNK = 1 << 18  # elements of a temporary of the loss, of which there are two at a time
 SLACK = 0.05
 RESERVED = 2 * GIB
@@ -106,30 +105,48 @@ class Memory:
         return self.total <= machine.memory_gib * GIB
 
 
-class _OfBlock(NamedTuple):
-    """Bytes of one block: what each layer saves, its weights as products read them, its input, its gradients."""
+class _OfLayer(NamedTuple):
+    """Bytes of one layer; all but the first two are of products only."""
 
-    sizes: list[float]
     saved: float
-    linear: list[Layer]
+    through: float  # gradients of its input and output, and temporaries
+    of_weights: float = 0.0  # as products read them
+    scattered: float = 0.0  # its gradient, whole
+    come: float = 0.0  # and as it is kept
+
+
+class _OfBlock(NamedTuple):
+    """Bytes of one block: each layer's, what all save, their weights, the block's input, their gradients."""
+
+    layers: list[_OfLayer]
+    ends: bool  # with the loss
+    saved: float
     of_weights: float
     through: float
     come: float
-    peaks: dict[float, float]  # of ``_backward``, by what flies ahead
+    peaks: dict[tuple[float, bool], float]  # of ``_backward``, by what flies ahead and whether weights are let go
 
 
 Known = dict[tuple[float, ...], _OfBlock]
 
 
 def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _OfBlock:
-    split, keeps = run.sequence_parallel, run.cached_gathers > 0
-    key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, keeps, split)
+    key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
     if key not in known:
-        sizes = [saved(layer, grid, rows, run) for layer in block.layers]
-        linear = [layer for layer in block.layers if layer.kind == "linear"]
-        weights, through = read(linear, grid, run), block_input(block, grid, rows, run)
-        known[key] = _OfBlock(sizes, sum(sizes), linear, weights, through, _arrives(linear, grid, run), {})
+        layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
+        of_all, _, of_weights, _, come = map(sum, zip(*layers, strict=True))
+        ends = any(layer.kind == "loss" for layer in block.layers)
+        known[key] = _OfBlock(layers, ends, of_all, of_weights, block_input(block, grid, rows, run), come, {})
     return known[key]
+
+
+def _of_layer(layer: Layer, grid: Grid, rows: int, run: Run) -> _OfLayer:
+    found = saved(layer, grid, rows, run), gradients_through(layer, grid, rows, run)
+    if layer.kind != "linear":
+        return _OfLayer(*found)
+    come = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
+    scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
+    return _OfLayer(*found, read([layer], grid, run), scattered, come / grid.z)
 
 
 def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = None) -> Memory:
@@ -141,7 +158,8 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     known = {} if known is None else known
     rows = chunk(run.group_rows(grid), grid.z)
     shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
-    at_once = gathered(workload, grid, run)
+    of_blocks = [(block, _of_block(block, grid, rows, run, known)) for block in workload.blocks]
+    at_once = _gathered([(block.repeat, one) for block, one in of_blocks if not one.ends], grid, run)
     reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
     kept = logits = head = 0.0
@@ -157,13 +175,12 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
         return reduced * arrived + min(run.itemsize * products - reduced * arrived, run.bucket_bytes) + others
 
     gone = of_head = 0.0
-    for block in reversed(workload.blocks):
-        one = _of_block(block, grid, rows, run, known)
-        linear, of_weights, through, come = one.linear, one.of_weights, one.through, one.come
-        if any(layer.kind == "loss" for layer in block.layers):
+    for block, one in reversed(of_blocks):
+        of_weights, through, come = one.of_weights, one.through, one.come
+        if one.ends:
             logits += one.saved
-            head = of_weights + _backward(block, one, grid, rows, run) + held()
-            before_head = run.cached_gathers * of_weights + gradients_through(block.layers[-1], grid, rows, run)
+            head = of_weights + _backward(block, one, grid, run) + held()
+            before_head = run.cached_gathers * of_weights + one.layers[-1].through
             if not run.cached_gathers:
                 before_head -= at_once  # forward has let go of all
                 if grid.z > 1 and "oag" in run.overlap:
@@ -175,10 +192,10 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
         results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
         mine = through + results if block.checkpointed else one.saved
         kept += block.repeat * mine
-        if linear:
+        if come:
             again = one.saved - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
             flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
-            working = again + through + _backward(block, one, grid, rows, run, flying)
+            working = again + through + _backward(block, one, grid, run, flying)
             if block.checkpointed:  # when the block has run again, for which its weights were cast again
                 cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
                 working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
@@ -204,16 +221,13 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     )
 
 
-def gathered(workload: Workload, grid: Grid, run: Run) -> float:
-    """Bytes of the blocks' weights as products read them: gathered over z, or cast where z does not cut them."""
-    blocks = [block for block in workload.blocks if all(layer.kind != "loss" for layer in block.layers)]
-    linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in blocks]
+def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float:
+    """Bytes of weights of (how many, blocks) as products read them: gathered over z, or cast where z cuts nothing."""
     if run.cached_gathers:
-        every = sum(block.repeat * read(layers, grid, run) for block, layers in zip(blocks, linear, strict=True))
-        return run.cached_gathers * every
+        return run.cached_gathers * sum(repeat * one.of_weights for repeat, one in blocks)
     if grid.z > 1 and "oag" in run.overlap:
-        return 2.0 * max(read(layers, grid, run) for layers in linear)
-    return max(read([layer], grid, run) for layers in linear for layer in layers)
+        return 2.0 * max(one.of_weights for _, one in blocks)
+    return max(layer.of_weights for _, one in blocks for layer in one.layers)
 
 
 def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
@@ -268,37 +282,26 @@ def _behind(block: Block, through: float, grid: Grid, run: Run, *, again: bool) 
     return made + copies + through * (parallel or first) + through * (bool(norms) and (apart or first))
 
 
-def _arrives(linear: list[Layer], grid: Grid, run: Run) -> float:
-    """Bytes of the gradients of these layers that a rank keeps once they are reduced over z."""
-    itemsize = run.weights if grid.z * grid.data == 1 else run.itemsize
-    return itemsize * sum(layer.parameters for layer in linear) / (grid.x * grid.y * grid.z)
-
-
-def _backward(block: Block, one: _OfBlock, grid: Grid, rows: int, run: Run, ahead: float = 0.0) -> float:
+def _backward(block: Block, one: _OfBlock, grid: Grid, run: Run, ahead: float = 0.0) -> float:
     """Bytes on top of what a block has saved at the fullest moment of its backward, layer by layer.
 
-    What a layer has saved, and its gathered weight, go when its turn is over; its gradient stays. ``ahead``: bytes of
-    the gradient before them that is on its way over z.
+    What a layer has saved, and its gathered weight, go when its turn is over; its gradient stays. Two gradients are
+    scattered over z while the next is computed; ``ahead``: bytes of the one before them that is on its way.
     """
-    if ahead in one.peaks:
-        return one.peaks[ahead]
     releases = run.cached_gathers > 0 or (grid.z > 1 and "oag" in run.overlap)
-    most = there = 0.0
-    flying = [ahead]  # gradients on their way over z
-    for layer, size in zip(reversed(block.layers), reversed(one.sizes), strict=True):
-        if layer.kind == "loss":  # the gradient of the logits is put into them
-            there -= size
-            continue
-        through = gradients_through(layer, grid, rows, run)
-        most = max(most, there + sum(flying[-IN_FLIGHT:]) + through)
-        if layer.kind == "linear":  # dI, then dW without the weight
-            there -= read([layer], grid, run) * releases
-            scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
-            most = max(most, there + sum(flying[-IN_FLIGHT:]) + scattered + through)
-            flying.append(scattered)
-            there += _arrives([layer], grid, run)
-        there -= size
-    one.peaks[ahead] = most
+    if (ahead, releases) in one.peaks:
+        return one.peaks[ahead, releases]
+    most, there, before, last = 0.0, 0.0, 0.0, ahead
+    for layer, of in zip(reversed(block.layers), reversed(one.layers), strict=True):
+        if layer.kind != "loss":  # the gradient of the logits is put into them
+            most = max(most, there + before + last + of.through)
+            if layer.kind == "linear":  # dI, then dW without the weight
+                there -= of.of_weights * releases
+                most = max(most, there + before + last + of.scattered + of.through)
+                before, last = last, of.scattered
+                there += of.come
+        there -= of.saved
+    one.peaks[ahead, releases] = most
     return most
 
 

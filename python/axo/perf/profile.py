@@ -6,7 +6,8 @@ For every two-level hierarchy (inner, size) with inner * size ranks in a node, t
     GB/s = 2 (size - 1)/size * bytes / seconds / 1e9          (the ring equation (3), solved for the bandwidth)
 
 Latency is half of a tiny all-reduce of two ranks, products are timed on all ranks at once at the shapes that a model's
-layers have on a few grids. The best of several repeats counts for bandwidth and products, the median for latency.
+layers have on a few grids. On CPU ranks, which run nothing ahead, a tiny GPT tells what a layer takes beside these.
+The best of several repeats counts for bandwidth and products, the median for latency and layers.
 
 Runs on every rank (``measure``); the command starts local ranks. Where the ranks are on several hosts, the same rings
 are measured across them (``cross_gbs``), and ``inter_gbs`` is what leaves a host with one ring a rank. On one host
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
     from axo.comm.connect import Communicators
 
 Connect = Callable[[Grid], "Communicators"]
+_TINY: dict[str, Any] = {
+    "name": "tiny", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_query_groups": 4, "intermediate_size": 64,
+    "bias": False, "padded_vocab_size": 64, "block_size": 8, "norm_class_name": "RMSNorm", "mlp_class_name": "GptNeoxMLP",
+    "parallel_residual": False,
+}  # fmt: skip
 
 
 def hierarchies(ranks: int) -> Iterator[tuple[int, int]]:
@@ -96,6 +102,7 @@ def measure(
     try:
         gemms = [_gemm(world, shape, repeats, dtype) for shape in shapes(workload, ranks, rows)]
         memory_gbs = _copy(world, message, repeats)
+        layer = _layer(world, 5 * repeats) if device == "cpu" else 0.0
     finally:
         world.close()
     table: dict[str, float] = {}
@@ -127,6 +134,7 @@ def measure(
         **({"cross_gbs": cross} if cross else {}),
         "latency_intra_us": latency,
         "latency_inter_us": latency_inter if cross else latency,
+        "layer_us": layer,
         "gemm_fraction": 1.0,  # these very products and rings were timed, all ranks at once
         "network_fraction": 1.0,
         "contention": 0.0,
@@ -226,6 +234,24 @@ def _copy(comms: Communicators, message: int, repeats: int) -> float:
     target = torch.empty_like(source)
     seconds = min(_timed(comms, repeats, lambda: target.copy_(source)))
     return round(8 * source.numel() / seconds / 1e9, 4)
+
+
+def _layer(comms: Any, repeats: int) -> float:
+    """Return microseconds of one layer of a tiny GPT, forward and backward, all ranks at once; nothing is reduced."""
+    import torch
+    from litgpt import GPT, Config
+
+    import axo
+
+    model = axo.parallelize(GPT(Config(**_TINY)), comms)
+    ids = torch.zeros(1, _TINY["block_size"], dtype=torch.long)
+
+    def step() -> None:
+        with axo.no_sync(model):
+            axo.nn.cross_entropy(model(ids), ids, comms=comms, columns=_TINY["padded_vocab_size"]).backward()
+
+    layers = sum(len(block.layers) for block in readers.from_litgpt(_TINY, seq_length=ids.shape[1]).unrolled())
+    return round(1e6 * median(_timed(comms, repeats, step)) / layers, 1)
 
 
 def _memory_gib(device: str, node: int) -> float:

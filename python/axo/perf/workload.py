@@ -85,7 +85,7 @@ class Layer:
     of_product: bool = False
     gathers: bool = False
 
-    @property
+    @cached_property
     def on_stream(self) -> bool:
         """Whether it works on the residual stream, token by token: what sequence parallelism splits over x."""
         return (self.kind == "norm" and self.over == "y") or (self.kind == "pointwise" and self.transposed)
@@ -94,7 +94,7 @@ class Layer:
         """How many neighbours along x hold the same keys and values."""
         return ranks // self.kv_groups if 0 < self.kv_groups < ranks else 1
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         """Trainable values of the whole layer."""
         if self.kind == "linear":
