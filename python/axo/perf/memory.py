@@ -106,10 +106,11 @@ class Memory:
 
 
 class _OfLayer(NamedTuple):
-    """Bytes of one layer; all but the first two are of products only."""
+    """Bytes of one layer; all but the first three are of products only."""
 
     saved: float
     through: float  # gradients of its input and output, and temporaries
+    results: float  # that selective recomputation keeps
     of_weights: float = 0.0  # as products read them
     scattered: float = 0.0  # its gradient, whole
     come: float = 0.0  # and as it is kept
@@ -121,7 +122,9 @@ class _OfBlock(NamedTuple):
     layers: list[_OfLayer]
     ends: bool  # with the loss
     saved: float
+    results: float
     of_weights: float
+    largest: float
     through: float
     come: float
     peaks: dict[tuple[float, bool], float]  # of ``_backward``, by what flies ahead and whether weights are let go
@@ -134,14 +137,20 @@ def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _O
     key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
-        of_all, _, of_weights, _, come = map(sum, zip(*layers, strict=True))
+        columns = list(zip(*layers, strict=True))
+        of_all, _, results, of_weights, _, come = map(sum, columns)
         ends = any(layer.kind == "loss" for layer in block.layers)
-        known[key] = _OfBlock(layers, ends, of_all, of_weights, block_input(block, grid, rows, run), come, {})
+        through = block_input(block, grid, rows, run)
+        known[key] = _OfBlock(layers, ends, of_all, results, of_weights, max(columns[3]), through, come, {})
     return known[key]
 
 
 def _of_layer(layer: Layer, grid: Grid, rows: int, run: Run) -> _OfLayer:
-    found = saved(layer, grid, rows, run), gradients_through(layer, grid, rows, run)
+    found = (
+        saved(layer, grid, rows, run),
+        gradients_through(layer, grid, rows, run),
+        products_kept(layer, grid, rows, run),
+    )
     if layer.kind != "linear":
         return _OfLayer(*found)
     come = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
@@ -189,7 +198,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
             arrived += come
             of_head = come * grid.z
             continue
-        results = sum(products_kept(layer, grid, rows, run) for layer in block.layers) if run.selective else 0.0
+        results = one.results if run.selective else 0.0
         mine = through + results if block.checkpointed else one.saved
         kept += block.repeat * mine
         if come:
@@ -227,7 +236,7 @@ def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float
         return run.cached_gathers * sum(repeat * one.of_weights for repeat, one in blocks)
     if grid.z > 1 and "oag" in run.overlap:
         return 2.0 * max(one.of_weights for _, one in blocks)
-    return max(layer.of_weights for _, one in blocks for layer in one.layers)
+    return max(one.largest for _, one in blocks)
 
 
 def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:

@@ -5,6 +5,7 @@ For every two-level hierarchy (inner, size) with inner * size ranks in a node, t
 
     GB/s = 2 (size - 1)/size * bytes / seconds / 1e9          (the ring equation (3), solved for the bandwidth)
 
+where the seconds of a tiny all-reduce are taken off, since latency is counted apart.
 Latency is half of a tiny all-reduce of two ranks, products are timed on all ranks at once at the shapes that a model's
 layers have on a few grids. On CPU ranks, which run nothing ahead, a tiny GPT tells what a layer takes beside these.
 The best of several repeats counts for bandwidth and products, the median for latency and layers.
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
 Connect = Callable[[Grid], "Communicators"]
 _TINY: dict[str, Any] = {
     "name": "tiny", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_query_groups": 4, "intermediate_size": 64,
-    "bias": False, "padded_vocab_size": 64, "block_size": 8, "norm_class_name": "RMSNorm", "mlp_class_name": "GptNeoxMLP",
-    "parallel_residual": False,
+    "bias": False, "padded_vocab_size": 64, "block_size": 8, "norm_class_name": "RMSNorm",
+    "mlp_class_name": "GptNeoxMLP", "parallel_residual": False,
 }  # fmt: skip
 
 
@@ -198,12 +199,12 @@ def _timed(comms: Communicators, repeats: int, run: Callable[[], object]) -> lis
 
 
 def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> float:
-    """Return GB/s of simultaneous all-reduces over y."""
+    """Return GB/s of simultaneous all-reduces over y, without the time that a tiny one takes too."""
     import torch
 
-    tensor = torch.ones(max(1, message // 4), device=comms.device)
-    seconds = min(_timed(comms, repeats, lambda: comms.y.all_reduce(tensor, "max")))
-    return round(2 * (size - 1) / size * tensor.numel() * 4 / seconds / 1e9, 4)
+    large, tiny = torch.ones(max(2, message // 4), device=comms.device), torch.ones(1, device=comms.device)
+    seconds, start = (min(_timed(comms, repeats, lambda: comms.y.all_reduce(one, "max"))) for one in (large, tiny))
+    return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
 
 
 def _latency(comms: Communicators, steps: int, repeats: int) -> float:

@@ -12,7 +12,7 @@ from axo.grid import Grid
 from axo.perf import memory
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.candidate import Candidate, Way, impossible, needs, run_of, share_that_fits, variant
-from axo.perf.layer_time import PRECISIONS
+from axo.perf.layer_time import PRECISIONS, changed
 from axo.perf.request import Request
 from axo.perf.stages import Known, Stages, Timing
 
@@ -39,7 +39,7 @@ class Staged(NamedTuple):
         if not held.fits(request.machine) and request.gather == "auto" and timing.run.cached_gathers:
 
             def keeping(share: float) -> tuple[Timing, memory.Memory]:
-                run = replace(timing.run, cached_gathers=share)
+                run = changed(timing.run, cached_gathers=share)
                 other = Timing(timing.workload, timing.grid, request.machine, run, known)
                 return other, other.memory(self.stages)
 

@@ -28,7 +28,7 @@ from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import Costs, Run, data_seconds, optimizer_seconds
+from axo.perf.layer_time import Costs, Run, changed, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
@@ -151,7 +151,7 @@ class Known(Costs):
             if there is None:
                 self._memories[key] = memory.estimate(workload, grid, run, self._block_memories)
             else:
-                self._memories[key] = replace(there, optimizer=0.0)
+                self._memories[key] = changed(there, optimizer=0.0)
         return self._memories[key]
 
     def part(self, workload: Workload, blocks: Blocks) -> Workload:
@@ -166,7 +166,7 @@ class Known(Costs):
     def state(self, run: Run, zero: int, offload: bool) -> Run:
         """A run with this place of the optimizer's state; all else is that of any run of the request."""
         if (zero, offload) not in self._states:
-            self._states[zero, offload] = replace(run, zero=zero, offload=offload)
+            self._states[zero, offload] = changed(run, zero=zero, offload=offload)
         return self._states[zero, offload]
 
     def layout(self, workload: Workload) -> cut.Layout:
@@ -203,13 +203,14 @@ class Timing:
         self._kept_of = known._kept.setdefault(way, {})
         self._ends = known._ends.setdefault(grid, {})
         self._message_bytes, self._message = self.message(), self.message_seconds()
+        self._least: dict[int, list[tuple[int, float]]] = {}  # by stages: parameters, and what does not go with them
 
     def with_state(self, zero: int, *, offload: bool) -> Timing:
         """The same with another place for the optimizer's state, on which blocks do not depend."""
         if (self.run.zero, self.run.offload) == (zero, offload):
             return self
         other = copy.copy(self)
-        other.run = replace(self.run, zero=zero, offload=offload)
+        other.run = changed(self.run, zero=zero, offload=offload)
         return other
 
     def _cut(self, stages: Stages) -> Cut:
@@ -382,13 +383,14 @@ class Timing:
 
     def least(self, stages: Stages, zero: int, offload: bool) -> float:
         """Return bytes that ``memory`` is never below, whatever share of gathered weights is kept: a quick look."""
-        most, ranks = 0.0, self.grid.x * self.grid.y * self.grid.z
+        if id(stages) not in self._least:
+            buffer = self.run.micro_batches * self._message_bytes
+            self._least[id(stages)] = [
+                (one.parameters, self._in_flight(stages, one.rank) * sum(times * self._kept(kind) for kind, times
+                 in one.blocks) + buffer * one.neighbours) for one in self._cut(stages).full]  # fmt: skip
+        ranks = self.grid.x * self.grid.y * self.grid.z
         state = self.run.weights * (1 + 2 / (self.grid.data if zero else 1) * (not offload)) / ranks
-        buffer = self.run.micro_batches * self._message_bytes
-        for one in self._cut(stages).full:
-            kept = sum(times * self._kept(kind) for kind, times in one.blocks)
-            held = state * one.parameters + self._in_flight(stages, one.rank) * kept + buffer * one.neighbours
-            most = max(most, held)
+        most = max([state * parameters + held for parameters, held in self._least[id(stages)]])
         return most * (1 + memory.SLACK) + memory.RESERVED
 
     def _in_flight(self, stages: Stages, rank: int) -> float:
@@ -411,7 +413,7 @@ class Timing:
         held = self.known.memory(self.known.part(self.workload, one.blocks), grid, run)
         reduces = grid.z * grid.data > 1
         unreduced = run.itemsize * one.parameters / (grid.x * grid.y)
-        return replace(
+        return changed(
             held,
             kept=held.kept * self._in_flight(stages, one.rank),
             messages=run.micro_batches * one.neighbours * self._message_bytes,

@@ -206,7 +206,7 @@ class Workload:
         """Whether ``axo.parallelize`` can split its tokens over x (sequence parallelism)."""
         return any(layer.gathers for block in self.blocks for layer in block.layers)
 
-    @property
+    @cached_property
     def checkpointed(self) -> bool:
         """True when some block runs its forward again before backward."""
         return any(block.checkpointed for block in self.blocks)
