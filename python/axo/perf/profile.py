@@ -203,7 +203,7 @@ def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> 
     import torch
 
     large, tiny = torch.ones(max(2, message // 4), device=comms.device), torch.ones(1, device=comms.device)
-    seconds, start = (min(_timed(comms, repeats, lambda: comms.y.all_reduce(one, "max"))) for one in (large, tiny))
+    seconds, start = (min(_timed(comms, repeats, partial(comms.y.all_reduce, one, "max"))) for one in (large, tiny))
     return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
 
 

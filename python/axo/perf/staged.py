@@ -12,7 +12,7 @@ from axo.grid import Grid
 from axo.perf import memory
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.candidate import Candidate, Way, impossible, needs, run_of, share_that_fits, variant
-from axo.perf.layer_time import PRECISIONS, changed
+from axo.perf.layer_time import PRECISIONS
 from axo.perf.request import Request
 from axo.perf.stages import Known, Stages, Timing
 
@@ -32,20 +32,14 @@ class Staged(NamedTuple):
         """Bytes that it needs at least."""
         return self.timing.least(self.stages, self.zero, self.offload)
 
-    def fitted(self, request: Request, known: Known) -> Candidate:
+    def fitted(self, request: Request) -> Candidate:
         """Predict it; where its memory is too much, with as many gathered weights as fit."""
         timing = self.timing.with_state(self.zero, offload=self.offload)
         held = timing.memory(self.stages)
         if not held.fits(request.machine) and request.gather == "auto" and timing.run.cached_gathers:
-
-            def keeping(share: float) -> tuple[Timing, memory.Memory]:
-                run = changed(timing.run, cached_gathers=share)
-                other = Timing(timing.workload, timing.grid, request.machine, run, known)
-                return other, other.memory(self.stages)
-
-            other, none = keeping(0.0)
-            share = share_that_fits(request, held, none)
-            timing, held = keeping(share) if share else (other, none)
+            none = timing.keeping(0.0).memory(self.stages)
+            timing = timing.keeping(share_that_fits(request, held, none))
+            held = timing.memory(self.stages)
         time = timing.predict(self.stages)
         return Candidate(timing.grid, timing.run, timing.workload.checkpointed, time, held, stages=self.stages)
 
@@ -94,38 +88,38 @@ def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, trie
                     bounds[splits, pieces, schedule] = min(seconds)
                     if not splits:
                         bounds[True, pieces, schedule] = min(seconds) - timing.saved_by_splitting(stages)
-        best = _fastest(request, found, known, best)
+        best = _fastest(request, found, best)
         every += found
     if best is None and not every:
         return replace(none, reason=reason or "recomputation where backward is split is not planned")
-    return best or _lacks_least(request, every, known)
+    return best or _lacks_least(request, every)
 
 
 def _order(way: tuple[str, bool]) -> tuple[int, bool]:
     return ("none", "selective", "full").index(way[0]), way[1]
 
 
-def _fastest(request: Request, found: list[Staged], known: Known, best: Candidate | None) -> Candidate | None:
+def _fastest(request: Request, found: list[Staged], best: Candidate | None) -> Candidate | None:
     """The fastest that fits, with as many gathered weights kept as fit; ``best`` where none is faster."""
     room = request.machine.memory_gib * memory.GIB
     for one in sorted(found, key=lambda one: one.seconds):
         if best is not None and one.seconds >= best.seconds:
             break
         if one.least() <= room:
-            fitted = one.fitted(request, known)
+            fitted = one.fitted(request)
             assert fitted.memory is not None
             if fitted.memory.fits(request.machine) and (best is None or fitted.seconds < best.seconds):
                 best = fitted
     return best
 
 
-def _lacks_least(request: Request, every: list[Staged], known: Known) -> Candidate:
+def _lacks_least(request: Request, every: list[Staged]) -> Candidate:
     """Of ways that do not fit the one that needs least, and of those that need the same the fastest."""
     nearest: tuple[float, float, Candidate] | None = None
     for size, number in sorted((one.least(), number) for number, one in enumerate(every)):
         if nearest is not None and size > nearest[0]:
             break
-        found = every[number].fitted(request, known)
+        found = every[number].fitted(request)
         assert found.memory is not None
         if nearest is None or (found.memory.total, every[number].seconds) < nearest[:2]:
             nearest = found.memory.total, every[number].seconds, found

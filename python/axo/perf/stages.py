@@ -198,7 +198,7 @@ class Timing:
         self.known = known = known or Known(machine, workload)
         self.network, self.layout, self.rows = known.network(grid), known.layout(workload), run.group_rows(grid)
         here = (grid.x, grid.y, grid.z, grid.data > 1, self.rows, run.sequence_parallel)
-        way = (*here, workload.checkpointed, run.selective)
+        self._way = way = (*here, workload.checkpointed, run.selective)
         self._parts = known._parts.setdefault((*way, run.cached_gathers), {})
         self._kept_of = known._kept.setdefault(way, {})
         self._ends = known._ends.setdefault(grid, {})
@@ -211,6 +211,13 @@ class Timing:
             return self
         other = copy.copy(self)
         other.run = changed(self.run, zero=zero, offload=offload)
+        return other
+
+    def keeping(self, share: float) -> Timing:
+        """The same with another share of gathered weights that are kept."""
+        other = copy.copy(self)
+        other.run = changed(self.run, cached_gathers=share)
+        other._parts = self.known._parts.setdefault((*self._way, share), {})
         return other
 
     def _cut(self, stages: Stages) -> Cut:
