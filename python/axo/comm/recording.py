@@ -141,7 +141,8 @@ class RecordingCommunicator(Communicator):
         self._op("reduce_scatter", op, source, scale)
         target, _ = self._part("reduce_scatter", source, tensor, out)
         values = self._reduced(source, op, scale)
-        mine = None if values is None else values.reshape(self.size, -1)[self.rank]
+        with _disable_current_modes():
+            mine = None if values is None else values.reshape(self.size, -1)[self.rank]
         return self._note("reduce_scatter", source, target, mine, async_op, op)
 
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
