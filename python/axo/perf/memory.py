@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import Run, ends_block
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -126,6 +126,7 @@ class _OfBlock(NamedTuple):
     of_weights: float
     largest: float
     through: float
+    unsummed: float  # result of the last product, which recomputation leaves as it is where its sum is another call
     come: float
     peaks: dict[tuple[float, bool], float]  # of ``_backward``, by what flies ahead and whether weights are let go
 
@@ -138,10 +139,13 @@ def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _O
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
         columns = list(zip(*layers, strict=True))
-        of_all, _, results, of_weights, _, come = map(sum, columns)
+        kept, _, results, of_weights, _, come = map(sum, columns)
         ends = any(layer.kind == "loss" for layer in block.layers)
         through = block_input(block, grid, rows, run)
-        known[key] = _OfBlock(layers, ends, of_all, results, of_weights, max(columns[3]), through, come, {})
+        last = ends_block(block.layers) if run.token_ranks(grid) > 1 else None
+        unsummed = 0.0 if last is None else products_kept(last, grid, rows, run)
+        of_all = [kept, results, of_weights, max(columns[3]), through, unsummed, come]
+        known[key] = _OfBlock(layers, ends, *of_all, {})
     return known[key]
 
 
@@ -202,7 +206,10 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
         mine = through + results if block.checkpointed else one.saved
         kept += block.repeat * mine
         if come:
-            again = one.saved - results - _first_input(block.layers[0], through, run) if block.checkpointed else 0.0
+            again = 0.0
+            if block.checkpointed:
+                again = one.saved - results - _first_input(block.layers[0], through, run)
+                again += one.unsummed * (not run.selective)
             flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
             working = again + through + _backward(block, one, grid, run, flying)
             if block.checkpointed:  # when the block has run again, for which its weights were cast again
@@ -326,10 +333,9 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
         return elements * (FP32 * tensors + ((2 - native) * narrow if narrow < FP32 else 0) - whose)
     if layer.kind == "linear":
         width = chunk(layer.in_features, grid.x if layer.transposed else grid.y)
-        if not layer.transposed or run.stream != run.itemsize:  # else its output's gradient is that of the stream
+        # Else its output's gradient is that of the stream, of which with split tokens all are gathered.
+        if not layer.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1:
             width += _columns(layer, grid)
-        if run.sequence_parallel and grid.x > 1:  # tokens are laid out anew, before they are scattered or once gathered
-            width += layer.gathers * chunk(layer.in_features, grid.y) + layer.transposed * _columns(layer, grid)
         return run.itemsize * my_rows * width
     if layer.kind == "attention":
         return run.itemsize * my_rows * 4 * chunk(layer.in_features, grid.x) + 2.0 * _scores(layer, grid, my_rows)
