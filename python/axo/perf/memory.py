@@ -209,12 +209,13 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
             again = 0.0
             if block.checkpointed:
                 again = one.saved - results - _first_input(block.layers[0], through, run)
-                again += one.unsummed * (not run.selective)
+                again += one.unsummed
             flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
             working = again + through + _backward(block, one, grid, run, flying)
             if block.checkpointed:  # when the block has run again, for which its weights were cast again
                 cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
                 working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
+                working = max(working, through + one.unsummed + _while_summed(block, one, run))
             before.append(_behind(block, through, grid, run, again=False))
             freed = mine + run.cached_gathers * of_weights
             before.append(held() + working - gone)
@@ -235,6 +236,18 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
         head=head,
         accumulates=run.micro_batches > 1,
     )
+
+
+def _while_summed(block: Block, one: _OfBlock, run: Run) -> float:
+    """Bytes of a block that runs again, its tokens split over x, while the result of its first product but the last
+    that is summed over x lies there in pieces for each rank; the gradient of the block's output has been gathered."""
+    there = 0.0
+    for layer, of in zip(block.layers, one.layers, strict=True):
+        sums = layer.kind == "linear" and layer.transposed
+        there += of.saved - of.results * run.selective * (not sums)
+        if sums:
+            return (there + of.results * (2 - run.selective)) * (one.unsummed > 0)
+    return 0.0
 
 
 def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float:
