@@ -290,7 +290,6 @@ def reproduce(
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
         drawn = {group.title: plots.group_plot(group) for group in groups}
-        drawn[groups[0].title] = plots.reproduction_plot(groups[0])
         return drawn, lambda: output.reproduction_page(groups, notes, drawn)
 
     _write_outputs(json_out, values, csv_out, lambda: output.groups_csv(groups), plot, html, draw)

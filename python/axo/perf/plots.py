@@ -50,26 +50,6 @@ def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, by
     return plots
 
 
-def reproduction_plot(group: Group) -> bytes:
-    """Return the weak-scaling group as a plot: paper against prediction."""
-    figure, axes = _figure(8.5, 4.2)
-    names = [line.what.split()[0] for line in group.lines]
-    for name in dict.fromkeys(names):
-        lines = [line for line, owner in zip(group.lines, names, strict=True) if owner == name]
-        gpus = [int(line.what.split()[1]) for line in lines]
-        color = {"perlmutter": _COLORS["z"], "frontier": _COLORS["x"], "alps": _COLORS["products"]}[name]
-        axes.plot(gpus, [line.paper for line in lines], "o-", color=color, label=f"{name}, paper")
-        axes.plot(gpus, [line.predicted for line in lines], "s--", color=color, mfc="white", label=f"{name}, predicted")
-        seen = [(g, line.predicted) for g, line in zip(gpus, lines, strict=True) if "calibrated" in line.note]
-        axes.plot([g for g, _ in seen], [p for _, p in seen], "x", color="black", ms=9, label=None)
-    axes.plot([], [], "x", color="black", ms=9, label="calibrated on")
-    axes.set_xscale("log", base=2)
-    _count_ticks(axes, sorted({int(line.what.split()[1]) for line in group.lines}))
-    axes.set(xlabel="GPUs (GCDs on frontier)", ylabel="% of advertised peak", ylim=(0, None))
-    axes.legend(fontsize=8, ncols=2, loc="lower left")
-    return _png(figure)
-
-
 def group_plot(group: Group) -> bytes:
     """Return any group as a plot: its bars, else for each line the paper's number and the prediction; a range is a bar.
 
@@ -293,11 +273,6 @@ def _plain_log(axis: Any) -> None:
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
-
-
-def _count_ticks(axes: Any, counts: list[int]) -> None:
-    axes.set_xticks(counts, [f"{count:,}" for count in counts], rotation=30, fontsize=8)
-    axes.minorticks_off()
 
 
 def _png(figure: Any) -> bytes:
