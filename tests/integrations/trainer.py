@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from axo.arrangement import arrangement_of
+from axo.grid import Grid
 from axo.train.sample import write_tokenizer
 from tests.integrations.support import LLAMA, mean
 from tests.launcher import run_ranks
@@ -64,8 +66,7 @@ def pretrain(folder, out, options, grid=None):
     if not options.get("flops", True):
         litgpt.pretrain.measure_flops = lambda *_: 0
     sys.argv = ["litgpt", "pretrain"]
-    x, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
-    data_ranks = z * data * (x if options.get("algorithm") == "tesseract" else 1)
+    data_ranks = _data_ranks(grid, options)
     steps, length, rows = options.get("steps", STEPS), 32, 8
     accumulate = options.get("accumulate", 1)
 
@@ -125,8 +126,8 @@ def finetune(folder, out, grid=None, method="full", options=None):
             super().update(value)
 
     module.RunningMean = Losses
-    _, _, z, data = map(int, (grid or "1x1x1x1").split("x"))
     options = dict(options or {})
+    data_ranks = _data_ranks(grid, options)
     rate, base = options.pop("lr", 4e-4), folder / options.pop("base", "base")
     max_time = options.pop("max_time", None)
     asked = {key: options.pop(key) for key in ASKED if key in options}
@@ -138,7 +139,7 @@ def finetune(folder, out, grid=None, method="full", options=None):
             base,
             out_dir=folder / out,
             precision="32-true",
-            devices=z * data,
+            devices=data_ranks,
             data=JSON(folder / "samples.json", val_split_fraction=0.1, num_workers=0),
             train=TrainArgs(
                 global_batch_size=2,
@@ -187,9 +188,12 @@ def masked_loss(k, h):
     return loss
 
 
+def _data_ranks(grid, options):
+    return arrangement_of("test", options.get("algorithm", "axonn")).row_parts(Grid.parse(grid or "1x1x1x1"))
+
+
 def _run(start, name, grid, **asked):
     """Run a litgpt function as this rank's part of ``axo litgpt``, or without Axo."""
-    from axo.grid import Grid
     from axo.integrations.litgpt.command import _rank
     from axo.integrations.litgpt.options import Options
 
@@ -217,7 +221,7 @@ def generate(checkpoint, grid=None, top_k=1, temperature=0.0, kind="", files=Non
     return made[0].tolist()
 
 
-def chat(checkpoint, grid=None):
+def chat(checkpoint, grid=None, options=None):
     """What one rank of ``litgpt chat`` prints of a conversation of two questions."""
     import contextlib
     import io
@@ -225,7 +229,7 @@ def chat(checkpoint, grid=None):
     import litgpt.chat.base as base
 
     def start():
-        base.main(checkpoint, max_new_tokens=12, top_k=1, temperature=0.0, precision="32-true")
+        base.main(checkpoint, max_new_tokens=12, top_k=1, temperature=0.0, precision="32-true", **(options or {}))
 
     first = os.environ["RANK"] == "0"
     sys.stdin = io.StringIO("line 7: \nline 8: \n\n" if first else "nobody reads this\n")

@@ -1,4 +1,4 @@
-"""Put frozen linear layers of a parallel model into four bits (``axo.overlap.quantized``)."""
+"""Put frozen linear layers of a parallel model into four or eight bits (``axo.overlap.quantized``)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import nn
 
 from axo.nn.embedding import Embedding
 from axo.nn.linear import Linear
-from axo.overlap.quantized import QuantizedWeight
+from axo.overlap.quantized import QuantizedWeight, largest_of_rows
 
 
 def quantize(model: nn.Module, kind: str) -> None:
@@ -31,7 +31,12 @@ def quantize(model: nn.Module, kind: str) -> None:
         if old.requires_grad:
             raise ValueError(f"{layer.label()}: a weight that is trained is not quantized; freeze it first")
         if old not in quantized:
-            quantized[old] = QuantizedWeight(old, kind)
-            quantized[old].placement = layer.placements["weight"]
+            placement, largest = layer.placements["weight"], None
+            if kind == "int8":
+                largest = largest_of_rows(old)
+                for axis in placement.splits[1]:
+                    layer.comms.axis(axis).all_reduce(largest, "max")
+            quantized[old] = QuantizedWeight(old, kind, largest)
+            quantized[old].placement = placement
             old.data = old.new_empty(0)
         layer.weight = quantized[old]

@@ -7,6 +7,8 @@ import pytest
 import torch
 from litgpt.prompts import save_prompt_style
 
+from axo.arrangement import arrangement_of
+from axo.grid import Grid
 from tests.integrations.support import distance
 from tests.integrations.trainer import finetune, generate, ranks_of, write_base
 from tests.launcher import run_ranks
@@ -23,16 +25,16 @@ def base(folder):
 
 def losses_on(folder, out, grid, method, options=None, call=(finetune,)):
     """One list of losses, in the order of one device: data ranks take turns. ``call``: a function, its first values."""
-    stages = (options or {}).get("pipeline", 1)
+    options = options or {}
+    stages, arrangement = options.get("pipeline", 1), arrangement_of("test", options.get("algorithm", "axonn"))
     ranks, environment = ranks_of(grid, stages)
     given = (*call[1:], folder, out, grid, method, options)
     per_rank = run_ranks(call[0], ranks, *given, env=environment, timeout=180)
-    of_stage = ranks // stages
-    peers = of_stage // (int(grid.split("x")[2]) * int(grid.split("x")[3]))
+    parsed, lines = Grid.parse(grid), {}
     for rank, losses in enumerate(per_rank):
-        first = per_rank[rank % of_stage // peers * peers]
-        assert losses == pytest.approx(first, abs=1e-6), "peers on x and y, or stages, disagree"
-    return [loss for column in zip(*per_rank[:of_stage:peers], strict=True) for loss in column]
+        first = lines.setdefault(arrangement.row_part(parsed, parsed.coords(rank % (ranks // stages))), losses)
+        assert losses == pytest.approx(first, abs=1e-6), "ranks that read the same, or stages, disagree"
+    return [loss for column in zip(*(lines[part] for part in sorted(lines)), strict=True) for loss in column]
 
 
 @pytest.fixture(scope="session")

@@ -167,11 +167,14 @@ def test_goldfish_masks_training_and_not_validation():
         (["generate_adapter", "folder", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
-        (["chat", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "quantize bnb.nf4 runs on one device"),
-        (["generate", "no/such", "--quantize", "bnb.int8", "--grid", "2x1x1x1"], "bnb.int8 runs on one device only"),
+        (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
         (
-            ["finetune", "no/such", "--quantize", "bnb.nf4", "--grid", "2x2x1x1", "--algorithm", "tesseract"],
-            "bnb.nf4 runs with neither --algorithm nor",
+            ["finetune", "no/such", "--quantize", "bnb.int8-training", "--grid", "2x1x1x1"],
+            "int8-training keeps the frozen weights in half precision",
+        ),
+        (
+            ["finetune", "no/such", "--quantize", "bnb.nf4", "--offload", "optimizer", "--grid", "2x1x1x1"],
+            "bnb.nf4 does not run with --offload",
         ),
         (
             ["generate", "no/such", "--quantize", "bnb.nf4", "--precision", "bf16-mixed", "--grid", "1x1x2x1"],

@@ -1,19 +1,22 @@
-"""QLoRA on a grid: ``axo litgpt finetune_lora`` and ``generate`` with ``--quantize bnb.nf4``.
+"""QLoRA on a grid: ``axo litgpt finetune_lora``, ``generate`` and ``chat`` with ``--quantize``.
 
-Oracle: stock LitGPT on one device, from a checkpoint whose linear weights bitsandbytes has quantized and made dense
-again, whole. LitGPT itself quantizes on CUDA GPUs only; there it also puts a norm behind the embedding and trains with
-bitsandbytes' optimizers, which no grid does.
+Oracle: stock LitGPT on one device, from a checkpoint whose linear weights have been quantized (to four bits: by
+bitsandbytes) and made dense again, whole. LitGPT itself quantizes on CUDA GPUs only; there it also puts a norm behind
+the embedding and trains with bitsandbytes' optimizers, which no grid does.
 """
 
 import functools
+import shutil
 import sys
 
 import pytest
 import torch
+from litgpt.config import Config
+from litgpt.model import GPT
 
 from tests.integrations.litgpt.test_finetuning import LORA, losses_on
-from tests.integrations.support import distance, installed, tell
-from tests.integrations.trainer import finetune, generate, ranks_of, write_base
+from tests.integrations.support import LLAMA, distance, installed, tell
+from tests.integrations.trainer import chat, finetune, generate, ranks_of, write_base
 from tests.launcher import run_ranks
 
 KIND = "bnb.nf4"
@@ -28,8 +31,6 @@ def bitsandbytes():
 
 def make_dense(folder, source, target):
     """Write ``target`` with what four bits keep of ``source``."""
-    import shutil
-
     sys.path.insert(0, folder)
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
@@ -54,29 +55,97 @@ def from_both(bitsandbytes, folder, name, **fields):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize(("grid", "stages"), [("2x2x1x1", 1), ("1x2x2x1", 1), ("2x1x1x2", 1), ("1x1x2x1", 2)])
-def test_qlora_equals_lora_on_what_four_bits_keep(bitsandbytes, folder, grid, stages):
+@pytest.mark.parametrize(
+    ("grid", "stages", "algorithm"),
+    [
+        ("2x2x1x1", 1, "axonn"),
+        ("1x2x2x1", 1, "axonn"),
+        ("2x1x1x2", 1, "axonn"),
+        ("1x1x2x1", 2, "axonn"),
+        ("2x2x1x1", 1, "tesseract"),
+    ],
+)
+def test_qlora_equals_lora_on_what_four_bits_keep(bitsandbytes, folder, grid, stages, algorithm):
     """Rows of each shard are multiples of 64, so blocks fall alike: losses to 1e-4, adapters to 1e-5, text the same."""
-    name, dense = f"wide-{grid}", f"wide-{grid}-dense"
+    name = f"wide-{grid}-{algorithm}"
+    dense = f"{name}-dense"
     from_both(bitsandbytes, folder, name, n_embd=128, intermediate_size=128)
     stock = run_ranks(finetune, 1, folder, f"stock-{dense}", None, "lora", LORA | {"base": dense})[0]
     plain = run_ranks(finetune, 1, folder, f"stock-{name}", None, "lora", LORA | {"base": name})[0]
     assert max(abs(a - b) for a, b in zip(stock, plain, strict=True)) > 1e-3  # or the test could not fail
-    asked = LORA | {"base": name, "quantize": KIND, "pipeline": stages}
-    mine = losses_on(folder, f"qlora-{grid}", grid, "lora", asked, (with_path, bitsandbytes, finetune))
+    asked = LORA | {"base": name, "quantize": KIND, "pipeline": stages, "algorithm": algorithm}
+    mine = losses_on(folder, f"qlora-{name}", grid, "lora", asked, (with_path, bitsandbytes, finetune))
     apart = max(map(abs, map(float.__sub__, mine, stock)))
-    tell("litgpt finetune_lora --quantize", grid=grid, stages=stages, losses_apart=apart)
+    tell("litgpt finetune_lora --quantize", grid=grid, stages=stages, algorithm=algorithm, losses_apart=apart)
     assert mine == pytest.approx(stock, abs=1e-4)
     saved = [
         torch.load(folder / out / "final" / "lit_model.pth.lora")["model"]
-        for out in (f"stock-{dense}", f"qlora-{grid}")
+        for out in (f"stock-{dense}", f"qlora-{name}")
     ]
     assert list(saved[0]) == list(saved[1]) and distance(saved[1], saved[0]) < 1e-5
     expected = run_ranks(generate, 1, folder / dense)[0]
     ranks, environment = ranks_of(grid, stages)
-    in_stages = functools.partial(generate, pipeline=stages)
+    in_stages = functools.partial(generate, pipeline=stages, algorithm=algorithm)
     given = (folder / name, grid, 1, 0.0, "", {"quantize": KIND})
     assert run_ranks(with_path, ranks, bitsandbytes, in_stages, *given, env=environment) == [expected] * ranks
+
+
+def in_eight_bits(weight):
+    """What eight bits keep of a whole weight, (rows, columns): LLM.int8()'s codes, one scale a row."""
+    half = weight.half().float()
+    largest = half.abs().amax(1, keepdim=True)
+    return (half * (127 / largest)).round() * (largest / 127)
+
+
+def parts_in_eight_bits(grid):
+    """For each linear layer of a model, by each algorithm: whether its part is that of the whole weight."""
+    import axo
+    from axo.nn.quantize import quantize
+
+    found = []
+    for algorithm in ("axonn", "tesseract"):
+        comms = axo.connect(grid)
+        torch.manual_seed(5)
+        model = GPT(Config(**LLAMA)).requires_grad_(False)
+        whole = {name: in_eight_bits(weight) for name, weight in model.state_dict().items() if weight.dim() == 2}
+        axo.parallelize(model, comms, algorithm=algorithm)
+        quantize(model, "int8")
+        for name, layer in model.named_modules():
+            if isinstance(layer, axo.nn.Linear):
+                part = layer.placements["weight"].take(whole[f"{name}.weight"])
+                found.append((name, layer.weight.codes.dtype, torch.equal(layer.weight.dense(), part)))
+        comms.close()
+    return found
+
+
+def test_a_row_in_eight_bits_has_the_scale_of_all_its_columns():
+    """Columns are split over y, with Tesseract over x. Wants no bitsandbytes."""
+    for found in run_ranks(parts_in_eight_bits, 4, "2x2x1x1"):
+        assert len(found) == 2 * (5 * LLAMA["n_layer"] + 1)
+        assert all(dtype == torch.int8 and same for _, dtype, same in found), found
+
+
+def write_in_eight_bits(checkpoint, grid, algorithm):
+    return generate(checkpoint, grid, files={"quantize": "bnb.int8"}, algorithm=algorithm)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("grid", "algorithm"), [("1x2x1x1", "axonn"), ("2x2x1x1", "tesseract")])
+def test_text_in_eight_bits_is_that_of_one_device(folder, grid, algorithm):
+    name = f"eight-{algorithm}"
+    write_base(folder, name)
+    shutil.copytree(folder / name, folder / f"{name}-dense")
+    state = torch.load(folder / name / "lit_model.pth")
+    dense = {key: in_eight_bits(value) if key.endswith(LINEAR) else value for key, value in state.items()}
+    torch.save(dense, folder / f"{name}-dense" / "lit_model.pth")
+    expected = run_ranks(generate, 1, folder / f"{name}-dense")[0]
+    ranks, environment = ranks_of(grid)
+    made = run_ranks(write_in_eight_bits, ranks, folder / name, grid, algorithm, env=environment)
+    assert made == [expected] * ranks
+    if algorithm == "axonn":
+        said = run_ranks(chat, 1, folder / f"{name}-dense")[0]
+        asked = (folder / name, grid, {"quantize": "bnb.int8"})
+        assert run_ranks(chat, ranks, *asked, env=environment)[0] == said
 
 
 def sizes(bitsandbytes, kind):

@@ -135,16 +135,21 @@ def _check_on_one_device(options: Any) -> None:
 
 def _check_quantize(kind: str, precision: str | None, asked: Options, able: bool) -> None:
     """Refuse quantized layers where a grid has none, or the command is not able to."""
-    if not able or kind == "bnb.int8":
+    if kind == "bnb.int8-training":
         raise ValueError(
-            f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora and"
-            " generate take bnb.nf4, bnb.nf4-dq, bnb.fp4 and bnb.fp4-dq"
+            f"litgpt: --quantize {kind} keeps the frozen weights in half precision and saves none of their memory, so a"
+            " grid does not have it; use bnb.nf4, or leave it out"
         )
-    if asked.algorithm != "axonn" or asked.offload != "none":
-        raise ValueError(f"litgpt: --quantize {kind} runs with neither --algorithm nor --offload; leave them out")
+    if not able:
+        raise ValueError(
+            f"litgpt: this --quantize {kind} runs on one device only, without a grid; on a grid finetune_lora, generate"
+            " and chat take it"
+        )
+    if asked.offload != "none":
+        raise ValueError(f"litgpt: --quantize {kind} does not run with --offload; leave it out")
     if "mixed" in str(precision):
         raise ValueError(f"litgpt: --quantize {kind} with --precision {precision}: use 32-true, bf16-true or 16-true")
-    if importlib.util.find_spec("bitsandbytes") is None:
+    if kind != "bnb.int8" and importlib.util.find_spec("bitsandbytes") is None:
         raise ValueError(
             f"litgpt: --quantize {kind} wants bitsandbytes, which is not installed; pip install 'axo[quantize]'"
         )

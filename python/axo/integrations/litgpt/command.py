@@ -77,7 +77,7 @@ PARALLEL = {
     ),
     "generate": Command("litgpt.generate.base", "main", False, quantizes=True),
     "generate_full": dataclasses.replace(_ON_ONE_DEVICE, module="litgpt.generate.full", launches=True),
-    "chat": Command("litgpt.chat.base", "main", False, stages=False),
+    "chat": Command("litgpt.chat.base", "main", False, stages=False, quantizes=True),
     "serve": dataclasses.replace(
         _ON_ONE_DEVICE, module="litgpt.deploy.serve", function="run_server", wants=("litserve", "serve")
     ),
