@@ -302,6 +302,8 @@ EARLY = {
     "validate folder --grid 2x1x1x1": "validate runs on one rank only",
     "pretrain pythia-14m --grid 1x1x3x1": "global_batch_size=512 does not divide over micro_batch_size=4 on z*data=3",
     "pretrain pythia-14m --trian.max_tokens 9": "pretrain has no option --trian.max_tokens; did you mean --train.max_t",
+    "pretrian pythia-14m --grid 2x1x1x1": "there is no command 'pretrian'; did you mean pretrain?",
+    "pretrain pythia-14m --gird 2x1x1x1": "has no option --gird; did you mean --grid?",
     "pretrain pythia-14m --max_tokens=9": "has no option --max_tokens; did you mean --train.max_tokens",
     "pretrain pythia-14m --config no.yaml": "--config no.yaml is not a file",
     "pretrain --config run.yaml --grid 2x1x1x1": "micro_batch_size=0 is not a whole number",

@@ -157,6 +157,9 @@ def _check_options(name: str, options: Options) -> None:
     """Refuse options of Axo's that the command has no use for."""
     command = PARALLEL.get(name)
     if command is None and name != "architectures" and not name.startswith("-"):
+        from axo.integrations.litgpt import early
+
+        early.check_command(name)
         if options.grid is None or options.grid.world_size * options.pipeline > 1:
             raise ValueError(
                 f"litgpt: {name} runs on one rank only, not on grid {options.shown}; on a grid run"

@@ -23,6 +23,8 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from axo.integrations.litgpt.options import NAMES
+
 _FOR_OTHER_METRICS = ("transformers", "matplotlib")
 _PARSERS_OWN = {"print_config", "help", "h"}
 
@@ -166,6 +168,21 @@ def defaults(module: str, function: str) -> dict[str, Any]:
     }
 
 
+def check_command(name: str) -> None:
+    """Refuse a command that is none of litgpt's.
+
+    Raises:
+        ValueError: It names the nearest one.
+    """
+    tree = ast.parse(_file("litgpt.parser_config").read_text(encoding="utf-8"))
+    listing = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parser_commands")
+    known = ast.literal_eval(next(node.value for node in listing.body if isinstance(node, ast.Return) and node.value))
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        meant = f"did you mean {near[0]}?" if near else "axo litgpt --help lists all"
+        raise ValueError(f"litgpt: there is no command {name!r}; {meant}")
+
+
 def _given(arguments: list[str], first: str) -> Iterator[tuple[str, str | None]]:
     """Each argument as (name, text); every option of litgpt's has one value. None: it has none."""
     rest = iter(arguments)
@@ -192,6 +209,7 @@ def _unknown(command: str, name: str, defaults: dict[str, Any]) -> str:
     every = list(defaults)
     for group, default in defaults.items():
         every += [f"{group}.{field.name}" for field in fields(default)] if is_dataclass(default) else []
+    every += [option.removeprefix("--") for option in NAMES]
     last = name.rpartition(".")[2]
     near = difflib.get_close_matches(name, every, 1) or [other for other in every if other.rpartition(".")[2] == last]
     meant = f"; did you mean --{near[0]}?" if near else f"; axo litgpt {command} --help lists all"

@@ -123,6 +123,7 @@ _SWITCHES = {
     "--sharded": "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.",
     "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
 }
+NAMES = (*_VALUES, *_SWITCHES)
 
 
 class _Parser(argparse.ArgumentParser):
