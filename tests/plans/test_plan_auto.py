@@ -28,13 +28,22 @@ transformers = pytest.importorskip("transformers")
 LIMIT = 1e-5  # losses of size 5; FACTS: two serial runs that sum in another order differ by 1e-6 after 20 steps
 BATCH, TOKENS, VOCABULARY = 8, 12, 101
 STEPS = 20
-PRELOAD = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
+PRELOAD = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3"))
 
 
 def llama(**changes):
     fields = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 32}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**fields, **heads, **changes}))
+
+
+def of_llamas_kind(family, **changes):
+    """A model whose attention is known by its class: norms of heads (Qwen 3, Gemma 3), soft-capping, experts."""
+    config = getattr(transformers, f"{family}TextConfig" if family == "Gemma3" else f"{family}Config")
+    model = getattr(transformers, f"{family}ForCausalLM")
+    fields = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 32}
+    return model(config(**{**fields, **heads, **changes}))
 
 
 def gpt2(**changes):
@@ -90,6 +99,11 @@ def image_loss(model, batch):
 MODELS = {
     "llama": (llama, text, text_loss),
     "llama-mqa": (lambda: llama(num_key_value_heads=1, attention_bias=True, tie_word_embeddings=True), text, text_loss),
+    "qwen3": (lambda: of_llamas_kind("Qwen3"), text, text_loss),
+    "gemma2": (lambda: of_llamas_kind("Gemma2").double(), text, text_loss),
+    "gemma3": (lambda: of_llamas_kind("Gemma3").double(), text, text_loss),
+    "mixtral": (lambda: of_llamas_kind("Mixtral", num_local_experts=3), text, text_loss),
+    "granite": (lambda: of_llamas_kind("Granite"), text, text_loss),
     "gpt2": (gpt2, text, text_loss),
     "conv": (ConvNet, images, image_loss),
 }
@@ -137,12 +151,14 @@ def train(cases, steps):
     dist.init_process_group("axo")
     for grid, name in cases:
         comms = axo.connect(grid)
-        compare(comms, name, steps)
+        model = compare(comms, name, steps)
+        by_heads = [line for line in axo.plan_report(model) if line.why == "heads over x"]
+        assert by_heads or name == "conv", f"{name}: {axo.plan_report(model)}"
         comms.close()
 
 
 def test_hugging_face_and_convolutions_train_as_serial():
-    cases = [("2x1x2x1", "llama-mqa"), ("1x2x2x1", "gpt2"), ("2x1x1x2", "conv")]
+    cases = [("2x1x2x1", "llama-mqa"), ("1x2x2x1", "gpt2"), ("2x1x1x2", "conv"), ("4x1x1x1", "qwen3")]
     run_ranks(train, 4, cases, 2, timeout=120, preload=PRELOAD)
 
 

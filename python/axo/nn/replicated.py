@@ -32,6 +32,7 @@ class Replicated:
     comms: Communicators
     exchange: Exchange
     placements: dict[str, Placement]
+    sum_over: tuple[str, ...]
 
     def _attach(self) -> None:
         """Give each own parameter its placement and the reduction of its gradient."""
@@ -50,7 +51,12 @@ class Replicated:
         for name in self.placements:
             parameter = getattr(self, name)
             if parameter.requires_grad:
-                found += cost.replicated_grad(parameter.numel(), parameter.dtype.itemsize, self.comms.arrangement)
+                size = parameter.numel(), parameter.dtype.itemsize
+                found += [
+                    cost.Call(cost.BACKWARD, "all_reduce", axis, *size, cost.REDUCE_WEIGHT_GRAD)
+                    for axis in self.sum_over
+                ]
+                found += cost.replicated_grad(*size, self.comms.arrangement)
         dtype = self.exchange.engine.reduce_dtype
         found = found if dtype is None else engine_cost.reduced_in(found, dtype.itemsize)
         return cost.issued(found, self.comms.grid)
@@ -104,10 +110,15 @@ def reduce_gradient(parameter: torch.Tensor, exchange: Exchange) -> None:
     parameter.requires_grad_(wanted)
 
 
-def replicate(module: nn.Module, comms: Communicators, grad_reduce: str = "mean") -> nn.Module:
+def replicate(
+    module: nn.Module, comms: Communicators, grad_reduce: str = "mean", *, sum_over: tuple[str, ...] = ()
+) -> nn.Module:
     """Keep a module as it is, its own parameters replicated on all ranks with rank 0's values. Every rank must call it.
 
     A parameter that another module has and that has a placement already (a tied one) is left alone.
+
+    Args:
+        sum_over: Axes whose ranks use the same parameters on different things (heads over x).
     """
     own = dict(module.named_parameters(recurse=False))
     if comms.grid.world_size > 1:
@@ -126,6 +137,7 @@ def replicate(module: nn.Module, comms: Communicators, grad_reduce: str = "mean"
     kept: Any = module
     kept.comms, kept.placements = comms, placements
     kept.exchange = Exchange(comms, Placement((1,), comms=comms), grad_reduce)
+    kept.exchange.vector_stages, kept.sum_over = kept.exchange.stages_of(sum_over), sum_over
     kept.exchanges = (kept.exchange,)
     kept._attach()
     return module

@@ -2,7 +2,8 @@
 
 Attention of the Llama family reshapes to (batch, tokens, -1, head_dim), so it computes with as many heads as its
 projections give it: q, k and v normal, o transposed, heads over x. Only its ratio of query to key-value heads changes,
-and that only where neighbours share a head. GPT-2's splits one projection at ``split_size``, which becomes 1/Gx of it.
+and that only where neighbours share a head. Norms of single heads (Qwen 3, Gemma 3) have the same weights on all ranks,
+whose gradients are summed over x. GPT-2's splits one projection at ``split_size``, which becomes 1/Gx of it.
 
 transformers is not imported here: classes are known by module and name. Not here: cross-attention, head masks,
 ``output_attentions`` (gives this rank's heads).
@@ -19,8 +20,13 @@ from axo.placement import check_divides
 from axo.plans.auto.conv1d import is_conv1d
 from axo.plans.heads import kv_copies
 
-SEPARATE = ("llama.LlamaAttention", "mistral.MistralAttention", "qwen2.Qwen2Attention", "gemma.GemmaAttention")
+SEPARATE = (
+    *("llama.LlamaAttention", "mistral.MistralAttention", "mixtral.MixtralAttention", "granite.GraniteAttention"),
+    *("qwen2.Qwen2Attention", "qwen3.Qwen3Attention", "qwen3_moe.Qwen3MoeAttention"),
+    *("gemma.GemmaAttention", "gemma2.Gemma2Attention", "gemma3.Gemma3Attention"),
+)
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def _hf_name(module: nn.Module) -> str:
@@ -37,11 +43,13 @@ class Attention:
         layers: Child -> (kind, options of the layer): the first projections are whole->split, the last split->whole.
         attributes: What its forward reads and computes with this rank's heads.
         whole: Children that draw random numbers for what the last projection gives.
+        norms: Children that normalise single heads, all by the same weights.
     """
 
     layers: dict[str, tuple[str, dict[str, Any]]]
     attributes: dict[str, Any]
     whole: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
 
 
 def attention(module: Any, name: str, ranks: int) -> Attention | str:
@@ -67,7 +75,8 @@ def _separate(module: Any, name: str, ranks: int) -> Attention:
     shared = {"out_blocks": (groups * size,), "out_copies": (copies,)} if copies > 1 else {}
     layers = {"q_proj": ("normal", {}), "k_proj": ("normal", shared), "v_proj": ("normal", shared)}
     mine = {"num_key_value_groups": heads // ranks // (groups * copies // ranks)}
-    return Attention({**layers, "o_proj": ("transposed", {})}, mine)
+    norms = tuple(child for child in _HEAD_NORMS if hasattr(module, child))
+    return Attention({**layers, "o_proj": ("transposed", {})}, mine, norms=norms)
 
 
 def _fused(module: Any, name: str, ranks: int) -> Attention:

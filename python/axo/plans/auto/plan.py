@@ -103,6 +103,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         for attribute, value in split.attributes.items():
             setattr(module, attribute, value)
         SharedRandomness(comms, (arrangement.inner, *arrangement.rows)).attach(module)
+        for child in split.norms:
+            replicate(module.get_submodule(child), comms, replacer.grad_reduce, sum_over=(arrangement.inner,))
         for child in split.whole:  # of what the last projection gives, on all ranks alike
             SharedRandomness(comms, arrangement.rows).attach(module.get_submodule(child))
     for module, proof in attentions.traced.items():
