@@ -24,6 +24,8 @@ nothing but shapes forks the ranks, and pytest itself, which computes, does not.
 ``torch.set_num_threads(1)``. The zygote and the ranks die with pytest. The rendezvous store lives in the pytest
 process, so that no rank's death takes it along; every job has its own. ``AXO_TEST_SLOWNESS=3`` multiplies all time
 limits on a busy machine.
+
+The file is long because pytest's end and the zygote's speak one protocol, and each line of it is read at both.
 """
 
 from __future__ import annotations

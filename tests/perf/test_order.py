@@ -98,8 +98,8 @@ def broken(what: str) -> Iterator[None]:
         return changed
 
     def all_ahead_at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(self: Gathers, batch: Any) -> None:
-            plain(self, batch)
+        def changed(self: Gathers, *args: Any) -> None:
+            plain(self, *args)
             for gathered in self._ahead.values():
                 gathered.wait()
 
@@ -116,7 +116,7 @@ def broken(what: str) -> Iterator[None]:
     places: dict[str, tuple[type, str, Callable[..., Any]]] = {
         "oar": (Exchange, "start_reduce", waits_at_once),
         "ors": (Gradients, "_start_scatter", waits_at_once),
-        "oag": (Gathers, "_look_ahead", lambda plain: lambda self, route: None),
+        "oag": (Gathers, "_look_ahead", lambda plain: lambda self, kind, route: None),
         "gather waits": (Gathers, "_issue", all_ahead_at_once),
         "buckets": (Buckets, "ready", a_bucket_each),
     }

@@ -144,8 +144,8 @@ def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _O
         through = block_input(block, grid, rows, run)
         last = ends_block(block.layers) if run.token_ranks(grid) > 1 else None
         unsummed = 0.0 if last is None else products_kept(last, grid, rows, run)
-        of_all = [kept, results, of_weights, max(columns[3]), through, unsummed, come]
-        known[key] = _OfBlock(layers, ends, *of_all, {})
+        largest = max(columns[3])
+        known[key] = _OfBlock(layers, ends, kept, results, of_weights, largest, through, unsummed, come, {})
     return known[key]
 
 

@@ -237,7 +237,7 @@ def _copy(comms: Communicators, message: int, repeats: int) -> float:
     return round(8 * source.numel() / seconds / 1e9, 4)
 
 
-def _layer(comms: Any, repeats: int) -> float:
+def _layer(comms: Communicators, repeats: int) -> float:
     """Return microseconds of one layer of a tiny GPT, forward and backward, all ranks at once; nothing is reduced."""
     import torch
     from litgpt import GPT, Config

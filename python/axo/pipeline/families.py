@@ -72,6 +72,12 @@ def _name(kind: type) -> str:
     return f"litgpt.{kind.__name__}" if kind.__module__ in ("litgpt.model", "litgpt.lora") else ""
 
 
+def _mix_in(model: Any, mixed_in: type, **names: Any) -> None:
+    """Let ``model`` be of its class and ``mixed_in``, which has these attributes too."""
+    kind = type(model)
+    model.__class__ = type(f"Stage{kind.__name__}", (mixed_in, kind), {"__module__": kind.__module__, **names})
+
+
 def _litgpt(model: Any, first: bool, last: bool) -> None:
     """What GPT.forward itself does to embeddings and to logits belongs to the stages that have them."""
     changes: dict[str, Any] = {} if first else {"scale_embeddings": False}
@@ -83,8 +89,7 @@ def _litgpt(model: Any, first: bool, last: bool) -> None:
             setattr(model.config, name, value)
     ranks = next((part.comms.grid.x for part in model.modules() if getattr(part, "scatters_tokens", False)), 1)
     if not first and ranks > 1:
-        names = {"_token_ranks": ranks, "__module__": type(model).__module__}
-        model.__class__ = type(f"Stage{type(model).__name__}", (_PartOfTokens, type(model)), names)
+        _mix_in(model, _PartOfTokens, _token_ranks=ranks)
 
 
 class _PartOfTokens:
@@ -127,8 +132,7 @@ class _Tensors:
 
 
 def _hugging_face(model: Any, first: bool, last: bool) -> None:
-    takes = {"_takes": "input_ids" if first else "inputs_embeds", "__module__": type(model).__module__}
-    model.__class__ = type(f"Stage{type(model).__name__}", (_Tensors, type(model)), takes)
+    _mix_in(model, _Tensors, _takes="input_ids" if first else "inputs_embeds")
 
 
 class _Images:
@@ -148,8 +152,7 @@ class _Images:
 
 
 def _vit(model: Any, first: bool, last: bool) -> None:
-    names = {"_pools": last, "__module__": type(model).__module__}
-    model.__class__ = type(f"Stage{type(model).__name__}", (_Images, type(model)), names)
+    _mix_in(model, _Images, _pools=last)
 
 
 _LLAMA = Family(

@@ -54,7 +54,8 @@ def keep_out_of_graphs(model: nn.Module) -> None:
     module: Any
     for module in model.modules():
         if _communicates(module) and not hasattr(module, "_axo_outside"):
-            module.__class__ = _outside(type(module))
+            kind: Any = type(module)
+            module.__class__ = _outside(kind)
             module._axo_operator = order, _register(module)
         hooks: Any
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
