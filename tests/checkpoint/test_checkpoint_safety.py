@@ -467,8 +467,8 @@ def test_what_fails_half_way_leaves_no_part(tmp_path: Path, monkeypatch: pytest.
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         with pytest.raises(OSError, match="No space left"):
-            with whole_file(tmp_path / "small.json") as file:
-                file.write(b"{}")
+            with whole_file(tmp_path / "small.json") as unfinished:
+                unfinished.write_bytes(b"{}")
         for name in ("m.pth", "m.safetensors"):
             assert "No space left" in tell(lambda name=name: consolidate(good, tmp_path / name))
     assert sorted(tmp_path.rglob("*")) == before

@@ -42,7 +42,7 @@ def test_stand_ins_and_coverage():
 def fields_of(struct: str) -> list[str]:
     """Names of a C struct's members, in order."""
     code = re.sub(r"/\*.*?\*/|//[^\n]*", "", struct, flags=re.DOTALL)
-    return re.findall(r"(\w+)\s*;", code)
+    return re.findall(r"(\w+)\s*(?:=[^;]*)?;", code)
 
 
 def declared_config() -> list[str]:
