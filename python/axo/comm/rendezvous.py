@@ -155,6 +155,8 @@ def gather(
             late = late or store.check([f"{round_}/late"])
             lost = [other for other, told in arrived.items() if process_gone(told.partition("\n")[0])]
             if lost and not late:
+                if store.check(keys):  # the others came since: what all told made that rank raise, or it died later
+                    continue
                 process = arrived[lost[0]].partition(" ")[0]
                 died = f"rank {lost[0]} (process {process}) died before all had come; waited {waited:.3f} s"
                 raise PeerLost(f"{who}: {died}", lost[0])

@@ -184,7 +184,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
 
     def held() -> float:  # of them: with ZeRO-2 this rank's share; and the buckets that they wait in, made as a whole
         if grid.data == 1:
-            return arrived
+            return 0.0 if silent and run.micro_batches > 1 else arrived  # it is added to those that are there
         return reduced * arrived + min(run.itemsize * products - reduced * arrived, run.bucket_bytes) + others
 
     gone = of_head = 0.0
@@ -193,6 +193,8 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
         if one.ends:
             logits += one.saved
             head = of_weights + _backward(block, one, grid, run) + held()
+            if run.itemsize != run.weights and grid.data > 1 and not any(layer.bias for layer in block.layers):
+                head -= others  # which have a bucket of their own, made after the product
             before_head = run.cached_gathers * of_weights + one.layers[-1].through
             if not run.cached_gathers:
                 before_head -= at_once  # forward has let go of all
@@ -215,7 +217,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
             if block.checkpointed:  # when the block has run again, for which its weights were cast again
                 cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
                 working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
-                working = max(working, through + one.unsummed + _while_summed(block, one, run))
+                working = max(working, through + one.unsummed + _while_summed(block, one, grid, run))
             before.append(_behind(block, through, grid, run, again=False))
             freed = mine + run.cached_gathers * of_weights
             before.append(held() + working - gone)
@@ -238,16 +240,20 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     )
 
 
-def _while_summed(block: Block, one: _OfBlock, run: Run) -> float:
-    """Bytes of a block that runs again, its tokens split over x, while the result of its first product but the last
-    that is summed over x lies there in pieces for each rank; the gradient of the block's output has been gathered."""
-    there = 0.0
+def _while_summed(block: Block, one: _OfBlock, grid: Grid, run: Run) -> float:
+    """Bytes of a block that runs again, its tokens split over x, while the result of a product that is summed over x
+    lies there in pieces for each rank; the gradient of the block's output has been gathered."""
+    if run.token_ranks(grid) == 1:
+        return 0.0
+    most = there = 0.0
+    last = ends_block(block.layers)  # its result stays as it is
     for layer, of in zip(block.layers, one.layers, strict=True):
-        sums = layer.kind == "linear" and layer.transposed
-        there += of.saved - of.results * run.selective * (not sums)
+        sums = layer.kind == "linear" and layer.transposed and layer is not last
+        there += of.saved
         if sums:
-            return (there + of.results * (2 - run.selective)) * (one.unsummed > 0)
-    return 0.0
+            most = max(most, there + of.results * (2 - run.selective))
+        there -= of.results * run.selective  # the next layer has saved what was kept, or nobody wants it any more
+    return most
 
 
 def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float:
