@@ -1,4 +1,7 @@
-"""The plans of docs/planner.md are what ``axo plan`` says today. Oracle: the page, every figure of its tables."""
+"""The plans of docs/planner.md are what ``axo plan`` says today. Oracle: the page, every figure of its tables.
+
+Among the grids that the page names; with ``-m soak`` among all.
+"""
 
 import json
 import re
@@ -10,9 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 from axo.cli import main as cli
+from axo.grid import Grid
 from axo.perf.memory import GIB
 
 PAGE = Path(__file__).parents[2] / "docs" / "planner.md"
+GRID = r"\d+x\d+x\d+x\d+"
 ROWS = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `--model")]
 
 
@@ -41,9 +46,16 @@ def test_the_page_has_its_plans() -> None:
     assert len(ROWS) == 7 and sum("--pipeline" in row[0] for row in ROWS) == 2
 
 
-@pytest.mark.soak
+@pytest.mark.parametrize("grids", ["its grids", pytest.param("all grids", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: shlex.split(row[0].strip("`"))[1])
-def test_a_plan_of_the_page_is_what_the_command_says(row: list[str]) -> None:
+def test_a_plan_of_the_page_is_what_the_command_says(
+    row: list[str], grids: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if grids == "its grids":
+        named = [
+            Grid.parse(name) for name in dict.fromkeys(re.findall(GRID, " ".join(row[1] + row[2] for row in ROWS)))
+        ]
+        monkeypatch.setattr(Grid, "all", lambda ranks: (grid for grid in named if grid.world_size == ranks))
     words = ["plan", "--machine", "h100", "--search", "--top", "3", *shlex.split(row[0].strip("`"))]
     ran = CliRunner().invoke(cli.app, [*words, "--json", "-"])
     assert ran.exit_code == 0, ran.output
@@ -61,7 +73,7 @@ def test_a_plan_of_the_page_is_what_the_command_says(row: list[str]) -> None:
     for what, so in said.items():
         assert (what in first.partition(";")[0]) == so, (what, first)
     for text, percent in re.findall(r"([^;,]*?)\+([\d.]+)%", row[2]):
-        grid, digits = re.search(r"\d+x\d+x\d+x\d+", text), len(percent.partition(".")[2])
+        grid, digits = re.search(GRID, text), len(percent.partition(".")[2])
         ways = (
             [one for one in every if one["grid"] == grid[0]] if grid else [o for o in made["others"] if "step_s" in o]
         )

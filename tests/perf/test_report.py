@@ -191,13 +191,14 @@ def test_hierarchies_are_all_that_fit() -> None:
 
 
 def on_hosts(ranks: int) -> dict:
-    """The same over two hosts of two ranks, with a link of 20 MB/s."""
+    """The same over two hosts of two ranks, with a link of 20 MB/s; LitGPT is not installed."""
     import torch
 
     import axo
 
     torch.distributed.init_process_group("axo")
     workload = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64)
+    profile.find_spec = lambda name: None  # type: ignore[assignment, misc]
     return profile.measure(axo.connect, ranks, workload, 64, 400_000, 2, node=2, dtype="float32")
 
 
@@ -210,6 +211,7 @@ def test_rings_across_hosts_are_measured_at_the_rate_of_the_link(tmp_path: Path)
     assert set(first["intra_gbs"]) == {"1x2"} and set(first["cross_gbs"]) == {"1x4", "2x2"}
     assert first["gpus_per_node"] == 2 and first["inter_gbs"] == 2 * first["cross_gbs"]["2x2"]
     assert 0.3 * 0.02 < first["inter_gbs"] < 1.1 * 0.02
+    assert first["layer_us"] == 0 and first["profiled"]["layer_us"].startswith("not measured: LitGPT is not installed")
     path = tmp_path / "hosts.yaml"
     profile.write(first, path)
     found = machine.load(str(path))
@@ -227,8 +229,10 @@ def on_ranks(ranks: int) -> dict:
     import axo
 
     torch.distributed.init_process_group("axo")
-    workload = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64)
-    return profile.measure(axo.connect, ranks, workload, 64, 4096, 2)
+    workload, before = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64), torch.get_rng_state()
+    found = profile.measure(axo.connect, ranks, workload, 64, 4096, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    return found
 
 
 @pytest.mark.slow
@@ -237,7 +241,7 @@ def test_a_measured_machine_file_can_be_planned_on(tmp_path: Path) -> None:
     first, *others = run_ranks(on_ranks, 4, 4)
     assert all(other == first for other in others)
     assert set(first["intra_gbs"]) == {"1x2", "1x4", "2x2"} and first["latency_intra_us"] > 0
-    assert first["layer_us"] > 10  # Python alone takes more
+    assert first["layer_us"] > 10 and "layer_us" not in first["profiled"]  # Python alone takes more
     path = tmp_path / "mine.yaml"
     profile.write(first, path)
     found = machine.load(str(path))

@@ -402,8 +402,10 @@ def _request(
 
 def _counts(text: str, gpus: int) -> tuple[int, ...]:
     """Numbers of stages: ``4``, ``1,2,4``, or auto."""
+    from axo.perf.choice import stage_counts
+
     if text == "auto":
-        return tuple(count for count in (1, 2, 4, 8, 16, 32, 64) if gpus % count == 0)
+        return stage_counts(gpus)
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):
         raise ValueError(f"pipeline={text!r} is not a number of stages; use 4, or 1,2,4, or auto")

@@ -26,7 +26,6 @@ from axo.matmul.cost import (
 
 STEP = "step"
 GATHER_PARAMETERS = "gather parameters"
-SCALE_BYTES = 16  # of a row in fp8: axo_kernels.fused.fp8.SCALE_BYTES
 
 
 def gather_parameters(
@@ -57,12 +56,10 @@ def reduced_in(calls: Iterable[Call], itemsize: int) -> list[Call]:
     return [call._replace(itemsize=itemsize) if call.purpose in gradients else call for call in calls]
 
 
-def gathered_in_fp8(calls: Iterable[Call], columns: int) -> list[Call]:
-    """Let a weight of ``columns`` columns on a rank be gathered in fp8, with its scales."""
+def gathered_in_fp8(calls: Iterable[Call], columns: int, packed: int) -> list[Call]:
+    """Let a weight of ``columns`` columns on a rank be gathered in fp8: ``packed`` bytes a row, with its scale."""
     return [
-        call._replace(elements=call.elements // columns * (columns + SCALE_BYTES), itemsize=1)
-        if call.purpose == GATHER_WEIGHT
-        else call
+        call._replace(elements=call.elements // columns * packed, itemsize=1) if call.purpose == GATHER_WEIGHT else call
         for call in calls
     ]
 

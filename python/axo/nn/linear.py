@@ -289,7 +289,8 @@ class Linear(ParallelLayer, nn.Linear):
 
     def _reduced(self, calls: list[Call]) -> list[Call]:
         if self.matmul.exchange.fp8 is not None:
-            calls = engine_cost.gathered_in_fp8(calls, self._matrix().shape[1])
+            columns = self._matrix().shape[1]
+            calls = engine_cost.gathered_in_fp8(calls, columns, columns + fp8.SCALE_BYTES)
         return super()._reduced(calls)
 
     def _gathered(self, rows: int) -> int:

@@ -27,14 +27,14 @@ def stage_counts(ranks: int) -> tuple[int, ...]:
 
 
 def schedules_for(schedule: str, pipeline: int, cuts: str) -> tuple[str, ...]:
-    """Return the schedules to search: that one, or all; of these, where cuts name blocks, those with as many stages.
+    """Return the schedules to search: ``schedule``, or all; where ``cuts`` names blocks, those with as many stages.
 
     Args:
         schedule, cuts: As on a command line; ``""``: not given.
         pipeline: Ranks of the pipeline; 0: any number.
 
     Raises:
-        ValueError: The cuts suit none, or any number of stages is allowed.
+        ValueError: ``cuts`` names blocks, and no schedule has so many stages, or ``pipeline`` is 0.
     """
     tried, named = (schedule,) if schedule else SEARCHED, cut.read(cuts) if cuts else "planner"
     if isinstance(named, str):

@@ -93,7 +93,11 @@ class Run:
 
 
 def changed(one: T, **fields: object) -> T:
-    """Return a frozen dataclass with other fields, as ``dataclasses.replace``: a search makes tens of thousands."""
+    """Return a copy of a frozen dataclass in which ``fields`` have other values.
+
+    As ``dataclasses.replace``, but several times faster, for a search makes tens of thousands of copies: ``__init__``
+    and ``__post_init__`` do not run, names are not checked, and values of cached properties come along.
+    """
     made = object.__new__(type(one))
     vars(made).update(vars(one), **fields)
     return made
@@ -411,13 +415,13 @@ def products(
 ) -> tuple[float, float, float]:
     """Return seconds of (forward, dI, dW) of one layer on one rank; layers that only move memory have no dW.
 
-    Half of what a layer takes beside its products goes with each direction.
+    Half of ``Machine.layer_us`` goes with forward and half with dI; each expert is a layer of its own.
 
     Args:
         token_ranks: Ranks that split the rows of this rank of z (sequence parallelism, on the residual stream).
     """
     forward, input_grad, weight_grad = _products(layer, grid, rows, machine, seq_length, token_ranks)
-    beside = 0.5e-6 * machine.layer_us
+    beside = 0.5e-6 * machine.layer_us * layer.experts
     return forward + beside, input_grad + beside, weight_grad
 
 

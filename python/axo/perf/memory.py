@@ -15,11 +15,11 @@ element w of weights, c of products, s of the residual stream (4, 2, 4 under bf1
     kept       s r h / Gy a checkpointed block (its input; with selective recomputation the results of products and of
                attention too), or every saved tensor of every layer without checkpointing
     working    while a block runs backward: what a checkpointed one saves when it runs again, its output's gradient, and
-               the most that any of its layers adds (`gradients_through`) while those behind it have let go of what
-               they saved and of their gathered weights, and have left gradients: the shards, a whole bucket over data
-               for each dtype, and the last ones that are on their way over z; or what a block has made when it has run,
-               and nothing keeps (`_behind`)
-    logits     what the last norm, head and loss save (logits: c r V / Gx, in which their gradient is put)
+               the most that any of its layers adds (`gradients_through`). Later layers have freed what they saved
+               and their gathered weights, and have made gradients: the shards, a whole bucket over data for each
+               dtype, and the last ones, which are still being scattered over z. Or, if that is more, the temporaries
+               that are left when a block has run (`_unsaved`)
+    logits     what the last norm, head and loss save (logits: c r V / Gx; their gradient overwrites them)
     head       the same as ``working`` of them
     messages   of stages: torch's buffers for all messages of a step
     under way  of stages: gradients of all micro-batches, not reduced over z
@@ -30,7 +30,7 @@ ends nothing saved is left, and gradients are there twice: in buckets and in .gr
 
 Saved tensors are counted from the layers: a linear layer saves its input in c, a norm its own in s and its statistics,
 attention q, k, v, its output and a logarithm a head (where its scores are capped, these too), an activation what its
-derivative needs; what two layers read is saved once, but for the copies that each casts. The loss is the
+derivative needs; what two layers read is saved once, or once a layer where each casts it. The loss is the
 vocabulary-parallel one. ``axo bench memory`` holds all of it to what is allocated.
 The allocator's waste is a flat share (`SLACK`), the communication library's and the context's buffers a flat 2 GiB.
 """
@@ -56,7 +56,7 @@ RESERVED = 2 * GIB
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank, by what they are for: of each the most that there is of it.
+    """Bytes on one rank by kind, each at its largest.
 
     ``accumulates``: gradients of earlier micro-batches are there when backward begins.
     """
@@ -97,7 +97,7 @@ class Memory:
 
     @property
     def state(self) -> float:
-        """The same at the end of backward, when no activation is left: micro-batches change nothing of it."""
+        """The same at the end of backward, when no activation is left: the number of micro-batches does not matter."""
         return self.moments["backward ends"] * (1 + SLACK) + RESERVED
 
     def fits(self, machine: Machine) -> bool:
@@ -106,29 +106,29 @@ class Memory:
 
 
 class _OfLayer(NamedTuple):
-    """Bytes of one layer; all but the first three are of products only."""
+    """Bytes of one layer; only products have all but the first three."""
 
     saved: float
     through: float  # gradients of its input and output, and temporaries
     results: float  # that selective recomputation keeps
     of_weights: float = 0.0  # as products read them
-    scattered: float = 0.0  # its gradient, whole
-    come: float = 0.0  # and as it is kept
+    scattered: float = 0.0  # its weight's gradient before it is scattered over z; 0 where z is 1
+    gradient: float = 0.0  # and this rank's shard of it
 
 
 class _OfBlock(NamedTuple):
-    """Bytes of one block: each layer's, what all save, their weights, the block's input, their gradients."""
+    """Bytes of one block; sums of its layers where nothing else is said."""
 
     layers: list[_OfLayer]
-    ends: bool  # with the loss
+    has_loss: bool
     saved: float
     results: float
     of_weights: float
-    largest: float
-    through: float
-    unsummed: float  # result of the last product, which recomputation leaves as it is where its sum is another call
-    come: float
-    peaks: dict[tuple[float, bool], float]  # of ``_backward``, by what flies ahead and whether weights are let go
+    largest: float  # weight of a layer
+    input: float  # of the block, from the residual stream
+    unsummed: float  # with split tokens, the last product's result, whose sum recomputation leaves out
+    gradients: float
+    peaks: dict[tuple[float, bool], float]  # what ``_backward`` found, by what it depends on
 
 
 Known = dict[tuple[float, ...], _OfBlock]
@@ -139,13 +139,13 @@ def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _O
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
         columns = list(zip(*layers, strict=True))
-        kept, _, results, of_weights, _, come = map(sum, columns)
-        ends = any(layer.kind == "loss" for layer in block.layers)
-        through = block_input(block, grid, rows, run)
+        kept, _, results, of_weights, _, gradients = map(sum, columns)
+        has_loss = any(layer.kind == "loss" for layer in block.layers)
+        into = block_input(block, grid, rows, run)
         last = ends_block(block.layers) if run.token_ranks(grid) > 1 else None
         unsummed = 0.0 if last is None else products_kept(last, grid, rows, run)
         largest = max(columns[3])
-        known[key] = _OfBlock(layers, ends, kept, results, of_weights, largest, through, unsummed, come, {})
+        known[key] = _OfBlock(layers, has_loss, kept, results, of_weights, largest, into, unsummed, gradients, {})
     return known[key]
 
 
@@ -157,9 +157,9 @@ def _of_layer(layer: Layer, grid: Grid, rows: int, run: Run) -> _OfLayer:
     )
     if layer.kind != "linear":
         return _OfLayer(*found)
-    come = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
+    gradient = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
     scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
-    return _OfLayer(*found, read([layer], grid, run), scattered, come / grid.z)
+    return _OfLayer(*found, read([layer], grid, run), scattered, gradient / grid.z)
 
 
 def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = None) -> Memory:
@@ -172,68 +172,69 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     rows = chunk(run.group_rows(grid), grid.z)
     shard = (workload.parameters + workload.copied(grid)) / (grid.x * grid.y * grid.z)
     of_blocks = [(block, _of_block(block, grid, rows, run, known)) for block in workload.blocks]
-    at_once = _gathered([(block.repeat, one) for block, one in of_blocks if not one.ends], grid, run)
-    reduced = run.optimizer_share(grid) if run.zero == 2 else 1.0
+    at_once = _gathered([(block.repeat, one) for block, one in of_blocks if not one.has_loss], grid, run)
+    share = run.optimizer_share(grid) if run.zero == 2 else 1.0  # of the gradients, that stays on this rank
     silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
     kept = logits = head = 0.0
-    before = [0.0]  # of each block that runs backward: what there is, against when the loss was there
-    arrived = 0.0  # bytes of gradients, as far as backward has come
+    extra = [0.0]  # while blocks run backward: bytes more than when the loss was there
+    made = 0.0  # bytes of gradients so far
 
     products = workload.of_products / workload.parameters * shard
     others = min(run.weights * (shard - products), run.bucket_bytes)  # gradients of norms and tables, in weights' dtype
 
-    def held() -> float:  # of them: with ZeRO-2 this rank's share; and the buckets that they wait in, made as a whole
+    def gradients() -> float:  # this rank's share of them, and the buckets in which others wait for the rest
         if grid.data == 1:
-            return 0.0 if silent and run.micro_batches > 1 else arrived  # it is added to those that are there
-        return reduced * arrived + min(run.itemsize * products - reduced * arrived, run.bucket_bytes) + others
+            return 0.0 if silent and run.micro_batches > 1 else made  # autograd adds to the gradients that are there
+        return share * made + min(run.itemsize * products - share * made, run.bucket_bytes) + others
 
-    gone = of_head = 0.0
+    freed = of_head = 0.0
     for block, one in reversed(of_blocks):
-        of_weights, through, come = one.of_weights, one.through, one.come
-        if one.ends:
+        of_weights = one.of_weights
+        if one.has_loss:
             logits += one.saved
-            head = of_weights + _backward(block, one, grid, run) + held()
+            head = of_weights + _backward(block, one, grid, run) + gradients()
             if run.itemsize != run.weights and grid.data > 1 and not any(layer.bias for layer in block.layers):
-                head -= others  # which have a bucket of their own, made after the product
+                head -= others  # their bucket is made after the product
             before_head = run.cached_gathers * of_weights + one.layers[-1].through
             if not run.cached_gathers:
-                before_head -= at_once  # forward has let go of all
+                before_head -= at_once  # forward has freed all
                 if grid.z > 1 and "oag" in run.overlap:
-                    head -= at_once / 2  # of two blocks that are gathered at a time one has not been asked for yet
+                    head -= at_once / 2  # of the two blocks that are gathered at a time, one has not been asked for yet
             head = max(head, before_head)
-            arrived += come
-            of_head = come * grid.z
+            made += one.gradients
+            of_head = one.gradients * grid.z
             continue
         results = one.results if run.selective else 0.0
-        mine = through + results if block.checkpointed else one.saved
+        mine = one.input + results if block.checkpointed else one.saved
         kept += block.repeat * mine
-        if come:
-            again = 0.0
+        if one.gradients:
+            output = one.input  # its gradient, as large as the input
+            rerun = 0.0  # bytes that running the block again saves
             if block.checkpointed:
-                again = one.saved - results - _first_input(block.layers[0], through, run)
-                again += one.unsummed
-            flying = of_head if run.cached_gathers and grid.z > 1 else 0.0  # gathers of a block push others on
-            working = again + through + _backward(block, one, grid, run, flying)
-            if block.checkpointed:  # when the block has run again, for which its weights were cast again
+                rerun = one.saved - results - _first_input(block.layers[0], one.input, run) + one.unsummed
+            # The head's gradient may still be under way: only gathers of a block make earlier collectives complete.
+            ahead = of_head if run.cached_gathers and grid.z > 1 else 0.0
+            working = rerun + output + _backward(block, one, grid, run, ahead)
+            if block.checkpointed:  # at the end of its second forward, for which its weights were cast again
                 cast = of_weights * run.cached_gathers if grid.z == 1 else 0.0
-                working = max(working, again + through + _behind(block, through, grid, run, again=True) + cast)
-                working = max(working, through + one.unsummed + _while_summed(block, one, grid, run))
-            before.append(_behind(block, through, grid, run, again=False))
-            freed = mine + run.cached_gathers * of_weights
-            before.append(held() + working - gone)
-            arrived, gone = arrived + (block.repeat - 1) * come, gone + (block.repeat - 1) * freed
-            before.append(held() + working - gone)
-            arrived, gone = arrived + come, gone + freed
+                working = max(working, rerun + output + _unsaved(block, one.input, grid, run, rerun=True) + cast)
+                working = max(working, output + one.unsummed + _while_summed(block, one, grid, run))
+            extra.append(_unsaved(block, one.input, grid, run, rerun=False))
+            frees = mine + run.cached_gathers * of_weights
+            extra.append(gradients() + working - freed)  # the last of these blocks, then the first
+            made, freed = made + (block.repeat - 1) * one.gradients, freed + (block.repeat - 1) * frees
+            extra.append(gradients() + working - freed)
+            made, freed = made + one.gradients, freed + frees
     copied = run.itemsize != run.weights and not silent
-    waiting = min((1 - reduced) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
+    waiting = min((1 - share) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
     return Memory(
         weights=run.weights * (shard + workload.tables),
-        gradients=run.weights * shard * reduced,
+        gradients=run.weights * shard * share,
         optimizer=0.0 if run.offload else 2.0 * run.weights * shard * run.optimizer_share(grid),
-        buckets=run.itemsize * shard * reduced * copied + waiting,
+        buckets=run.itemsize * shard * share * copied + waiting,
         gathered=at_once,
         kept=kept,
-        working=max(before),
+        working=max(extra),
         logits=logits,
         head=head,
         accumulates=run.micro_batches > 1,
@@ -241,18 +242,20 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
 
 
 def _while_summed(block: Block, one: _OfBlock, grid: Grid, run: Run) -> float:
-    """Bytes of a block that runs again, its tokens split over x, while the result of a product that is summed over x
-    lies there in pieces for each rank; the gradient of the block's output has been gathered."""
+    """Bytes while a block runs again, its tokens split over x, and scatters the result of a product over x.
+
+    That result, whole, and the gathered gradient of the block's output are there too.
+    """
     if run.token_ranks(grid) == 1:
         return 0.0
     most = there = 0.0
-    last = ends_block(block.layers)  # its result stays as it is
+    last = ends_block(block.layers)  # its result is not summed again
     for layer, of in zip(block.layers, one.layers, strict=True):
         sums = layer.kind == "linear" and layer.transposed and layer is not last
         there += of.saved
         if sums:
             most = max(most, there + of.results * (2 - run.selective))
-        there -= of.results * run.selective  # the next layer has saved what was kept, or nobody wants it any more
+        there -= of.results * run.selective  # what selective recomputation kept is counted already
     return most
 
 
@@ -294,47 +297,47 @@ def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     return 0.0
 
 
-def _first_input(layer: Layer, through: float, run: Run) -> float:
-    """Bytes that a checkpointed block's first layer would save, which are the block's input."""
-    return through if layer.kind == "norm" or run.stream == run.itemsize else 0.0
+def _first_input(layer: Layer, of_input: float, run: Run) -> float:
+    """Bytes of the block's input that its first layer saves; a checkpointed block has kept them already."""
+    return of_input if layer.kind == "norm" or run.stream == run.itemsize else 0.0
 
 
-def _behind(block: Block, through: float, grid: Grid, run: Run, *, again: bool) -> float:
-    """Bytes of what a block has made when it has run, forward or ``again``, and keeps for no layer.
+def _unsaved(block: Block, of_input: float, grid: Grid, run: Run, *, rerun: bool) -> float:
+    """Bytes that are there when a block has run, forward or again (``rerun``), and that no layer has saved.
 
-    Results of its two branches (under selective recomputation a sum over x is made in a copy of what is kept), the
-    stream between them and the norm's result where no layer has saved them; forward its output, and again the gradient
-    of that, which products want in their dtype.
+    Results of its two branches (selective recomputation sums over x in a copy of what it keeps), the stream between
+    them and the norm's result where no layer has saved them; in forward its output, in recomputation the gradient of
+    its output, cast for products.
     """
     norms = [layer for layer in block.layers if layer.kind == "norm" and layer.over == "y" and not layer.of_product]
     parallel = len(norms) == 1 or any(norm.shares_input for norm in norms)
-    apart, branch = run.stream != run.itemsize, through * run.itemsize / run.stream
-    first = block.checkpointed and not again  # nothing is saved
-    copies = 2.0 * branch * (again or not run.selective or grid.x > 1)
-    if run.selective and again and grid.x > 1:
+    casts, branch = run.stream != run.itemsize, of_input * run.itemsize / run.stream
+    first = block.checkpointed and not rerun  # nothing is saved
+    copies = 2.0 * branch * (rerun or not run.selective or grid.x > 1)
+    if run.selective and rerun and grid.x > 1:
         copies += branch
-    made = through * (1 - again) + branch * apart * again
-    return made + copies + through * (parallel or first) + through * (bool(norms) and (apart or first))
+    made = branch * casts if rerun else of_input
+    return made + copies + of_input * (parallel or first) + of_input * (bool(norms) and (casts or first))
 
 
 def _backward(block: Block, one: _OfBlock, grid: Grid, run: Run, ahead: float = 0.0) -> float:
     """Bytes on top of what a block has saved at the fullest moment of its backward, layer by layer.
 
-    What a layer has saved, and its gathered weight, go when its turn is over; its gradient stays. Two gradients are
-    scattered over z while the next is computed; ``ahead``: bytes of the one before them that is on its way.
+    After its backward a layer's saved tensors and gathered weight are freed, and its gradient stays. While a gradient
+    is computed, the two before it are still being scattered over z; ``ahead``: bytes of one that the block begins with.
     """
     releases = run.cached_gathers > 0 or (grid.z > 1 and "oag" in run.overlap)
     if (ahead, releases) in one.peaks:
         return one.peaks[ahead, releases]
     most, there, before, last = 0.0, 0.0, 0.0, ahead
     for layer, of in zip(reversed(block.layers), reversed(one.layers), strict=True):
-        if layer.kind != "loss":  # the gradient of the logits is put into them
+        if layer.kind != "loss":  # the gradient of the logits overwrites them
             most = max(most, there + before + last + of.through)
             if layer.kind == "linear":  # dI, then dW without the weight
                 there -= of.of_weights * releases
                 most = max(most, there + before + last + of.scattered + of.through)
                 before, last = last, of.scattered
-                there += of.come
+                there += of.gradient
         there -= of.saved
     one.peaks[ahead, releases] = most
     return most
@@ -352,7 +355,7 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
         return elements * (FP32 * tensors + ((2 - native) * narrow if narrow < FP32 else 0) - whose)
     if layer.kind == "linear":
         width = chunk(layer.in_features, grid.x if layer.transposed else grid.y)
-        # Else its output's gradient is that of the stream, of which with split tokens all are gathered.
+        # Else its output's gradient is that of the stream, already counted; with split tokens it is gathered first.
         if not layer.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1:
             width += _columns(layer, grid)
         return run.itemsize * my_rows * width

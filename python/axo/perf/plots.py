@@ -149,7 +149,8 @@ def _roofline(made: Plan) -> Any:
             if layer.kind == "linear":
                 x, y = (best.grid.y, best.grid.x) if layer.transposed else (best.grid.x, best.grid.y)
                 k, n = -(-layer.in_features // y), -(-layer.out_features // x)
-                flops, moved = 2.0 * rows * k * n, 2.0 * (rows * k + k * n + rows * n)
+                mine, experts = rows * layer.rows, layer.experts
+                flops, moved = experts * 2.0 * mine * k * n, experts * 2.0 * (mine * k + k * n + mine * n)
                 seconds = layer_time.products(layer, best.grid, best.run.group_rows(best.grid), machine, 1)[0]
                 seen[layer.name] = (flops / moved, flops / seconds / 1e12)
     low, high = 0.5 * rate / memory, 4 * max([intensity for intensity, _ in seen.values()] + [rate / memory])

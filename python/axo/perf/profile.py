@@ -7,7 +7,8 @@ For every two-level hierarchy (inner, size) with inner * size ranks in a node, t
 
 where the seconds of a tiny all-reduce are taken off, since latency is counted apart.
 Latency is half of a tiny all-reduce of two ranks, products are timed on all ranks at once at the shapes that a model's
-layers have on a few grids. On CPU ranks, which run nothing ahead, a tiny GPT tells what a layer takes beside these.
+layers have on a few grids. On CPU ranks, where the host computes what it issues, a tiny GPT of LitGPT's tells what a
+layer takes beside these; without LitGPT that is left at 0, and the file says so.
 The best of several repeats counts for bandwidth and products, the median for latency and layers.
 
 Runs on every rank (``measure``); the command starts local ranks. Where the ranks are on several hosts, the same rings
@@ -22,7 +23,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,7 @@ from axo.perf.workload import Workload
 if TYPE_CHECKING:
     from axo.comm.connect import Communicators
 
+NO_LITGPT = "not measured: LitGPT is not installed (pip install 'axo[litgpt]'); 0 stands in"
 Connect = Callable[[Grid], "Communicators"]
 _TINY: dict[str, Any] = {
     "name": "tiny", "n_layer": 1, "n_embd": 64, "n_head": 4, "n_query_groups": 4, "intermediate_size": 64,
@@ -87,7 +91,7 @@ def measure(
         message: Bytes of the large message.
         repeats: Of every measurement.
         node: Ranks of a host; 0: all of them are on one.
-        dtype: Of the products.
+        dtype: Of the products, and of those in the layers that are timed on CPU ranks.
         device: "cpu" or "cuda".
 
     Raises:
@@ -103,7 +107,7 @@ def measure(
     try:
         gemms = [_gemm(world, shape, repeats, dtype) for shape in shapes(workload, ranks, rows)]
         memory_gbs = _copy(world, message, repeats)
-        layer = _layer(world, 5 * repeats) if device == "cpu" else 0.0
+        layer = _layer(world, 5 * repeats, dtype) if device == "cpu" and find_spec("litgpt") is not None else None
     finally:
         world.close()
     table: dict[str, float] = {}
@@ -135,7 +139,7 @@ def measure(
         **({"cross_gbs": cross} if cross else {}),
         "latency_intra_us": latency,
         "latency_inter_us": latency_inter if cross else latency,
-        "layer_us": layer,
+        "layer_us": layer or 0.0,
         "gemm_fraction": 1.0,  # these very products and rings were timed, all ranks at once
         "network_fraction": 1.0,
         "contention": 0.0,
@@ -150,6 +154,7 @@ def measure(
             if cross
             else "not measured: one host; the slowest entry of intra_gbs stands in",
             "peak_tflops": "the fastest product measured",
+            **({"layer_us": NO_LITGPT} if device == "cpu" and layer is None else {}),
         },
     }
 
@@ -203,7 +208,8 @@ def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> 
     import torch
 
     large, tiny = torch.ones(max(2, message // 4), device=comms.device), torch.ones(1, device=comms.device)
-    seconds, start = (min(_timed(comms, repeats, partial(comms.y.all_reduce, one, "max"))) for one in (large, tiny))
+    seconds = min(_timed(comms, repeats, lambda: comms.y.all_reduce(large, "max")))
+    start = min(_timed(comms, 10 * repeats, lambda: comms.y.all_reduce(tiny, "max")))  # else a busy moment doubles GB/s
     return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
 
 
@@ -221,8 +227,10 @@ def _gemm(comms: Communicators, shape: tuple[int, int, int], repeats: int, dtype
     import torch
 
     m, k, n = shape
-    sizes, kind = ((m, k), (n, k)), getattr(torch, dtype)
-    a, weight = (torch.randn(size, device=comms.device).to(kind) for size in sizes)
+    draws = torch.Generator(comms.device).manual_seed(0)
+    a, weight = (
+        torch.randn(size, generator=draws, device=comms.device).to(getattr(torch, dtype)) for size in ((m, k), (n, k))
+    )
     seconds = min(_timed(comms, repeats, lambda: a @ weight.t()))
     return {"m": m, "k": k, "n": n, "tflops": round(2e-12 * m * k * n / seconds, 6)}
 
@@ -237,19 +245,25 @@ def _copy(comms: Communicators, message: int, repeats: int) -> float:
     return round(8 * source.numel() / seconds / 1e9, 4)
 
 
-def _layer(comms: Communicators, repeats: int) -> float:
-    """Return microseconds of one layer of a tiny GPT, forward and backward, all ranks at once; nothing is reduced."""
+def _layer(comms: Communicators, repeats: int, dtype: str) -> float:
+    """Return microseconds of one layer of a tiny GPT, forward and backward, all ranks at once; nothing is reduced.
+
+    Its weights are fp32; products in another ``dtype`` are those of autocast.
+    """
     import torch
     from litgpt import GPT, Config
 
     import axo
 
-    model = axo.parallelize(GPT(Config(**_TINY)), comms)
+    with torch.random.fork_rng(devices=[]):
+        model = axo.parallelize(GPT(Config(**_TINY)), comms)
     ids = torch.zeros(1, _TINY["block_size"], dtype=torch.long)
 
     def step() -> None:
         with axo.no_sync(model):
-            axo.nn.cross_entropy(model(ids), ids, comms=comms, columns=_TINY["padded_vocab_size"]).backward()
+            with torch.autocast("cpu", getattr(torch, dtype)) if dtype != "float32" else nullcontext():
+                loss = axo.nn.cross_entropy(model(ids), ids, comms=comms, columns=_TINY["padded_vocab_size"])
+            loss.backward()
 
     layers = sum(len(block.layers) for block in readers.from_litgpt(_TINY, seq_length=ids.shape[1]).unrolled())
     return round(1e6 * median(_timed(comms, repeats, step)) / layers, 1)

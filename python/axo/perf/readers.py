@@ -1,7 +1,7 @@
 """Turn what a user has into a `Workload`: a name from the papers, a LitGPT configuration, a config.json, an nn.Module.
 
     read("gpt-80b")               Table II of "Democratizing AI"; read("unet-1b"): Table II of "A 4D Hybrid Algorithm"
-    read("pythia-1.4b")           a LitGPT name (litgpt, and so torch, is imported only then)
+    read("pythia-1.4b")           a LitGPT name; only the file that has its list is imported, so no torch
     read("path/config.json")      Hugging Face: Llama, Mistral, Qwen 2, GPT-NeoX, GPT-2 and what has their fields
     read("path/model_config.yaml")    LitGPT's own file
     from_module(model, seq_length=2048)   any nn.Module, looked at by class names, so that torch is not imported here
@@ -11,11 +11,14 @@ Mixtures of experts count as if every expert had its even share of the rows.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import yaml
@@ -106,15 +109,33 @@ def _from_file(path: Path, seq_length: int | None) -> Workload:
 
 def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
     unknown = f"model {name!r} is not known; use one of {', '.join(known())}, a LitGPT name, a config.json"
+    if importlib.util.find_spec("litgpt") is None:
+        raise ValueError(f"{unknown} (LitGPT is not installed: pip install 'axo[litgpt]')")
     try:
-        from litgpt import Config
-    except ImportError:
-        raise ValueError(f"{unknown} (LitGPT is not installed: pip install 'axo[litgpt]')") from None
-    try:
-        config = Config.from_name(name)
+        config = litgpt_module("litgpt.config").Config.from_name(name)
     except ValueError:
         raise ValueError(f"{unknown} or a model_config.yaml") from None
     return replace(from_litgpt(vars(config), seq_length=seq_length), trained_as=name)
+
+
+def litgpt_file(name: str) -> Path:
+    """The source of a module of LitGPT's, which is installed."""
+    package = importlib.util.find_spec("litgpt")
+    assert package is not None and package.submodule_search_locations
+    return Path(package.submodule_search_locations[0], *name.split(".")[1:]).with_suffix(".py")
+
+
+def litgpt_module(name: str) -> ModuleType:
+    """A module of LitGPT's that needs no other of its modules (``litgpt.config``, ``litgpt.args``), without them."""
+    if name in sys.modules:
+        return sys.modules[name]
+    alone = f"axo_{name.replace('.', '_')}"
+    if alone not in sys.modules:
+        spec = importlib.util.spec_from_file_location(alone, litgpt_file(name))
+        assert spec is not None and spec.loader is not None
+        sys.modules[alone] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[alone])
+    return sys.modules[alone]
 
 
 def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> Workload:

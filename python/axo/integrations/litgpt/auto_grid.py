@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
-from axo.integrations.litgpt.early import folder_of, module_alone
+from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
 from axo.launch import Rank
+from axo.perf.readers import litgpt_module
 
 _LOCAL_MACHINE = "machine.yaml"  # where axo profile writes
 
@@ -124,7 +125,7 @@ def model_fields(options: Any, why: str) -> dict[str, Any]:
     Raises:
         ValueError: The checkpoint to start from does not say.
     """
-    config = module_alone("litgpt.config").Config
+    config = litgpt_module("litgpt.config").Config
     if "checkpoint_dir" in options:
         folder = folder_of(options.checkpoint_dir)
         if not (folder / "model_config.yaml").is_file():

@@ -14,9 +14,10 @@ from typing import Any
 from axo.arrangement import arrangement_of
 from axo.grid import Grid, check_ranks
 from axo.integrations.litgpt.auto_grid import model_fields
-from axo.integrations.litgpt.early import folder_of, module_alone
+from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
 from axo.launch import Rank
+from axo.perf.readers import litgpt_module
 
 # What each logger writes with: one of these packages, and what to install.
 _LOGGERS = {
@@ -107,7 +108,7 @@ def _check_model(options: Any) -> None:
     if name in (None, "list") or options.get("model_config") is not None:
         return
     try:
-        module_alone("litgpt.config").Config.from_name(name)
+        litgpt_module("litgpt.config").Config.from_name(name)
     except ValueError:
         raise ValueError(
             f"litgpt: there is no model {name!r}; litgpt pretrain list names all, --model_config takes one of your own"

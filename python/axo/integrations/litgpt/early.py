@@ -12,34 +12,19 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib
-import importlib.util
-import sys
 from collections.abc import Callable, Container, Iterator
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import yaml
 from jsonargparse import Namespace
 
 from axo.integrations.litgpt.options import NAMES
+from axo.perf.readers import litgpt_file, litgpt_module
 
 _FOR_OTHER_METRICS = ("transformers", "matplotlib")
 _PARSERS_OWN = {"print_config", "help", "h"}
-
-
-def module_alone(name: str) -> ModuleType:
-    """A module of litgpt's that needs no other of its modules (``litgpt.config``, ``litgpt.args``), without them."""
-    if name in sys.modules:
-        return sys.modules[name]
-    alone = f"axo_{name.replace('.', '_')}"
-    if alone not in sys.modules:
-        spec = importlib.util.spec_from_file_location(alone, _file(name))
-        assert spec is not None and spec.loader is not None
-        sys.modules[alone] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[alone])
-    return sys.modules[alone]
 
 
 def folder_of(given: Any) -> Path:
@@ -147,20 +132,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def _file(module: str) -> Path:
-    package = importlib.util.find_spec("litgpt")
-    assert package is not None and package.submodule_search_locations
-    return Path(package.submodule_search_locations[0], *module.split(".")[1:]).with_suffix(".py")
-
-
 def defaults(module: str, function: str) -> dict[str, Any]:
     """The parameters of a function in a module's source, in order, with their defaults; without one: None."""
-    tree = ast.parse(_file(module).read_text(encoding="utf-8"))
+    tree = ast.parse(litgpt_file(module).read_text(encoding="utf-8"))
     signature = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function).args
     args = [*signature.posonlyargs, *signature.args]
     without = len(args) - len(signature.defaults)
     values = [*[None] * without, *signature.defaults, *signature.kw_defaults]
-    groups = module_alone("litgpt.args")
+    groups = litgpt_module("litgpt.args")
     known = {name: getattr(groups, name) for name in ("TrainArgs", "EvalArgs", "LogArgs")} | {"Path": Path, "int": int}
     return {
         arg.arg: None if value is None else eval(ast.unparse(value), {"__builtins__": {}}, known)
@@ -174,7 +153,7 @@ def check_command(name: str) -> None:
     Raises:
         ValueError: It names the nearest one.
     """
-    tree = ast.parse(_file("litgpt.parser_config").read_text(encoding="utf-8"))
+    tree = ast.parse(litgpt_file("litgpt.parser_config").read_text(encoding="utf-8"))
     listing = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parser_commands")
     known = ast.literal_eval(next(node.value for node in listing.body if isinstance(node, ast.Return) and node.value))
     if name not in known:
