@@ -153,9 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     wanted = cases()[:: options.every]
     lines = read(options.json)
-    left = [
-        (number, case) for number, case in enumerate(wanted) if json.dumps(case) not in {key(line) for line in lines}
-    ]
+    done = set(map(case_of, lines))
+    left = [(number, case) for number, case in enumerate(wanted) if case not in done]
     deadline = time.time() + options.seconds
     torch.set_num_threads(1)
     gc.collect()
@@ -174,11 +173,6 @@ def main(arguments: list[str] | None = None) -> int:
     if left:
         print(f"{len(left)} of {len(wanted)} cases are not measured yet; run the same command again")
     return report(lines)
-
-
-def key(line: dict[str, Any]) -> str:
-    """What tells a case from others."""
-    return json.dumps(case_of(line))
 
 
 def case_of(line: dict[str, Any]) -> Case:

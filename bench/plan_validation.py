@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.perf import machine, model, profile, readers, simulator, tesseract
 from axo.perf.calibrate import spearman
@@ -177,7 +178,7 @@ def measure_grids(grids: list[str], steps: int, deadline: float, state: State, l
             print(f"{plan}: {', '.join(f'{one:.3f}' for one in seconds)} s", flush=True)
 
 
-def time_steps(comms: Any, steps: int, how: str) -> list[float]:
+def time_steps(comms: Communicators, steps: int, how: str) -> list[float]:
     """Seconds of the slowest rank in each counted step."""
     from litgpt import GPT, Config
 

@@ -327,6 +327,8 @@ def profile(
         show_table("GB/s of simultaneous rings, (ranks inside) x (ranks of the ring)", (["hierarchy", "GB/s"], pairs))
         products = [[f"{g['m']} x {g['k']} x {g['n']}", f"{g['tflops']:.4f}"] for g in fields["gemms"]]
         show_table("products, bf16, all ranks at once", (["m x k x n", "TFLOP/s a rank"], products))
+        if "layer_us" in fields["profiled"]:
+            say(f"layer_us: {fields['profiled']['layer_us']}")
         say(f"wrote {out}: axo plan --machine {out} uses it")
 
 
