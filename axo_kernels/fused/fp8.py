@@ -75,8 +75,12 @@ def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
         if size % MULTIPLE:
             up = -(-size // MULTIPLE) * MULTIPLE
             raise ValueError(f"fp8: {name}={size} is no multiple of {MULTIPLE}, which the GPU needs; pad to {up}")
-    columns = b.data.T.contiguous().T  # it needs B stored by columns, which a packed weight has in longer rows
-    return torch._scaled_mm(a.data.contiguous(), columns, a.scale, b.scale, out_dtype=out_dtype)
+    rows, columns = a.data.contiguous(), b.data.T.contiguous().T  # B by columns; a packed weight's rows are longer
+    if out_dtype == torch.bfloat16 or not (a.scale.dim() or b.scale.dim()):
+        return torch._scaled_mm(rows, columns, a.scale, b.scale, out_dtype=out_dtype)
+    one = a.scale.new_ones(())  # with a scale a row it gives bf16 only
+    result = torch._scaled_mm(rows, columns, one, one, out_dtype=torch.float32)
+    return (result * a.scale * b.scale).to(out_dtype)
 
 
 def runs(device: torch.device) -> bool:
@@ -111,6 +115,8 @@ def unpacked(matrix: torch.Tensor) -> Rounded:
 
 def multiply_packed(a: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
     """``(m, k)`` of numbers, (n, k) packed -> ``A W^T``, ``(m, n)`` in a's dtype."""
+    if not len(a) * len(matrix):
+        return a.new_zeros(len(a), len(matrix))
     weight, left = unpacked(matrix), rounded(a, formats(a.device)[0], scaling, 1)
     left = Rounded(left.data, left.scale.expand(len(a), 1).contiguous())
     return multiply(left, Rounded(weight.data.T, weight.scale.T.contiguous()), a.dtype)
@@ -119,9 +125,11 @@ def multiply_packed(a: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torc
 def multiply_grad_packed(grad: torch.Tensor, matrix: torch.Tensor, scaling: str) -> torch.Tensor:
     """``(m, n)`` from behind, (n, k) packed -> ``dO W``, ``(m, k)`` in grad's dtype.
 
-    The sum is over rows that have a scale each: the scales go to the gradient before that is rounded.
+    Each row that is summed over has a scale of its own, so the gradient is multiplied with the scales, then rounded.
     """
     weight = unpacked(matrix)
+    if not grad.numel():
+        return grad.new_zeros(len(grad), weight.data.shape[1])
     left = rounded(grad.float() * weight.scale.T, formats(grad.device)[1], scaling, 1)
     ones = left.scale.new_ones((1, weight.data.shape[1]) if left.scale.dim() else ())
     return multiply(left, Rounded(weight.data, ones), grad.dtype)

@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstring>
 #include <thread>
+#include <utility>
 
 namespace axo::host {
 
@@ -116,6 +117,7 @@ bool HostCore::step(bool check) {
   take_incoming();
   if (failed_.load(std::memory_order_relaxed)) {
     end_all();
+    ring_if_published();
     return true;
   }
   bool moved = advance();
@@ -125,10 +127,7 @@ bool HostCore::step(bool check) {
     else if (check)
       look_at_peers();
   }
-  if (publish_pending_) {
-    publish_pending_ = false;
-    for (int p = 0; p < size(); ++p) ring(p);
-  }
+  ring_if_published();
   return moved;
 }
 
@@ -172,8 +171,11 @@ bool HostCore::advance() {
 void HostCore::published() {
   publish_pending_ = true;
   // One ring at the end of the step; where ranks share cores the peer would only take this one away.
-  if (engine_.crowded() || rounds_.brief()) return;
-  publish_pending_ = false;
+  if (!engine_.crowded() && !rounds_.brief()) ring_if_published();
+}
+
+void HostCore::ring_if_published() {
+  if (!std::exchange(publish_pending_, false)) return;
   for (int p = 0; p < size(); ++p) ring(p);
 }
 

@@ -47,6 +47,7 @@ class HostCore final : public CpuCore {
   // given the line up: a small collective rings once a step, for all that it has published.
   void published();
   void ring(int peer);                // the same for one peer
+  void ring_if_published();           // the same for all, where published() left it for later
   void complete(HostWorkPtr work);    // the operation ended well
   void fail(const Failure& failure);  // the communicator has failed: tells the peers, ends everything pending
 

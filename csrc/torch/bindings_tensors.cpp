@@ -4,6 +4,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "base/group.h"
+#include "base/work_state.h"
 #include "torch/bindings_calls.h"
 #include "torch/c10d_launch.h"
 
@@ -60,6 +61,7 @@ template <class Call>
 py::object issue(const Plain& source, const Plain& target, bool written, bool blocking, std::int64_t timeout_ms,
                  const Call& call) {
   if (blocking && inside_group()) return py::none();
+  release_now();
   if (written) count_as_modified(*target.tensor);
   CallOptions options;
   options.blocking = blocking;

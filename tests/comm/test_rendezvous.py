@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import axo
-from axo.comm import connect, hosts
+from axo.comm import connect, hosts, rendezvous
 from axo.comm.rendezvous import store_of_this_start
 from axo.errors import Timeout
 from tests.launcher import Command, fork_the_ranks_of_torchrun, rank_outcomes, run_ranks
@@ -197,6 +197,19 @@ def limits_after_connect():
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     lines = (comms.x, comms.world, again.x)  # the two worlds are the process group's one
     return [line.set_timeout(1) for line in lines], backend.options._timeout.total_seconds()
+
+
+def test_a_rank_that_came_last_and_ended_at_once_has_come(monkeypatch):
+    """All grids are known then, and why it ended: each rank finds the same error in them."""
+    store = dist.HashStore()
+    store.set("meeting/1/0", "1 2 dead\nmine")
+
+    def gone(told):  # while this rank looked who is alive, the last one came
+        store.set("meeting/1/2", "1 3 dead\nits own")
+        return "dead" in told
+
+    monkeypatch.setattr(rendezvous, "process_gone", gone)
+    assert rendezvous.gather(store, "meeting", 1, 3, 20, "connect", "this") == ["mine", "this", "its own"]
 
 
 def test_operations_keep_their_own_time_limit():

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import axo
+from axo.nn.replicated import replicate
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart
 
@@ -81,6 +82,10 @@ def heads_over_x(grid):
     mine, my_weights = (my_rows(comms, t).chunk(comms.grid.x, 1)[comms.coords.x] for t in (x, weights))
     (layer(mine) * my_weights).sum((1, 2)).mean().backward()
     assert_gradients_match(layer, serial, LIMIT, grid)
+    tied = nn.LayerNorm(6)
+    tied.weight = replicate(nn.LayerNorm(6), comms, sum_over=("x",)).weight
+    with pytest.raises(ValueError, match=r"over no axis, but another module .* summed over \('x',\); give each module"):
+        replicate(tied, comms)
 
 
 def test_norm_of_heads():

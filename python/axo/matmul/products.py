@@ -255,7 +255,8 @@ class LayerProducts:
         choice = Choice("vendor", layout)
         if not torch.compiler.is_compiling() and self._fp8 is None:
             choice = self._choice(kind, m, n, k, a.dtype, a.device)
-        if not m * n * k or (self._fp8 is None and choice.is_vendor(layout)):
+        packed = b.dtype == torch.uint8  # gathered over z in fp8: no operand of torch's own, even without rows
+        if not packed and (not m * n * k or (self._fp8 is None and choice.is_vendor(layout))):
             run = _TORCHS_OWN[kind]
         elif self._fp8 is None:
             run = _tuned(kind, runner(choice, layout))

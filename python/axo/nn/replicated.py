@@ -42,7 +42,7 @@ class Replicated:
             parameter = getattr(module, name)
             if getattr(parameter, "placement", None) is placement:
                 continue
-            parameter.placement = placement
+            parameter.placement, parameter.sum_over = placement, self.sum_over
             reduce_gradient(parameter, self.exchange)
 
     def cost(self) -> list[cost.Call]:
@@ -119,8 +119,19 @@ def replicate(
 
     Args:
         sum_over: Axes whose ranks use the same parameters on different things (heads over x).
+
+    Raises:
+        ValueError: A tied parameter is summed over other axes where it came first.
     """
     own = dict(module.named_parameters(recurse=False))
+    for name, parameter in own.items():
+        first = getattr(parameter, "sum_over", ())
+        tied = hasattr(parameter, "placement") and not isinstance(module, Replicated)
+        if tied and first != sum_over:
+            raise ValueError(
+                f"{type(module).__name__}.{name}: its gradient is to be summed over {sum_over or 'no axis'}, but"
+                f" another module has the same parameter, summed over {first or 'no axis'}; give each module its own"
+            )
     if comms.grid.world_size > 1:
         for tensor in (*own.values(), *module.buffers(recurse=False)):
             if not tensor.is_meta:

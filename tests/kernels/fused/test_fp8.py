@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from axo_kernels.fused import fp8
 from axo_kernels.fused.fp8 import all_gather_matmul_fp8, matmul_fp8, multiply, rounded
 from axo_kernels.gemm.layout import LAYOUTS
 from axo_kernels.gemm.matmul import matmul_reference
@@ -83,6 +84,37 @@ def test_what_is_not_finite_shows():
     assert torch.equal(matmul_fp8(torch.zeros(4, 16), b), torch.zeros(4, 8))
     with pytest.raises(ValueError, match="fold leading dims"):
         matmul_fp8(torch.ones(2, 3, 4), torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_products_keep_to_the_rules_of_the_gpus_product(dtype, scaling, monkeypatch):
+    """Shards packed apart, as from two ranks. The stand-in refuses what torch._scaled_mm refuses on CUDA."""
+    shards = (1e-3 * torch.stack([draw(16, 64), 7 * draw(16, 64)])).to(dtype)
+    packed = torch.empty(32, 64 + fp8.SCALE_BYTES, dtype=torch.uint8)
+    for shard, into in zip(shards, packed.chunk(2), strict=True):
+        fp8.pack(shard, into, scaling)
+    a, grad = torch.randn(24, 64).to(dtype), torch.randn(24, 32).to(dtype)
+
+    def products():
+        out, back = fp8.multiply_packed(a, packed, scaling), fp8.multiply_grad_packed(grad, packed, scaling)
+        assert out.dtype == back.dtype == dtype
+        return out, back
+
+    def scaled_mm(left, right, left_scale, right_scale, *, out_dtype):
+        assert left.is_contiguous() and right.T.is_contiguous()
+        shapes = tuple(left_scale.shape), tuple(right_scale.shape)
+        assert shapes in (((), ()), ((len(left), 1), (1, right.shape[1])))
+        assert shapes == ((), ()) or out_dtype == torch.bfloat16, "row-wise scaling gives bf16 only"
+        return (left.double() @ right.double() * left_scale * right_scale).to(out_dtype)
+
+    emulated = products()
+    monkeypatch.setattr(fp8, "runs", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for got, expected in zip(products(), emulated, strict=True):
+        assert error(got, expected.double()) < 2 * torch.finfo(dtype).eps
+    assert fp8.multiply_packed(a[:0], packed, scaling).shape == (0, 32)
+    assert not fp8.multiply_grad_packed(grad[:, :0], packed[:0], scaling).any()
 
 
 class Bytes(SimulatedCommunicator):
