@@ -207,9 +207,13 @@ def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> 
     """Return GB/s of simultaneous all-reduces over y, without the time that a tiny one takes too."""
     import torch
 
+    def all_rings(tensor: torch.Tensor) -> None:
+        comms.y.all_reduce(tensor, "max")
+        comms.world.barrier()  # a ring that began late had the link to itself: the time is until all have ended
+
     large, tiny = torch.ones(max(2, message // 4), device=comms.device), torch.ones(1, device=comms.device)
-    seconds = min(_timed(comms, repeats, lambda: comms.y.all_reduce(large, "max")))
-    start = min(_timed(comms, 10 * repeats, lambda: comms.y.all_reduce(tiny, "max")))  # else a busy moment doubles GB/s
+    seconds = min(_timed(comms, repeats, lambda: all_rings(large)))
+    start = min(_timed(comms, 10 * repeats, lambda: all_rings(tiny)))  # else a busy moment doubles GB/s
     return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
 
 
