@@ -19,8 +19,8 @@
 seconds that importing torch and LitGPT takes.
 
 Why a zygote: 16 ranks fork in 0.2 s and spawn in 13 s; but a process that has run one parallel torch operation cannot
-be forked (libgomp's pool is lost, and the child hangs). So a process that imports torch, axo and litgpt and computes
-nothing but shapes forks the ranks, and pytest itself, which computes, does not. Each rank first calls
+be forked (libgomp's pool is lost, and the child hangs). So a process that imports torch, axo and litgpt and never
+computes forks the ranks, and pytest itself, which computes, does not. Each rank first calls
 ``torch.set_num_threads(1)``. The zygote and the ranks die with pytest. The rendezvous store lives in the pytest
 process, so that no rank's death takes it along; every job has its own. ``AXO_TEST_SLOWNESS=3`` multiplies all time
 limits on a busy machine.
@@ -347,7 +347,6 @@ def zygote_main() -> None:
         import axo.train.runner  # noqa: F401  # with LitGPT, the layers, plans and checkpoints
     except ImportError:
         pass  # LitGPT is an extra; the tests that need it say so
-    _warm_up()
     _make_forks_cheap()
     keepers: set[int] = set()
     while (request := _receive(requests)) is not None:
@@ -424,23 +423,6 @@ def _import_before_the_fork(name: str) -> None:
             pass  # the ranks will say so
         gc.freeze()
         _use_huge_pages()
-
-
-def _warm_up() -> None:
-    """Trace a model as plan="auto" does: the first time takes twice as long as others, and would in every rank."""
-    import torch
-
-    from axo.plans.auto.by_heads import prove
-    from axo.plans.auto.regions import Size, find_regions
-    from examples.vit.model import ViT
-
-    drawn = torch.get_rng_state()
-    model = ViT(width=16, depth=1)
-    layers = [part for part in model.modules() if isinstance(part, torch.nn.Linear)]
-    sizes: dict[torch.nn.Module, Size] = {part: Size(part.in_features, part.out_features) for part in layers}
-    prove(model.blocks[0].attention, sizes, "x", 2)
-    find_regions(model, sizes, set())
-    torch.set_rng_state(drawn)
 
 
 def _make_forks_cheap() -> None:
