@@ -24,8 +24,6 @@ computes forks the ranks, and pytest itself, which computes, does not. Each rank
 ``torch.set_num_threads(1)``. The zygote and the ranks die with pytest. The rendezvous store lives in the pytest
 process, so that no rank's death takes it along; every job has its own. ``AXO_TEST_SLOWNESS=3`` multiplies all time
 limits on a busy machine.
-
-The file is long because pytest's end and the zygote's speak one protocol, and each line of it is read at both.
 """
 
 from __future__ import annotations
@@ -254,32 +252,28 @@ class Zygote:
         assert self._process.stdin is not None
         _send(self._process.stdin, (0, command))
 
-    def _cut_off(self) -> bool:
-        """End the job under way and drop its answer; whether that worked."""
+    def _cut_off(self) -> None:
+        """End the job under way and drop its answer, or end the zygote."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        _send(self._process.stdin, (_CUT_OFF, None))
-        return bool(select.select([self._process.stdout], [], [], 10)[0]) and _receive(self._process.stdout) is not None
+        ended = False
+        try:
+            _send(self._process.stdin, (_CUT_OFF, None))
+            come = select.select([self._process.stdout], [], [], 10)[0]
+            ended = bool(come) and _receive(self._process.stdout) is not None
+        finally:  # a second Ctrl-C too
+            if not ended:
+                self.close()
 
     def run(
-        self,
-        fn: Any,
-        world_size: int,
-        args: tuple,
-        timeout: float,
-        env: dict[str, str],
-        preload: tuple[str, ...] = (),
-        hosts: dict[str, float] | None = None,
+        self, fn: Any, world_size: int, args: tuple, timeout: float, env: dict, preload: tuple, hosts: dict | None
     ) -> list[Outcome]:
         # One for each job: torch puts no prefix before the keys of a store that it finds running.
         # It listens at an IPv4 address: at torch's IPv6 one it would ask the name server for the name of each rank that
         # comes, one after another, and a packet that is lost there costs all ranks five seconds.
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            port = listener.getsockname()[1]
             store = TCPStore(
-                "127.0.0.1",
-                listener.getsockname()[1],
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=listener.detach(),
+                "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
             )
         job = {
             "module": fn.__module__,
@@ -307,8 +301,7 @@ class Zygote:
             waiting = False
             outcomes = _receive(self._process.stdout)
         except BaseException:  # pytest's time limit, Ctrl-C: the next job must not be given this one's answer
-            if not waiting or not self._cut_off():
-                self.close()
+            self._cut_off() if waiting else self.close()
             raise
         if outcomes is None:
             raise RuntimeError(f"the zygote died (exit code {self._process.wait()}); its output is above")
@@ -326,7 +319,8 @@ def zygote_main() -> None:
     """Imports what ranks need, then forks ranks on request until pytest is gone. Computes nothing."""
     _die_with_parent()
     gc.disable()  # until _make_forks_cheap: imports make no garbage worth a search
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # Unbuffered: _run_job asks the descriptor whether pytest has said something more.
+    requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what ranks and imports print must not reach the answers
     import pytest  # noqa: F401
@@ -493,7 +487,7 @@ def _run_job(world_size: int, job: dict, requests: Any) -> list[Outcome]:
         events = selector.select(max(0.0, deadline - time.monotonic()))
         for key, _ in events:
             if key.fileobj is requests:
-                assert _receive(requests) == (_CUT_OFF, None)
+                assert _receive(requests) in ((_CUT_OFF, None), None)  # None: pytest is gone
                 selector.unregister(requests)
                 deadline = 0.0
                 continue
@@ -597,5 +591,10 @@ def _send(stream: Any, message: Any) -> None:
 
 
 def _receive(stream: Any) -> Any:
-    header = stream.read(8)
-    return pickle.loads(stream.read(struct.unpack("<Q", header)[0])) if len(header) == 8 else None
+    """The next message; None at the stream's end."""
+    data, count = bytearray(), 8
+    while len(data) < count and (piece := stream.read(count - len(data))):
+        data += piece
+        if len(data) == 8:
+            count += struct.unpack("<Q", data)[0]
+    return pickle.loads(data[8:]) if len(data) == count > 8 else None

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import launcher
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -80,15 +81,25 @@ def answer():
     return "mine"
 
 
-def test_an_interrupted_job_answers_nobody_else():
-    """As when pytest's time limit cuts a test off: its ranks end, and the next test is given its own answer."""
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupted_job_answers_nobody_else(again, monkeypatch):
+    """As when pytest's time limit cuts a test off: its ranks end, and the next test is given its own answer.
+
+    ``again``: cut off once more while it waits for their end.
+    """
 
     def cut_off(*_):
+        if again:
+            monkeypatch.setattr(launcher, "_receive", second)
         raise InterruptedError("cut off")
+
+    def second(_):
+        monkeypatch.undo()
+        raise InterruptedError("cut off again")
 
     before = signal.signal(signal.SIGUSR1, cut_off)
     try:
-        with pytest.raises(InterruptedError, match="cut off"):
+        with pytest.raises(InterruptedError, match="cut off again" if again else "cut off$"):
             run_ranks(interrupt, 2, os.getpid())
         assert run_ranks(answer, 2) == ["mine", "mine"]
     finally:
