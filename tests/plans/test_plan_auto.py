@@ -28,7 +28,7 @@ transformers = pytest.importorskip("transformers")
 LIMIT = 1e-5  # losses of size 5; FACTS: two serial runs that sum in another order differ by 1e-6 after 20 steps
 BATCH, TOKENS, VOCABULARY = 8, 12, 101
 STEPS = 20
-PRELOAD = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3"))
+PRELOAD = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral"))
 
 
 def llama(**changes):
@@ -103,6 +103,12 @@ MODELS = {
     "gemma2": (lambda: of_llamas_kind("Gemma2"), text, text_loss),
     "gemma3": (lambda: of_llamas_kind("Gemma3"), text, text_loss),
     "mixtral": (lambda: of_llamas_kind("Mixtral", num_local_experts=3), text, text_loss),
+    # So few tokens a rank that none of them chooses some experts.
+    "mixtral-few": (
+        lambda: of_llamas_kind("Mixtral", num_local_experts=8, num_hidden_layers=1),
+        lambda step: text(step)[:, :4],
+        text_loss,
+    ),
     "granite": (lambda: of_llamas_kind("Granite"), text, text_loss),
     "gpt2": (gpt2, text, text_loss),
     "conv": (ConvNet, images, image_loss),
@@ -161,6 +167,7 @@ def train(cases, steps):
 
 def test_hugging_face_and_convolutions_train_as_serial():
     cases = [("2x1x2x1", "llama-mqa"), ("1x2x2x1", "gpt2"), ("2x1x1x2", "conv"), ("4x1x1x1", "qwen3")]
+    cases += [("1x1x2x2", "mixtral-few")]
     run_ranks(train, 4, cases, 2, timeout=120, preload=PRELOAD)
 
 

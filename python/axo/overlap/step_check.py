@@ -13,6 +13,8 @@ train nothing, and are refused.
 
 A model made by a plan takes the same input on all ranks along x and y (with Tesseract, y). Rows that differ there would
 be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
+
+A compiler that traces communication compiles each layer for minutes, so the model says what to call before.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.optim import Optimizer
 
 from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
+from axo.errors import Refused
 from axo.overlap import optimizer_state
 from axo.overlap.step_hooks import Arguments, after_steps, before_steps
 
@@ -95,6 +99,19 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
             )
 
     before_steps(model, check)
+
+
+def refuse_compiled() -> None:
+    """Refuse a forward pass that a compiler traces, or calls between two graphs.
+
+    Raises:
+        Refused: It is one. Who has called ``keep_out_of_graphs`` runs without a compiler here.
+    """
+    if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
+        raise Refused(
+            "torch.compile: it would trace this model's communication; call"
+            " axo.integrations.fabric.compile.keep_out_of_graphs(model) before torch.compile(model)"
+        )
 
 
 def check_same_inputs(comms: Communicators, tensors: Iterable[torch.Tensor]) -> None:

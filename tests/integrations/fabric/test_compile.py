@@ -119,8 +119,11 @@ def evaluate(grid, backend):
 
     for fields in ({}, gelu):
         model = axo.parallelize(GPT(Config(**(LLAMA | fields))), comms, gather_logits=True)
-        keep_out_of_graphs(model)
         ids = tokens(2, length=16)
+        for whole in (model, torch.nn.Sequential(model)):
+            with pytest.raises(axo.Refused, match="keep_out_of_graphs"):
+                torch.compile(whole, backend=backend)(ids)
+        keep_out_of_graphs(model)
         with torch.no_grad():
             first = compare("logits", model, ids)
         with torch.inference_mode():

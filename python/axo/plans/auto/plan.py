@@ -37,6 +37,7 @@ from axo.nn.replicated import replicate
 from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Candidate, Choice, decide
+from axo.plans.auto.experts import EveryExpert, is_mixture
 from axo.plans.auto.heads_code import HeadsOf
 from axo.plans.auto.heads_trace import NotProved
 from axo.plans.auto.hugging_face import Attention, attention
@@ -112,6 +113,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     for module in list(model.modules()):
         if not isinstance(module, ParallelLayer):
             replicate(module, comms, replacer.grad_reduce)
+        if is_mixture(module) and arrangement.row_parts(grid) > 1:
+            EveryExpert(module)
     SharedRandomness(comms, arrangement.rows).attach(model)
     kept: Any = model
     kept._axo_plan_report = report
