@@ -202,7 +202,8 @@ def test_a_block_is_gathered_as_one_group():
 
 
 def routes(grid):
-    """Modules used twice, skipped, and out of order; a pass in evaluation between."""
+    """Modules used twice, skipped, and out of order; a pass in evaluation between. One rank keeps what a pass without
+    backward gave, and so its nodes."""
     comms = axo.connect(grid)
 
     class Net(torch.nn.Module):
@@ -217,13 +218,15 @@ def routes(grid):
 
     serial_seed()
     serial = Net(torch.nn.Linear)
-    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    x, kept = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
     for overlap in (axo.Overlap(), axo.Overlap(gather_cache="none"), axo.Overlap(gather_cache=2)):
         net = Net(partial(axo.nn.Linear, comms=comms))
         for mine, theirs in zip(net.layers, serial.layers, strict=True):
             mine.load_state_dict(theirs.state_dict())
         axo.overlap.attach(net, comms, overlap)
         for route in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 2, 3], [3, 2, 1, 0], [1], [0, 1, 2, 3], [0, 0, 1, 1]):
+            kept += [part(my_rows(comms, x).requires_grad_()) for part in (partial(net, route=route), net.layers[0])]
+            del kept[: 0 if comms.rank == 0 else None]
             for module, rows in ((serial, x), (net, my_rows(comms, x))):
                 module.zero_grad()
                 module(rows, route).square().sum(1).mean().backward()

@@ -89,6 +89,7 @@ def small(kind):
 
 
 def in_stages(cases):
+    """Two steps, accumulated; one rank of each stage keeps its outputs, and so the nodes behind them."""
     dist.init_process_group("axo")
     for kind, grid, name in cases:
         comms = axo.connect(grid, pipeline=2)
@@ -107,10 +108,14 @@ def in_stages(cases):
         stages = axo.pipeline.stages(modules, comms, rows=2 // comms.grid.z, tokens=5 if kind == "vit" else TOKENS)
         schedule = axo.pipeline.schedule(name, stages, microbatches=4, loss=loss_of)
         mine = slice(comms.coords.z * ROWS // comms.grid.z, (comms.coords.z + 1) * ROWS // comms.grid.z)
-        schedule.step(ids[mine], target=targets[mine])
+        kept = []
+        for module in modules if comms.rank == 0 else ():
+            module.register_forward_hook(lambda module, given, output, kept=kept: kept.append(output))
+        for _ in range(2):
+            schedule.step(ids[mine], target=targets[mine])
         renamed = part_of(model).renamed
         for own, parameter in model.named_parameters():
-            expected = serial.get_parameter(renamed.get(own, own)).grad
+            expected = 2 * serial.get_parameter(renamed.get(own, own)).grad
             # Of attention's key bias the gradient is what rounding leaves: it counts beside that of queries.
             like = serial.get_parameter(renamed.get(own, own).replace("key.bias", "query.bias")).grad
             worst = (axo.unshard_grad(parameter) - expected).abs().max().item() / like.abs().max().item()
@@ -120,7 +125,7 @@ def in_stages(cases):
 @pytest.mark.parametrize(
     "cases",
     [
-        [("llama", "2x1x1x1", "zero-bubble"), ("gpt2", "1x1x2x1", "1f1b"), ("vit", "2x1x1x1", "interleaved-1f1b")],
+        [("llama", "2x1x1x1", "1f1b"), ("gpt2", "1x1x2x1", "zero-bubble"), ("vit", "2x1x1x1", "interleaved-1f1b")],
         pytest.param(
             [(kind, grid, name) for kind in ("llama", "gpt2", "vit") for grid in ("1x2x1x1", "1x1x2x1") for name in
              ("gpipe", "zbv", "interleaved-1f1b")],

@@ -8,9 +8,12 @@ at the end of the pass, and the record is always that of the last pass. Ranks al
 expect the same order.
 
 A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
-run of a reentrantly checkpointed block, and a recomputation. A weight that has changed since it was gathered (its
-version, its memory or the tensor itself) is gathered again. A layer that multiplies in fp8 rounds its rows before they
-are gathered, and what is kept stays packed.
+run of a reentrantly checkpointed block, and a recomputation. What nodes alone keep serves until the next forward pass
+begins, no longer: one rank may hold on to an output, and so to its nodes, which others along z have dropped. For that
+reason only parameters are gathered ahead, too: any other tensor lives as long as its nodes.
+
+A weight that has changed since it was gathered (its version, its memory or the tensor itself) is gathered again. A
+layer that multiplies in fp8 rounds its rows before they are gathered, and what is kept stays packed.
 
 What a pipeline's step keeps for all its micro-batches is gathered when the step begins, before the first of them comes
 (from the second step on): so all stages gather at once.
@@ -57,12 +60,11 @@ def owner(weight: torch.Tensor) -> torch.Tensor:
 class Gathered:
     """A block (rows, c), or the gather that will fill it, and what it was gathered from."""
 
-    __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight", "steps")
+    __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight")
 
     def __init__(self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: Pending | None) -> None:
         self._weight, self._version, self._pointer = weakref.ref(owner(weight)), version_of(weight), weight.data_ptr()
         self._dtype, self._block, self._pending = dtype, block, pending
-        self.steps = 0  # how many the optimizer had made
 
     def matches(self, weight: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether it is what a gather would give now."""
@@ -107,17 +109,14 @@ class Gathers:
         self._position = 0
         self._reach = 0  # in the order: what comes before has been issued, of routes that repeat the next use
         self._ahead: dict[Route, Gathered] = {}
-        self._steps = 0
         self._last: dict[Route, weakref.ref[Gathered]] = {}  # the weight gathered last, if somebody keeps it
-        # The weight and the dtype of each kind's last gathers.
-        self._asked_for: dict[tuple[str, Route], tuple[weakref.ref[torch.Tensor], torch.dtype]] = {}
+        # The weight, if it is a parameter, and the dtype of each kind's last gathers.
+        self._asked_for: dict[tuple[str, Route], tuple[Callable[[], torch.Tensor | None], torch.dtype]] = {}
 
     def outdate(self) -> None:
         """An optimizer has stepped: what is gathered is no longer what the weights are."""
-        self._steps += 1
-        self._held.clear()
-        self._between.clear()
-        self._ahead.clear()
+        for weights in (self._last, self._held, self._between, self._ahead):
+            weights.clear()
         self._reach = self._position  # what was issued ahead is gone
 
     # --- passes ---------------------------------------------------------------------------------------------------
@@ -127,15 +126,17 @@ class Gathers:
 
         Ranks along z have admitted the same weights to their caches, in the same order.
         """
+        self._forget_nodes()
         if self._engine.overlap.all_gather:
             known = (route for route in self._admitted if (TRAINING, route) in self._asked_for)
             for _, batch in itertools.groupby(known, key=lambda route: route.together):
-                self._issue(TRAINING, list(batch), self._between)
-            for route, found in self._between.items():
-                self._remember(route, found)
+                for route, found in self._issue(TRAINING, list(batch)).items():
+                    self._between[route], self._last[route] = found, weakref.ref(found)
 
     def begin(self, kind: str) -> None:
         """A pass begins; one that never ended is forgotten."""
+        if kind != BACKWARD:
+            self._forget_nodes()
         self._pass, self._asked, self._position, self._reach = kind, [], 0, 0
         self._ahead.clear()
 
@@ -148,6 +149,11 @@ class Gathers:
             self._orders[self._pass] = self._asked, _reach(self._asked)
         self._pass, self._asked = None, []
         self._ahead.clear()
+
+    def _forget_nodes(self) -> None:
+        """Use no weight again that nodes of earlier passes alone may keep."""
+        here = self._held.keys() | self._between.keys()
+        self._last = {route: last for route, last in self._last.items() if route in here}
 
     def drop(self) -> None:
         """Forget the pass under way and every weight kept here."""
@@ -174,7 +180,7 @@ class Gathers:
             wanted: Backward will want the block.
             gather: Gives the block where it would be gathered now and waited for.
         """
-        found = self._kept(route, weight, dtype)
+        found = self._kept(route, weight, dtype) if self._pass is not None or in_backward() else None
         if found is None:
             found = self._ask(route, weight, dtype, gather)
         block = found.wait()
@@ -215,9 +221,7 @@ class Gathers:
     def _kept(self, route: Route, weight: torch.Tensor, dtype: torch.dtype) -> Gathered | None:
         last = self._last.get(route)
         found = None if last is None else last()
-        if found is None or found.steps != self._steps or not found.matches(weight, dtype):
-            return None
-        return found
+        return found if found is not None and found.matches(weight, dtype) else None
 
     def _hold(self, route: Route, found: Gathered, *, first_run: bool) -> None:
         held = self._held.get(route)
@@ -260,16 +264,12 @@ class Gathers:
             found = self._start(route, weight, dtype, blocking=not looks_ahead)
         if self._pass is not None:
             self._asked.append(route)
-            # A view is gone by the next pass: it is never gathered ahead.
-            self._asked_for[self._pass, route] = weakref.ref(weight), dtype
+            known = weakref.ref(weight) if isinstance(weight, torch.nn.Parameter) else lambda: None
+            self._asked_for[self._pass, route] = known, dtype
             if looks_ahead:
                 self._look_ahead(self._pass, route)
-        self._remember(route, found)
-        return found
-
-    def _remember(self, route: Route, found: Gathered) -> None:
-        found.steps = self._steps
         self._last[route] = weakref.ref(found)
+        return found
 
     def _look_ahead(self, kind: str, route: Route) -> None:
         """Issue the rest of the block of ``route`` and the next block, but for what has been issued."""
@@ -281,22 +281,21 @@ class Gathers:
         self._position = at + 1
         start, self._reach = max(at + 1, self._reach), max(reach[at], self._reach)
         if route in order[at + 1 : start]:  # its repeats were issued as one, which is used now
-            self._issue(kind, [route], self._ahead)
+            self._ahead |= self._issue(kind, [route])
         for _, batch in itertools.groupby(order[start : self._reach], key=lambda other: other.together):
-            self._issue(kind, list(batch), self._ahead)
+            self._ahead |= self._issue(kind, list(batch))
 
-    def _issue(self, kind: str, batch: list[Route], into: dict[Route, Gathered]) -> None:
+    def _issue(self, kind: str, batch: list[Route]) -> dict[Route, Gathered]:
         """Start the gathers of a batch, as passes of ``kind`` ask for them, but for what is there."""
         wanted = []
         for route in dict.fromkeys(batch):
             weight_of, dtype = self._asked_for[kind, route]
             weight = weight_of()
-            if weight is None or route in into or self._kept(route, weight, dtype) is not None:
+            if weight is None or route in self._ahead or self._kept(route, weight, dtype) is not None:
                 continue
             wanted.append((route, weight, dtype))
         with group() if len(wanted) > 1 else nullcontext():
-            for route, weight, dtype in wanted:
-                into[route] = self._start(route, weight, dtype)
+            return {route: self._start(route, weight, dtype) for route, weight, dtype in wanted}
 
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
         """Gather this rank's rows over the shard axis, in ``dtype``, or packed in fp8."""
