@@ -166,10 +166,10 @@ def schedules_on(grid, stages, names, config, options):
 @pytest.mark.parametrize(
     ("grid", "names", "config", "options"),
     [
-        ("1x1x1x1", axo.pipeline.SCHEDULES, FOUR, {"unequal": ["gpipe", "interleaved-1f1b", "zero-bubble"]}),
+        ("1x1x1x1", axo.pipeline.SCHEDULES, FOUR, {"unequal": ["gpipe", "interleaved-1f1b", "dualpipev"]}),
         ("2x1x1x1", ["1f1b", "zero-bubble"], {**NEOX, "n_layer": 4, "n_embd": 32, "n_head": 4}, {}),
         ("1x2x1x1", ["gpipe", "zbv"], FOUR, {"tie": True}),
-        ("1x1x2x1", ["interleaved-1f1b", "zbv"], FOUR, {"unequal": ["1f1b", "zbv"]}),
+        ("1x1x2x1", ["interleaved-1f1b", "zbv"], FOUR, {"unequal": ["1f1b", "looped-bfs", "zero-bubble", "zbv"]}),
         ("1x1x1x2", ["looped-bfs", "dualpipev"], FOUR, {"zero": 1}),
         ("2x2x1x1", ["1f1b"], FOUR, {"tie": True, "algorithm": "tesseract"}),
     ],
