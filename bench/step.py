@@ -2,16 +2,18 @@
 
     axo bench step --cases serial --tokens 1024 --precision 32-true          1x1x1x1 against nn.Linear
     axo bench step --cases z,x,data --ranks 2 --tokens 256 --precision bf16-mixed
+    axo bench step --cases pipeline --tokens 1024 --layers 8                 stages; each row of --tokens a micro-batch
     torchrun --nproc-per-node 8 -m axo_bench.step --cases z                  on ranks that exist, such as GPUs
 
-Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row plan, ``data`` against DDP, each rival over
-Gloo (NCCL on GPUs) and over backend axo, which tells transport and engine apart; everybody with torch's fused AdamW. A
-round is one step of each contestant in turn, the slowest rank's time; figures are means of the last 8 of 10 steps, as
-in the AxoNN papers, over all repeats. Columns: ms a step, how often faster than the first rival (median over rounds),
-tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm: the part
-of the step that a rank is blocked in communication (Axo alone knows), over: the part by which the step is longer than
-the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at that work), MB:
-peak memory of the step, parameters and optimizer included, and the loss, which must agree.
+Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row plan, ``data`` against DDP, ``pipeline``
+against torch's own stages, all by 1F1B; each rival over Gloo (NCCL on GPUs) and over backend axo, which tells transport
+and engine apart; everybody with torch's fused AdamW. A round is one step of each contestant in turn, the slowest rank's
+time; figures are means of the last 8 of 10 steps, as in the AxoNN papers, over all repeats. Columns: ms a step, how
+often faster than the first rival (median over rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of
+the rate of a large product measured here), comm: the part of the step that a rank is blocked in communication (Axo
+alone knows), over: the part by which the step is longer than the same work without communication (plain torch, the last
+row, whose ``faster`` is what could be won at that work), MB: peak memory of the step, parameters and optimizer
+included, and the loss, which must agree.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from .lib.table import Table, environment
 
 COLUMNS = {"case": "s", "contestant": "s", "ranks": "d", "ms": ".2f", "faster": ".2f", "tokens_s": ".0f"}
 COLUMNS |= {"mfu": ".3f", "hfu": ".3f", "comm": ".2f", "over": ".2f", "mb": ".0f", "loss": ".4f"}
-CASES = ("serial", "z", "x", "data")
+CASES = ("serial", "z", "x", "data", "pipeline")
 STEPS, COUNTED = 10, 8
 LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights after the same steps
 
@@ -42,7 +44,7 @@ LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when losses disagree."""
     parser = Parser(prog="axo bench step", description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
+    parser.add_argument("--cases", default="serial,z,x,data", help="comma-separated")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
@@ -94,8 +96,8 @@ def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         options.hidden, options.layers, options.heads, options.vocab, options.seq_len,
         options.tokens // options.seq_len, options.precision, options.recompute,
     )  # fmt: skip
-    grid = axo.Grid(**({} if case == "serial" else {case: ranks}))
-    comms = axo.connect(grid, device=options.device)
+    grid = axo.Grid(**({case: ranks} if case in axo.AXES else {}))
+    comms = axo.connect(grid, pipeline=ranks if case == "pipeline" else 1, device=options.device)
     device = torch.device(comms.device)
     field = list(contestants(case, sizes, comms, device))
     batches = [batch(sizes, step, comms) for step in range(STEPS)]
@@ -111,7 +113,7 @@ def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     memory = {c.name: peak_memory(c, batches[-1], device) for c in field}
     peak = (options.peak_tflops or product_rate(sizes, device)) * 1e12 * ranks
     comms.close()
-    if comms.rank != 0:
+    if comms.everyone.rank != 0:
         return []
     return summarize(case, field, sizes, ranks, seconds, blocked, losses, memory, peak)
 
@@ -123,19 +125,24 @@ def contestants(case: str, sizes: models.Sizes, comms: Any, device: torch.device
         yield models.axo_contestant(f"Axo {grid}", sizes, comms)
         yield models.Contestant("nn.Linear", models.serial(sizes, device), sizes)
         return
-    yield models.axo_contestant(f"Axo {grid}", sizes, comms)
+    if case == "pipeline":
+        yield models.axo_stages(f"Axo {comms.stages} stages", sizes, comms)
+    else:
+        yield models.axo_contestant(f"Axo {grid}", sizes, comms)
     usual = "nccl" if device.type == "cuda" else "gloo"
     groups = {usual: dist.new_group(backend=usual), "axo": dist.new_group(backend="axo")}
     yield from models.rivals(case, sizes, groups, device)
     for name, overlap in switched(case, sizes):
         yield models.axo_contestant(f"Axo {grid} {name}", sizes, comms, overlap)
-    yield models.alone(case, comms.grid.world_size, sizes, device)
+    yield models.alone(case, comms.everyone.size, sizes, device)
 
 
 def switched(case: str, sizes: models.Sizes) -> list[tuple[str, Any]]:
     """Axo with what the case has to overlap switched off, and for z also without the cache of gathered weights."""
     from axo import Overlap
 
+    if case == "pipeline":
+        return []
     if case == "x":
         return [("OAR off", Overlap(all_reduce=False))]
     if case == "data":  # one bucket is full when backward ends
@@ -160,15 +167,15 @@ def batch(sizes: models.Sizes, step: int, comms: Any) -> tuple[torch.Tensor, tor
 def timed_step(contestant: models.Contestant, rows: Any, comms: Any) -> tuple[float, float, float]:
     """Seconds of the slowest rank, its own seconds blocked, and the mean loss."""
     _synchronize(comms.device)
-    comms.world.barrier()
+    comms.everyone.barrier()
     before = contestant.blocked() if contestant.blocked else 0.0
     start = time.perf_counter()
     loss = contestant.step(*rows)
     _synchronize(comms.device)
     spent = time.perf_counter() - start
     waited = contestant.blocked() - before if contestant.blocked else float("nan")
-    slowest = comms.world.all_reduce(torch.tensor([spent], dtype=torch.float64, device=comms.device), "max")
-    mean = comms.world.all_reduce(loss.double().reshape(1).to(comms.device), "avg")
+    slowest = comms.everyone.all_reduce(torch.tensor([spent], dtype=torch.float64, device=comms.device), "max")
+    mean = comms.everyone.all_reduce(loss.double().reshape(1).to(comms.device), "avg")
     return float(slowest), waited, float(mean)
 
 

@@ -7,7 +7,7 @@ are counted from what a projection gives. Every contestant starts from the same 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,24 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class Part(nn.Module):
+    """A stage of the transformer: its share of the blocks, the embedding in the first, norm and head in the last."""
+
+    def __init__(self, whole: Transformer, stage: int, stages: int, sizes: Sizes) -> None:
+        super().__init__()
+        self.recompute, self.autocast = sizes.recompute, sizes.precision == "bf16-mixed"
+        self.embed = whole.embed if stage == 0 else nn.Identity()
+        self.blocks = whole.blocks[stage * sizes.layers // stages : (stage + 1) * sizes.layers // stages]
+        self.after = nn.Sequential(whole.norm, whole.head) if stage == stages - 1 else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.autocast):
+            x = self.embed(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+            return self.after(x)
+
+
 def serial(sizes: Sizes, device: torch.device, share: int = 1) -> Transformer:
     """The model with everybody's initial weights."""
     torch.manual_seed(0)
@@ -122,6 +140,42 @@ class Contestant:
         self._optimizer.step()
         self.model.zero_grad(set_to_none=True)
         return loss.detach()
+
+
+class Staged(Contestant):
+    """A contestant in stages: ``schedule`` takes the rows of all micro-batches; the loss is the sum of theirs."""
+
+    def __init__(self, name: str, stage: Any, schedule: Any, sizes: Sizes) -> None:
+        super().__init__(name, stage.submod, sizes)
+        self._schedule, self._stages = schedule, stage.num_stages
+
+    def step(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """One optimizer step; the loss times the number of stages on the last, zero on others: the mean is the loss."""
+        losses: list[torch.Tensor] = []
+        self._schedule.step(ids, target=targets, losses=losses)
+        self._optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return self._stages * torch.stack(losses).sum().detach() if losses else ids.new_zeros((), dtype=torch.float32)
+
+
+def _micro_batch(sizes: Sizes) -> dict[str, Any]:
+    """What stages are made for: one row."""
+    hidden = torch.empty(1, sizes.seq_len, sizes.hidden, device="meta", requires_grad=True)
+    return {"input_args": hidden, "output_args": hidden}
+
+
+def _row_loss(sizes: Sizes) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    return lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / sizes.rows
+
+
+def axo_stages(name: str, sizes: Sizes, comms: Any) -> Contestant:
+    """Axo's stages, by torch's 1F1B."""
+    import axo
+
+    model = axo_model(sizes, comms)
+    stage = axo.pipeline.Stage(Part(model, comms.stage, comms.stages, sizes), comms, **_micro_batch(sizes))
+    schedule = axo.pipeline.schedule("1f1b", [stage], microbatches=sizes.rows, loss=_row_loss(sizes), mean=False)
+    return Staged(name, stage, schedule, sizes)
 
 
 def axo_model(sizes: Sizes, comms: Any, overlap: Any = None) -> nn.Module:
@@ -197,11 +251,26 @@ def dtensor(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, 
     return model, True
 
 
+def torch_stages(name: str, sizes: Sizes, group: Any, device: torch.device) -> Contestant:
+    """torch's own stages, by the same schedule."""
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    part = Part(serial(sizes, device), rank, ranks, sizes)
+    stage = PipelineStage(part, rank, ranks, device, **_micro_batch(sizes), group=group)
+    schedule = Schedule1F1B(stage, sizes.rows, loss_fn=_row_loss(sizes), scale_grads=False)
+    return Staged(name, stage, schedule, sizes)
+
+
 RIVALS = {"z": ("FSDP2", fsdp2), "x": ("DTensor", dtensor), "data": ("DDP", ddp)}
 
 
 def rivals(axis: str, sizes: Sizes, groups: dict[str, Any], device: torch.device) -> Iterator[Contestant]:
     """torch's scheme over each transport."""
+    if axis == "pipeline":
+        for transport, group in groups.items():
+            yield torch_stages(f"stages {transport}", sizes, group, device)
+        return
     name, build = RIVALS[axis]
     for transport, group in groups.items():
         model, autocast = build(sizes, group, device)
@@ -211,8 +280,11 @@ def rivals(axis: str, sizes: Sizes, groups: dict[str, Any], device: torch.device
 def alone(axis: str, ranks: int, sizes: Sizes, device: torch.device) -> Contestant:
     """The same work of one rank without communication, in plain torch.
 
-    For x the model has a part of the heads and of the inner width; for z the optimizer has a part of the weights.
+    For x the model has a part of the heads and of the inner width; for z the optimizer has a part of the weights; for
+    stages it has a part of the blocks, the embedding and the head.
     """
+    if axis == "pipeline":
+        sizes = replace(sizes, layers=max(1, sizes.layers // ranks))
     share = ranks if axis == "x" else 1
     model = serial(sizes, device, share)
 

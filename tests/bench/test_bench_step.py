@@ -19,7 +19,13 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [("z", 2), *(pytest.param(*case, marks=pytest.mark.soak) for case in (("serial", 1), ("x", 2), ("data", 2)))],
+    [
+        ("z", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (("serial", 1), ("x", 2), ("data", 2), ("pipeline", 2))
+        ),
+    ],
 )
 def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
     """Oracle: torch's own schemes, which start from the same weights: the loss after ten AdamW steps, to 1e-3."""
@@ -28,7 +34,7 @@ def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
     names = [row["contestant"] for row in rows]
     assert names[0].startswith("Axo ") and len(set(names)) == len(names)
     if case != "serial":
-        rival = step_models.RIVALS[case][0]
+        rival = step_models.RIVALS[case][0] if case in step_models.RIVALS else "stages"
         assert {f"{rival} gloo", f"{rival} axo"} <= set(names) and names[-1] == "no communication"
     for row in rows:
         assert len(row["all_ms"]) == 8 and row["mfu"] == row["hfu"] > 0
