@@ -32,16 +32,21 @@ class Staged(NamedTuple):
         """Bytes that it needs at least."""
         return self.timing.least(self.stages, self.zero, self.offload)
 
-    def fitted(self, request: Request) -> Candidate:
-        """Predict it; where its memory is too much, with as many gathered weights as fit."""
+    def sized(self, request: Request) -> tuple[Timing, memory.Memory]:
+        """Its memory, and where that is too much, with as many gathered weights kept as fit."""
         timing = self.timing.with_state(self.zero, offload=self.offload)
         held = timing.memory(self.stages)
         if not held.fits(request.machine) and request.gather == "auto" and timing.run.cached_gathers:
             none = timing.keeping(0.0).memory(self.stages)
             timing = timing.keeping(share_that_fits(request, held, none))
             held = timing.memory(self.stages)
-        time = timing.predict(self.stages)
-        return Candidate(timing.grid, timing.run, timing.workload.checkpointed, time, held, stages=self.stages)
+        return timing, held
+
+    def candidate(self, timing: Timing, held: memory.Memory, reason: str = "") -> Candidate:
+        """Predict it; where there is a ``reason`` to leave it out, without its time."""
+        time = None if reason else timing.predict(self.stages)
+        checkpointed = timing.workload.checkpointed
+        return Candidate(timing.grid, timing.run, checkpointed, time, held, reason, stages=self.stages)
 
 
 def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, tried: list[Way]) -> Candidate:
@@ -106,25 +111,25 @@ def _fastest(request: Request, found: list[Staged], best: Candidate | None) -> C
         if best is not None and one.seconds >= best.seconds:
             break
         if one.least() <= room:
-            fitted = one.fitted(request)
-            assert fitted.memory is not None
-            if fitted.memory.fits(request.machine) and (best is None or fitted.seconds < best.seconds):
-                best = fitted
+            timing, held = one.sized(request)
+            if held.fits(request.machine):
+                fitted = one.candidate(timing, held)
+                best = fitted if best is None or fitted.seconds < best.seconds else best
     return best
 
 
 def _lacks_least(request: Request, every: list[Staged]) -> Candidate:
     """Of ways that do not fit the one that needs least, and of those that need the same the fastest."""
-    nearest: tuple[float, float, Candidate] | None = None
+    nearest: tuple[float, float, int] | None = None
+    sized: dict[int, tuple[Timing, memory.Memory]] = {}
     for size, number in sorted((one.least(), number) for number, one in enumerate(every)):
         if nearest is not None and size > nearest[0]:
             break
-        found = every[number].fitted(request)
-        assert found.memory is not None
-        if nearest is None or (found.memory.total, every[number].seconds) < nearest[:2]:
-            nearest = found.memory.total, every[number].seconds, found
+        sized[number] = every[number].sized(request)
+        found = (sized[number][1].total, every[number].seconds, number)
+        nearest = found if nearest is None else min(nearest, found)
     assert nearest is not None
-    return replace(nearest[2], time=None, reason=needs(request, nearest[0]))
+    return every[nearest[2]].candidate(*sized[nearest[2]], needs(request, nearest[0]))
 
 
 def _state(request: Request, grid: Grid, ranks: int) -> memory.Memory:
