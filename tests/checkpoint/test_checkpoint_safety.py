@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 
 import axo
@@ -211,6 +212,13 @@ def hold_or_ask(folder: Path) -> str:
     while not (asked if os.environ["RANK"] == "0" else held).exists():
         time.sleep(0.01)
     if os.environ["RANK"] == "0":
+        if os.fork() == 0:  # as a worker of a DataLoader may, it outlives the run
+            os.setpgid(0, 0)
+            held.with_name("worker").write_text(str(os.getpid()))
+            time.sleep(60)
+            os._exit(0)
+        while not held.with_name("worker").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     message = tell(lambda: axo.checkpoint.Run(folder, resume=True))
     asked.touch()
@@ -221,9 +229,14 @@ def test_the_lock_on_a_folder_names_its_holder_and_ends_with_it(tmp_path: Path) 
     folder = tmp_path / "run"
     holder, other = rank_outcomes(hold_or_ask, 2, folder)
     process, identity = (tmp_path / "held").read_text().split()
+    worker = int((tmp_path / "worker").read_text())
     assert holder.signal == "SIGKILL" and other.ok, other.describe()
     assert f"{folder} is in use by process {process} on {os.uname().nodename}" in other.value
-    assert axo.checkpoint.Run(folder, resume=True).id == identity
+    assert Path("/proc", str(worker)).exists()
+    try:
+        assert axo.checkpoint.Run(folder, resume=True).id == identity
+    finally:
+        os.kill(worker, signal.SIGKILL)
 
 
 # Left over
@@ -238,10 +251,20 @@ def test_a_failed_save_leaves_nothing_and_the_next_removes_what_a_dead_one_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, filled(1.0), step=1)
+    of_torch = torch.save
+
+    def full(value: Any, file: Any) -> None:
+        if isinstance(value, torch.Tensor) or value == "large":
+            raise OSError(28, "No space left on device")
+        of_torch(value, file)
+
     with monkeypatch.context() as patch:
-        patch.setattr(torch, "save", lambda *args: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        patch.setattr(torch, "save", full)
         for async_ in (False, True):
-            assert "No space left" in tell(lambda flag=async_: save(tmp_path, filled(2.0), step=2, async_=flag).wait())
+            message = tell(lambda flag=async_: save(tmp_path, filled(2.0), step=2, async_=flag).wait())
+            assert f"{name_of(2)} was not written: rank 0: [Errno 28] No space left" in message
+        message = tell(lambda: save(tmp_path, filled(2.0), step=2, extra="large"))  # type: ignore[arg-type]
+        assert message == f"checkpoint: {tmp_path} cannot be used: No space left on device"
     assert names_in(tmp_path) == [name_of(1)]
     assert rank_outcomes(die_in_a_save, 1, tmp_path)[0].signal == "SIGKILL"
     assert [name.endswith(".part") for name in names_in(tmp_path)] == [True, False]
@@ -329,6 +352,16 @@ def test_copies_and_links_of_checkpoints(tmp_path: Path, monkeypatch: pytest.Mon
     assert "has no .metadata (was it copied without" in tell(lambda: load(tmp_path / "a" / name_of(2), filled(0.0)))
     with pytest.warns(UserWarning, match=f"{name_of(2)} has no .metadata .*, and is passed over"):
         assert load(tmp_path / "a", filled(0.0)).step == 1
+    save(tmp_path / "c", filled(1.0))
+    (tmp_path / "c" / name_of(0) / ".metadata").unlink()
+    with pytest.warns(UserWarning, match=f"{name_of(0)} has no .metadata"):
+        assert latest(tmp_path / "c") is None
+    shutil.rmtree(tmp_path / "c")
+    save(tmp_path / "c", filled(1.0), step=1, run="r")
+    (tmp_path / "c" / name_of(1) / "axo.json").write_text('{"step"')
+    with pytest.warns(UserWarning, match=f"{name_of(1)} has an axo.json that cannot be read, and is passed over"):
+        assert latest(tmp_path / "c", run="r") is None
+    assert "(it has an axo.json that cannot be read)" in tell(lambda: save(tmp_path / "c", filled(2.0), step=1))
     (tmp_path / "a" / name_of(1)).rename(tmp_path / "elsewhere")
     (tmp_path / "a" / name_of(1)).symlink_to(tmp_path / "elsewhere")
     assert "is a link that axo.checkpoint.save did not" in tell(lambda: save(tmp_path / "a", filled(3.0), step=1))
@@ -342,6 +375,18 @@ def test_copies_and_links_of_checkpoints(tmp_path: Path, monkeypatch: pytest.Mon
         patch.setattr(shutil, "rmtree", lambda *args, **options: None)
         with pytest.warns(UserWarning, match="removed cannot be removed"):
             save(tmp_path / "b", filled(2.0), step=2, keep=1)
+    real = os.rename
+
+    def refuse(old: Path, new: Path) -> None:  # in a folder with the sticky bit
+        if str(new).endswith(".removed") and os.path.exists(old):
+            raise PermissionError(1, "Operation not permitted")
+        real(old, new)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        with pytest.warns(UserWarning, match=rf"{name_of(2)} cannot be removed \(Operation not permitted\)"):
+            save(tmp_path / "b", filled(3.0), step=3, keep=1)
+    assert load(tmp_path / "b", filled(0.0)).step == 3
 
 
 def test_loading_does_not_depend_on_the_default_device_or_on_likeness_of_names(tmp_path: Path) -> None:
@@ -384,7 +429,7 @@ def test_bad_arguments_of_save_are_one_line(tmp_path: Path, monkeypatch: pytest.
     assert names_in(tmp_path) == ["file"]
 
 
-def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path) -> None:
+def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "dangling").symlink_to(tmp_path / "nothing")
     (tmp_path / "empty.pth").write_bytes(b"")
@@ -403,6 +448,8 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path) -> None:
         lambda: consolidate(good, tmp_path / "readme" / "m.pth"): "cannot be written: ",
         lambda: consolidate(good, tmp_path / "fifo"): "is a FIFO; name a file",
         lambda: consolidate(good, "/dev/null"): "is a device; name a file",
+        lambda: consolidate(good, good / "__0_0.distcp"): f"would lie in a checkpoint, {good}; name a file elsewhere",
+        lambda: consolidate(good, good / "m.pth"): "would lie in a checkpoint",
         lambda: consolidate(good, ""): "out is empty",
         lambda: consolidate("", tmp_path / "m.pth"): "source is empty",
         lambda: consolidate(good, tmp_path / ("x" * 300)): "cannot be written: File name too long",
@@ -413,6 +460,10 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path) -> None:
         lambda: load(good, nn.ModuleDict({"_orig_mod": model})): "'_orig_mod.' of torch.compile; save and load",
     }.items():
         assert part in tell(call)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "open", lambda *args, **options: os.open(good / "none", os.O_RDONLY), raising=False)
+        for call in (lambda: load(good, model), lambda: consolidate(good, tmp_path / "m.pth")):
+            assert tell(call) == f"checkpoint: {good}/__0_0.distcp cannot be read: No such file or directory"
     consolidate(good, tmp_path / "m.pth")
     assert "is a file; give a folder" in tell(lambda: consolidate(tmp_path / "m.pth", tmp_path / "readme"))
     assert names_in(tmp_path) == ["dangling", "empty.pth", "fifo", "good", "m.pth", "readme"]
@@ -483,11 +534,16 @@ def test_what_is_no_model_or_optimizer_or_cannot_be_written_is_named_before_anyt
         quantized.register_buffer("q", torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8))
     with torch.device("meta"):
         empty = filled(1.0)
-    optimizer = torch.optim.Adam(model.parameters())
+    optimizer, keyed = (torch.optim.Adam(model.parameters()) for _ in range(2))
+    keyed.state[model[0].weight] = {"exp/avg": torch.zeros_like(model[0].weight)}
+    numbered = torch.optim.Adam(model.parameters())
+    numbered.state[model[0].weight] = {0: torch.zeros(())}
     for call, part in {
         lambda: save(tmp_path, None): "model is a NoneType, not an nn.Module",  # type: ignore[arg-type]
         lambda: load(tmp_path, model.state_dict()): "model is a OrderedDict, not",  # type: ignore[arg-type]
         lambda: save(tmp_path, model, 5): "optimizer is a int, not a torch.optim.Optimizer",  # type: ignore[arg-type]
+        lambda: save(tmp_path, model, keyed): "Adam keeps a tensor of '0.weight' as 'exp/avg'; only one whose key is",
+        lambda: save(tmp_path, model, numbered): "Adam keeps a tensor of '0.weight' as 0; only one",
         lambda: save(tmp_path, model, [optimizer]): "optimizer is a list, not",  # type: ignore[arg-type]
         lambda: save(tmp_path, empty): "'0.weight' has no storage (meta device) and cannot be saved",
         lambda: save(tmp_path, nn.LazyLinear(3)): "'weight' has no shape yet and cannot be saved",
@@ -551,6 +607,13 @@ def test_what_is_read_is_of_the_same_kind(tmp_path: Path, monkeypatch: pytest.Mo
         assert floats.b.item() == 1.5
     load(save(tmp_path / "whole", whole).path, floats)
     assert floats.b.item() == 1.0
+
+    rare = nn.Module()
+    for dtype in (torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2):
+        rare.register_buffer(str(dtype)[6:], torch.arange(3.0).to(dtype))
+    found = load_file(consolidate(save(tmp_path / "rare", rare).path, tmp_path / "rare.safetensors"))
+    for name, value in rare.named_buffers():
+        assert found[name].dtype == value.dtype and found[name].tolist() == [0, 1, 2]
 
 
 def consolidate_on_a_full_disk(folder: Path) -> list[str]:

@@ -31,6 +31,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "folder").mkdir()
     (tmp_path / "with_log" / "log.jsonl").mkdir(parents=True)
     (tmp_path / "with_plot" / "loss.png").mkdir(parents=True)
+    (tmp_path / "with_file").mkdir()
+    (tmp_path / "with_file" / "checkpoints").touch()
+    (tmp_path / "with_link").mkdir()
+    (tmp_path / "with_link" / "checkpoints").symlink_to("/nowhere")
+    (tmp_path / "with_fifo").mkdir()
+    os.mkfifo(tmp_path / "with_fifo" / "log.jsonl")
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("/nowhere")
     (tmp_path / "list.yaml").write_text("[1, 2")
@@ -69,6 +75,9 @@ def override(field: str) -> list[str]:
         (["--out", "x" * 300], "cannot be written: File name too long"),
         (["--out", "with_log"], "with_log/log.jsonl is a folder, and a file of that name is to be written"),
         (["--out", "with_plot"], "with_plot/loss.png is a folder, and a file of that name is to be written"),
+        (["--out", "with_fifo"], "with_fifo/log.jsonl is a FIFO, and a file of that name is to be written"),
+        (["--out", "with_file", "--save-every", "9"], "with_file/checkpoints is not a folder"),
+        (["--out", "with_link", "--save-every", "9"], "out=with_link/checkpoints is a link to /nowhere, which does"),
         (["--trace", "folder"], "trace=folder is a folder; name a file, such as folder/trace.json"),
         (["--trace", "fifo"], "trace=fifo is not a file"),
         (["--trace", "file/t.json"], "trace=file/t.json cannot be written: "),

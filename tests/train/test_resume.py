@@ -44,8 +44,12 @@ def test_a_resumed_run_goes_on_with_the_same_batches(text: str, tmp_path: Path) 
     assert [line["start"] for line in lines if line["kind"] == "header"] == [0, 3, 3]
 
 
-def errors_of(configs: list[TrainConfig]) -> list[str]:
-    messages = []
+def errors_of(configs: list[TrainConfig], by_hand: str) -> list[str]:
+    """The first saves; and once more into ``by_hand``, without what a run keeps beside the model."""
+    messages, save = [], checkpoint.save
+    checkpoint.save = lambda *args, **options: save(*args, **options | {"extra": 5})  # type: ignore[assignment]
+    runner.train_rank(dataclasses.replace(configs[0], out=by_hand))
+    checkpoint.save = save
     for config in configs:
         try:
             runner.train_rank(config)
@@ -54,18 +58,19 @@ def errors_of(configs: list[TrainConfig]) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_resumed_is_named(text: str) -> None:
-    config = small(text, steps=2, save_every=2)
+def test_what_cannot_be_resumed_is_named(text: str, tmp_path: Path) -> None:
+    config, by_hand = small(text, steps=2, save_every=2), str(tmp_path / "by_hand")
     expected = {
         "was saved with seed=5, now it is 6": {"seed": 6},
         "is of step 2, beyond steps=1": {"steps": 1},
         "checkpoint: /nowhere does not exist": {"resume": "/nowhere"},
+        "was not saved by axo train: of its 2 steps it has 0 losses": {"resume": f"{by_hand}/checkpoints"},
         "is of another model": {"model_overrides": SMALL | {"n_layer": 1}},
         "keep=0 is out of range": {"keep": 0},
         "trace=. is a folder": {"trace": "."},
     }
     configs = [dataclasses.replace(config, **({"resume": "auto"} | change)) for change in expected.values()]
-    for message, part in zip(run_ranks(errors_of, 1, [config, *configs])[0], expected, strict=True):
+    for message, part in zip(run_ranks(errors_of, 1, [config, *configs], by_hand)[0], expected, strict=True):
         assert part in message
 
 

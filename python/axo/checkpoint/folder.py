@@ -37,7 +37,6 @@ _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(part|removed)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-_HALF = f"has no {METADATA} (was it copied without hidden files?)"
 
 
 @dataclass(frozen=True)
@@ -92,7 +91,7 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
 def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
     """The complete checkpoint of the highest step in ``folder``; None where there is none.
 
-    A copy of a later one that has lost its metadata is passed over with a warning.
+    A later one that has lost its metadata, or whose marker is damaged, is passed over with a warning.
 
     Args:
         folder: Where ``save`` wrote. What Axo did not write is passed over.
@@ -102,14 +101,19 @@ def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | 
     newest = found[-1] if found else None
     after = -1 if newest is None else int(re.findall(r"\d+", newest.name)[0])
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-        if (step_of(path.name) or -1) > after and _is_half(path) and run in (None, run_of(path)):
-            warnings.warn(f"axo: {path} {_HALF}, and is passed over", UserWarning, stacklevel=2)
+        step = step_of(path.name)
+        if step is not None and step > after and _fault(path) and (run is None or run_of(path) in (None, run)):
+            warnings.warn(f"axo: {path} {_fault(path)}, and is passed over", UserWarning, stacklevel=2)
     return newest
 
 
-def _is_half(path: Path) -> bool:
-    """Whether a checkpoint that Axo wrote has lost its metadata."""
-    return (path / MARKER).is_file() and not is_checkpoint(path)
+def _fault(path: Path) -> str:
+    """What a checkpoint that Axo wrote has lost, as the end of a sentence; "" where it has its files."""
+    if not (path / MARKER).is_file():
+        return ""
+    if not is_checkpoint(path):
+        return f"has no {METADATA} (was it copied without hidden files?)"
+    return "" if read_marker(path) else f"has an {MARKER} that cannot be read"
 
 
 def run_of(path: Path) -> str | None:
@@ -127,8 +131,8 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     path = Path(path)
     if is_checkpoint(path):
         return path
-    if _is_half(path):
-        raise ValueError(f"checkpoint: {path} {_HALF}; copy it again, with all its files")
+    if _fault(path):
+        raise ValueError(f"checkpoint: {path} {_fault(path)}; copy it again, with all its files")
     newest = latest(path)
     if newest is not None:
         return newest
@@ -174,7 +178,8 @@ def check_place(final: Path, run: str | None) -> None:
         return
     marker = read_marker(final)
     if marker is None or final.is_symlink():
-        what, why = (kind_of(final), f" (it has no {MARKER})") if not final.is_symlink() else ("is a link", "")
+        why = f" (it {_fault(final) or f'has no {MARKER}'})"
+        what, why = ("is a link", "") if final.is_symlink() else (kind_of(final), why)
         raise ValueError(
             f"checkpoint: {final} {what} that axo.checkpoint.save did not write{why}, and is left as it is; give"
             " another folder or name, or move it away"
@@ -237,7 +242,8 @@ class Part:
             OSError: The file system refused; what was there before is there.
         """
         check_place(self.final, self.run)
-        os.write(self._lock, json.dumps(asdict(Marker(step, self.run, metadata))).encode())
+        with open(self._lock, "wb", closefd=False) as marker:
+            marker.write(json.dumps(asdict(Marker(step, self.run, metadata))).encode())
         os.fsync(self._lock)
         _sync(self.path)
         replaced = self.final.with_name(f".{self.final.name}.replaced")
@@ -263,7 +269,10 @@ def prune(newest: Path, keep: int, run: str | None) -> None:
     others = [path for path in complete(newest.parent) if path != newest and run_of(path) == run]
     others = [path for path in others if not path.is_symlink()]
     for path in others[: max(0, len(others) - (keep - 1))]:
-        remove(path)
+        try:
+            remove(path)
+        except OSError as error:  # the save itself is complete
+            warnings.warn(f"axo: {path} cannot be removed ({error.strerror}); remove it", UserWarning, stacklevel=2)
 
 
 def remove(path: Path) -> None:

@@ -16,7 +16,9 @@ import re
 import secrets
 import socket
 import warnings
+from functools import partial
 from pathlib import Path
+from weakref import ref
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
@@ -123,6 +125,7 @@ class Run:
             self._lock = -1
             owner = owner or "another process"
             raise ValueError(f"checkpoint: {folder} is in use by {owner}; wait until it ends, or give another folder")
+        os.register_at_fork(after_in_child=partial(_let_go, ref(self)))  # or a worker that outlives it would hold on
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -131,6 +134,14 @@ class Run:
         with folders.whole_file(folder / IDENTITY) as unfinished:
             unfinished.write_text(json.dumps({"run": identity}) + "\n")
         return identity
+
+
+def _let_go(of: ref[Run]) -> None:
+    """Close a lock in a forked child; its parent keeps it."""
+    run = of()
+    if run is not None and run._lock >= 0:
+        os.close(run._lock)
+        run._lock = -1
 
 
 def _lives_here(owner: str) -> bool:

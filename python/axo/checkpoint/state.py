@@ -197,6 +197,11 @@ def optimizer_entries(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for parameter, name in zip(group["params"], of_group, strict=True):
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, torch.Tensor):
+                    if not isinstance(key, str) or "/" in key:
+                        raise ValueError(
+                            f"checkpoint: {type(optimizer).__name__} keeps a tensor of {name!r} as {key!r}; only one"
+                            " whose key is a string without '/' can be saved"
+                        )
                     entries[f"{OPTIMIZER}/{name}/{key}"] = _state_parts(optimizer, name, key, value, parameter)
                 elif _is_plain(value):
                     values.setdefault(name, {})[key] = value

@@ -149,9 +149,9 @@ def read_metadata(path: Path, verify: bool = True) -> Metadata:
         ValueError: It cannot be read, is damaged or another program's, or a rank's file is missing or too short.
     """
     marker = folders.read_marker(path)
-    if verify and marker is not None and marker.metadata not in (None, _checksum(path / folders.METADATA)):
-        raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
     try:
+        if verify and marker is not None and marker.metadata not in (None, _checksum(path / folders.METADATA)):
+            raise ValueError(f"checkpoint: {path} is damaged: {folders.METADATA}: {_WRONG}")
         metadata = FileSystemReader(path).read_metadata()
         storage = dict(metadata.storage_data or {})
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError) as error:
@@ -197,10 +197,13 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
     reader = _Reader(path, verify)
     with torch.no_grad():
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
-            with open(path / name, "rb", buffering=0) as file:
-                for info, index in of_file:
-                    reader.begin(name, index)
-                    _read(reader, file, info, metadata, planner, requests[index])
+            try:
+                with open(path / name, "rb", buffering=0) as file:
+                    for info, index in of_file:
+                        reader.begin(name, index)
+                        _read(reader, file, info, metadata, planner, requests[index])
+            except OSError as error:
+                raise ValueError(f"checkpoint: {path / name} cannot be read: {error.strerror}") from None
 
 
 class _Reader:

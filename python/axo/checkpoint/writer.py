@@ -212,6 +212,8 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
         torch.save(extra, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
+    except OSError:  # of the system, not of what extra holds
+        raise
     except Exception as error:  # pickle's own, and torch's for classes that it does not load
         raise ValueError(
             f"checkpoint: extra holds what cannot be read back safely ({state.reason(error)}); use numbers,"

@@ -17,6 +17,7 @@ from litgpt.config import Config
 
 from axo import checkpoint, pipeline
 from axo.arrangement import arrangement_of
+from axo.checkpoint.folder import kind_of
 from axo.comm.transports import check_device
 from axo.perf import cut
 from axo.placement import check_divides
@@ -26,7 +27,7 @@ from axo.train.config import KEPT, PRECISIONS, TrainConfig
 from axo.train.log import LOG_NAME
 from axo.train.plot import PLOT_NAME
 from axo.train.recipe import offload_of
-from axo.train.resume import CHECKPOINTS
+from axo.train.resume import CHECKPOINTS, saves
 
 
 def check(config: TrainConfig) -> None:
@@ -159,9 +160,10 @@ def _check_files(config: TrainConfig) -> None:
     if not config.out.strip():
         raise ValueError("train: out is empty; name the folder of the run")
     out = Path(config.out)
-    check_writable("out", out / "file")
-    if out.is_symlink() and not out.exists():
-        raise ValueError(f"train: out={out} is a link to {os.readlink(out)}, which does not exist; give a folder")
+    for folder in (out, out / CHECKPOINTS) if saves(config) else (out,):
+        check_writable("out", folder / "file")
+        if folder.is_symlink() and not folder.exists():
+            raise ValueError(f"train: out={folder} {kind_of(folder)}; give a folder")
     written = {"out": out / PLOT_NAME, "out's log": out / LOG_NAME}
     if config.resume is not None:
         if not config.resume.strip():
@@ -186,8 +188,10 @@ def _check_files(config: TrainConfig) -> None:
         check_writable("trace", trace)
         written["trace's picture"] = trace.with_suffix(".png")
     for option, path in written.items():
-        if path.is_dir():
-            raise ValueError(f"train: {option}: {path} is a folder, and a file of that name is to be written")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"train: {option}: {path} {kind_of(path)}, and a file of that name is to be written")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"train: {option}: no permission to write {path}")
 
 
 def check_writable(option: str, path: Path) -> None:

@@ -69,7 +69,13 @@ class Checkpoints:
                 return 0, []
             asked = str(found)
         loaded = checkpoint.load(asked, self._trainer.model, self._trainer.optimizer)
-        extra = loaded.extra or {}
+        extra = loaded.extra if isinstance(loaded.extra, dict) else {}
+        losses = list(extra.get("losses", []))
+        if len(losses) != loaded.step:
+            raise ValueError(
+                f"train: {loaded.path} was not saved by axo train: of its {loaded.step} steps it has {len(losses)}"
+                " losses; name one that was"
+            )
         for name, value in self._position().items():
             if name in extra and extra[name] != value and not self._config.allow_new_data:
                 option = name.replace("_", "-")
@@ -83,7 +89,7 @@ class Checkpoints:
             )
         if extra.get("scaler"):
             self._trainer.scaler.load_state_dict(extra["scaler"])
-        return loaded.step, list(extra.get("losses", []))
+        return loaded.step, losses
 
     def _newest(self) -> Path | None:
         """This run's newest checkpoint. Rank 0 looks: the others might see the folder later."""
