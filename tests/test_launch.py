@@ -6,7 +6,7 @@ import errno
 import os
 import re
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -71,3 +71,29 @@ def test_shared_memory_that_cannot_be_written_is_named(monkeypatch) -> None:
 def test_a_save_that_failed_explains_itself() -> None:
     """A full disk: one line, no traceback. (What is left on it: tests/checkpoint/test_checkpoint_failures.py.)"""
     assert user_message(CheckpointError("checkpoint: runs was not written")) == "checkpoint: runs was not written"
+
+
+def interrupt() -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def what_cannot_be_sent() -> Any:
+    return lambda: 1
+
+
+def launch_badly() -> list[str]:
+    told = []
+    for function, ranks in ((interrupt, 2), (what_cannot_be_sent, 2), (interrupt, 0), (interrupt, "2")):
+        try:
+            launch_local(function, ranks)  # type: ignore[arg-type]
+        except BaseException as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
+    interrupted, unsendable, none, text = run_ranks(launch_badly, 1)[0]
+    assert interrupted == "Interrupted: SIGINT"
+    assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
+    assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"
+    assert "ranks='2' is no number" in text

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,7 @@ def launch_local(
             the main thread then.
 
     Raises:
+        ValueError: ``ranks`` is no number of ranks.
         RankFailed: A rank raised or died; all others have been ended.
         Interrupted: A signal came, or nobody reads what rank 0 prints; all ranks have been ended.
     """
@@ -177,6 +179,8 @@ def launch_local(
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        raise ValueError(f"launch: ranks={ranks!r} is no number of ranks; use a whole number of at least 1")
     rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
@@ -275,12 +279,18 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(reports, f"{os.getpid()}.pid").touch()
     try:
-        return function(*args)
-    except (Exception, SystemExit) as error:
+        result = function(*args)
+        if os.environ["RANK"] != "0":
+            return None
+        ForkingPickler.dumps(result)  # what cannot be sent is this rank's error, which says so
+        return result
+    except BaseException as error:
         unread = nobody_reads(error)
         if isinstance(error, SystemExit) and not unread:
             raise
-        _write_report(Path(reports), Interrupted(signal.SIGPIPE) if unread else error)
+        if unread or isinstance(error, KeyboardInterrupt):  # for the latter torch would wait for a result for ever
+            error = Interrupted(signal.SIGPIPE if unread else signal.SIGINT)
+        _write_report(Path(reports), error)
         if _is_consequence(error):
             time.sleep(_CAUSE_FIRST_SECONDS)
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception

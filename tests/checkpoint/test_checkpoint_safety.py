@@ -70,14 +70,17 @@ def differ(folder: str) -> list[str]:
         tell(lambda: save(folder, model, optimizer if rank else None, comms=comms)),
         tell(lambda: load(f"{folder}/two", model, strict=rank == 0, comms=comms)),
         tell(lambda: load(f"{folder}/two/{name_of(1 + rank)}", model, comms=comms)),
+        tell(lambda: (load if rank else save)(f"{folder}/two", model, comms=comms)),
     ]
 
 
 def test_ranks_that_name_different_places_are_told_who_and_nothing_is_written(tmp_path: Path) -> None:
     first, second = run_ranks(differ, 2, str(tmp_path))
     assert first == second
+    *others, last = first
+    assert "ranks made different calls: rank 0 one with folder, name, step, " in last and "rank 1 one with path" in last
     for message, part in zip(
-        first,
+        others,
         (
             f"{tmp_path}/1'",
             "step: rank 0 0, rank 1 1",

@@ -51,6 +51,9 @@ def test_a_saved_folder_is_what_hugging_face_loads(tmp_path, grid, kind, options
     """Oracle: the serial model: the same bits, from several files too; state_dict() on the way."""
     import transformers
 
+    (tmp_path / "out").mkdir()
+    for name in ("model.safetensors", "model-00001-of-00099.safetensors", "model.safetensors.index.json", "notes"):
+        (tmp_path / "out" / name).write_text("of an earlier save")
     expected = run_ranks(save, 4, grid, kind, tmp_path / "out", options, preload=("transformers",), timeout=90)[0]
     loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
@@ -58,6 +61,7 @@ def test_a_saved_folder_is_what_hugging_face_loads(tmp_path, grid, kind, options
     assert state.keys() == expected.keys() and all(torch.equal(state[name], expected[name]) for name in expected)
     several = (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert several is bool(options) and (len(list((tmp_path / "out").glob("*.safetensors"))) > 1) is several
+    assert (tmp_path / "out" / "notes").exists() and not list((tmp_path / "out").glob("*-of-00099*"))
 
 
 def litgpt_model(grid, folder):
@@ -72,6 +76,7 @@ def litgpt_model(grid, folder):
         lambda: torch.save(model, io.BytesIO()),
         lambda: axo.checkpoint.save_pretrained(model, folder),
         lambda: axo.checkpoint.save_pretrained(other, folder / "a file" / "below"),
+        lambda: axo.checkpoint.save_pretrained(other, folder, max_file_bytes="5GB"),
     ):
         try:
             action()
@@ -92,4 +97,5 @@ def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
         assert "is not pickled; every rank calls model.state_dict()" in said[0]
         assert "is not pickled; of a parallel model every rank calls model.state_dict()" in said[1]  # from its hooks
         assert said[2].startswith("ValueError: save_pretrained: GPT has no config of Hugging Face's; use axo.checkp")
-        assert "cannot be written: Not a directory" in said[3] and len(said) == 4
+        assert "cannot be written: Not a directory" in said[3] and len(said) == 5
+        assert "max_file_bytes='5GB' is no size; use a whole number" in said[4]

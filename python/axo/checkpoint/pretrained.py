@@ -15,6 +15,7 @@ import copy
 import json
 import math
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +30,9 @@ from axo.checkpoint.state import communicators, placement_of
 from axo.nn.elsewhere import is_stage
 from axo.sharding import unshard
 
+_INDEX = "model.safetensors.index.json"
+_TENSORS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
 
 @torch.no_grad()
 def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_file_bytes: int = 5_000_000_000) -> Path:
@@ -36,7 +40,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
 
     Args:
         model: A ``transformers.PreTrainedModel`` that ``axo.parallelize`` has split, or a serial one.
-        folder: Where to; files of the same names are replaced.
+        folder: Where to; files of the same names are replaced, and tensor files of an earlier save are removed.
         max_file_bytes: Begin another file where one would be longer; a single tensor may be.
 
     Returns:
@@ -50,6 +54,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     group = checkpoint_group(communicators(model))
     tensors = _tensors(model)
     problem = _problem(model, tensors) if given else "save_pretrained: the folder is empty; name one"
+    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
+        problem = f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a whole number of at least 1"
     agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
     files = _split(tensors, max_file_bytes)
     writes, problem = rank_in(group) == 0, ""
@@ -60,6 +66,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         if writes and not problem:
             problem = _write_file(folder / file, {name: tensors[name] for name in names}, wholes)
         deque(wholes, maxlen=0)  # the other ranks, and rank 0 after a failure, still take part in every gather
+    if writes and not problem:
+        problem = _remove_others(folder, {*files, _INDEX} if len(files) > 1 else {*files})
     agree(group, problem)
     return folder
 
@@ -127,6 +135,17 @@ def _write_file(path: Path, tensors: dict[str, torch.Tensor], wholes: Iterator[t
     return ""
 
 
+def _remove_others(folder: Path, kept: set[str]) -> str:
+    """Remove tensor files of an earlier save: ``from_pretrained`` takes a model.safetensors before any other."""
+    try:
+        for path in folder.iterdir():
+            if _TENSORS.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+    except OSError as error:
+        return f"save_pretrained: {folder} cannot be written: {error.strerror}"
+    return ""
+
+
 def _write_words(model: Any, folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> str:
     """The configuration, and which tensor lies in which file; what went wrong, or nothing."""
     config = copy.deepcopy(model.config)
@@ -142,7 +161,7 @@ def _write_words(model: Any, folder: Path, files: dict[str, list[str]], tensors:
             size = sum(math.prod(_shape(tensor)) * tensor.dtype.itemsize for tensor in tensors.values())
             where = {name: file for file, names in files.items() for name in names}
             index = {"metadata": {"total_size": size}, "weight_map": where}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+            (folder / _INDEX).write_text(json.dumps(index, indent=2))
     except OSError as error:
         return f"save_pretrained: {folder} cannot be written: {error.strerror}"
     return ""

@@ -93,6 +93,12 @@ def agree(group: dist.ProcessGroup | None, problem: str, value: Any = None, **ar
         rank, text = wrong[0]
         raise ValueError(text if len(wrong) == len(told) else f"rank {rank}: {text}")
     first = told[0][1]
+    for rank, (_, given, _) in enumerate(told):
+        if given.keys() != first.keys():
+            raise ValueError(
+                f"checkpoint: ranks made different calls: rank 0 one with {', '.join(first) or 'nothing'}, rank {rank}"
+                f" one with {', '.join(given) or 'nothing'}; every rank must make the same"
+            )
     for name, expected in first.items():
         others = {rank: given[name] for rank, (_, given, _) in enumerate(told) if given[name] != expected}
         if others:
