@@ -5,11 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from axo import launch
 from axo.errors import CheckpointError, user_message
 from axo.launch import launch_local
 from tests.launcher import run_ranks
@@ -81,18 +84,39 @@ def what_cannot_be_sent() -> Any:
     return lambda: 1
 
 
+def ask_the_launcher_to_end() -> None:
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+
+
 def launch_badly() -> list[str]:
-    told = []
-    for function, ranks in ((interrupt, 2), (what_cannot_be_sent, 2), (interrupt, 0), (interrupt, "2")):
+    told, rank_main = [], launch._rank_main
+
+    def late(reports: str, *rest: Any) -> Any:
+        os.kill(os.getppid(), signal.SIGTERM)  # before the launcher knows of this rank
+        while not Path(reports, launch._ASKED).exists():
+            time.sleep(0.01)
+        return rank_main(reports, *rest)
+
+    for function, ranks in (
+        (interrupt, 2),
+        (what_cannot_be_sent, 2),
+        (interrupt, 0),
+        (interrupt, "2"),
+        (ask_the_launcher_to_end, 2),
+        (time.sleep, 1),
+    ):
+        launch._rank_main = late if function is time.sleep else rank_main
         try:
-            launch_local(function, ranks)  # type: ignore[arg-type]
+            launch_local(function, ranks, *([60] if function is time.sleep else []), terminate=True)  # type: ignore
         except BaseException as error:
             told.append(f"{type(error).__name__}: {error}")
     return told
 
 
 def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
-    interrupted, unsendable, none, text = run_ranks(launch_badly, 1)[0]
+    interrupted, unsendable, none, text, *asked = run_ranks(launch_badly, 1)[0]
+    assert asked == ["Interrupted: SIGTERM"] * 2
     assert interrupted == "Interrupted: SIGINT"
     assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
     assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"

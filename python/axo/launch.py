@@ -34,6 +34,7 @@ from axo.errors import Aborted, PeerLost, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
 _SHM = "/dev/shm"
+_ASKED = "asked-to-end"  # a file among the reports
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
@@ -182,7 +183,8 @@ def launch_local(
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks!r} is no number of ranks; use a whole number of at least 1")
     rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
-    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+    elastic = "torch.distributed.elastic"
+    for name in (elastic, f"{elastic}.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
     with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
         config = LaunchConfig(
@@ -205,6 +207,8 @@ def launch_local(
             return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
+            if Path(reports, _ASKED).exists() and -signal.SIGTERM in failures.values():  # before a rank noted it
+                raise Interrupted(signal.SIGTERM) from None
             raise _cause(_read_reports(Path(reports)), failures) from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
@@ -265,7 +269,8 @@ def _meet_on_loopback(parameters: Any) -> Any:
 
 
 def _pass_on(reports: Path) -> None:
-    """Send SIGTERM to the ranks that live. Each has left its process id in ``reports``."""
+    """Send SIGTERM to the ranks that live. Each has left its process id in ``reports``; there it is noted, too."""
+    Path(reports, _ASKED).touch()
     for file in reports.glob("*.pid"):
         try:
             os.kill(int(file.stem), signal.SIGTERM)
@@ -278,6 +283,8 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     Path(reports, f"{os.getpid()}.pid").touch()
+    if Path(reports, _ASKED).exists():  # SIGTERM came before this rank could be found
+        os.kill(os.getpid(), signal.SIGTERM)
     try:
         result = function(*args)
         if os.environ["RANK"] != "0":

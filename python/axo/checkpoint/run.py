@@ -70,7 +70,8 @@ class Run:
             except ValueError as error:
                 problem = str(error)
             except OSError as error:
-                problem = f"checkpoint: {folder} cannot be written to: {error.strerror}"
+                where = error.filename2 or error.filename or folder
+                problem = f"checkpoint: {where} cannot be written to: {error.strerror}"
         where = str(folder)
         try:
             self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)

@@ -19,6 +19,8 @@ def consolidate(
     for name, path in (("SOURCE", source), ("OUT", out)):
         if not path.strip():
             raise ValueError(f"{name} is empty; name a file or a folder")
+        if path == "-":
+            raise ValueError(f"{name} is -, and only text goes through a pipe; name a file or a folder")
     from axo import checkpoint
 
     write: Any = checkpoint.consolidate

@@ -140,7 +140,9 @@ class ByteCorpus:
                     file.seek(start - self._starts[index])
                     piece = file.read(stop - start)
                 if len(piece) != stop - start:
-                    raise RuntimeError(f"data: {self._files[index]} became shorter while it was read")
+                    raise ValueError(
+                        f"data: {self._files[index]} became shorter while the run reads it; leave it as it is"
+                    )
                 pieces.append(piece)
             start, index = stop, index + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.int64)
