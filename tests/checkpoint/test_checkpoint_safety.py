@@ -179,69 +179,6 @@ def test_runs_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:
     assert value_of(model) == 4.0
 
 
-def take_folder(folder: str, **options: Any) -> list[str]:
-    comms = axo.connect("1x1x1x2")
-    run = axo.checkpoint.Run(folder, comms)
-    with pytest.raises(ValueError, match="in use by process"):
-        axo.checkpoint.Run(folder, comms, resume=True)
-    save(folder, filled(1.0), step=1, run=run.id, comms=comms)
-    run.close()
-    again = axo.checkpoint.Run(folder, comms, resume=True)
-    assert again.id == run.id
-    again.close()
-    messages = [tell(lambda: axo.checkpoint.Run(folder, comms))]
-    os.unlink(f"{folder}/axo-run.json") if comms.rank == 0 else None
-    again = axo.checkpoint.Run(folder, comms, resume=True)  # known from the newest checkpoint
-    assert again.id == run.id
-    again.close()
-    other = axo.checkpoint.Run(folder, comms, overwrite=True)
-    assert latest(folder) is None
-    return [*messages, run.id, other.id]
-
-
-def test_a_run_has_an_identity_and_its_folder_to_itself(tmp_path: Path) -> None:
-    first, second = run_ranks(take_folder, 2, str(tmp_path))
-    assert first == second and first[1] != first[2]
-    assert f"holds checkpoints of an earlier run, the newest {name_of(1)}; resume it" in first[0]
-
-
-def hold_or_ask(folder: Path) -> str:
-    """Rank 0 holds the folder until rank 1 has asked for it; then it is killed."""
-    held, asked = folder.with_name("held"), folder.with_name("asked")
-    if os.environ["RANK"] == "0":
-        run = axo.checkpoint.Run(folder)
-        held.with_suffix(".new").write_text(f"{os.getpid()} {run.id}")
-        held.with_suffix(".new").rename(held)
-    while not (asked if os.environ["RANK"] == "0" else held).exists():
-        time.sleep(0.01)
-    if os.environ["RANK"] == "0":
-        if os.fork() == 0:  # as a worker of a DataLoader may, it outlives the run
-            os.setpgid(0, 0)
-            held.with_name("worker").write_text(str(os.getpid()))
-            time.sleep(60)
-            os._exit(0)
-        while not held.with_name("worker").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    message = tell(lambda: axo.checkpoint.Run(folder, resume=True))
-    asked.touch()
-    return message
-
-
-def test_the_lock_on_a_folder_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    holder, other = rank_outcomes(hold_or_ask, 2, folder)
-    process, identity = (tmp_path / "held").read_text().split()
-    worker = int((tmp_path / "worker").read_text())
-    assert holder.signal == "SIGKILL" and other.ok, other.describe()
-    assert f"{folder} is in use by process {process} on {os.uname().nodename}" in other.value
-    assert Path("/proc", str(worker)).exists()
-    try:
-        assert axo.checkpoint.Run(folder, resume=True).id == identity
-    finally:
-        os.kill(worker, signal.SIGKILL)
-
-
 # Left over
 
 
@@ -470,24 +407,6 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path, monkeypa
     consolidate(good, tmp_path / "m.pth")
     assert "is a file; give a folder" in tell(lambda: consolidate(tmp_path / "m.pth", tmp_path / "readme"))
     assert names_in(tmp_path) == ["dangling", "empty.pth", "fifo", "good", "m.pth", "readme"]
-
-
-def test_without_locks_a_run_of_this_host_is_refused_and_others_are_warned_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A file system such as Lustre without -o flock."""
-
-    def none(descriptor: int) -> bool:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr("axo.checkpoint.folder.lock", none)
-    with pytest.warns(UserWarning, match=r"has no locks \(Function not implemented\).*last taken by nobody"):
-        run = axo.checkpoint.Run(tmp_path)
-    assert f"in use by process {os.getpid()} on" in tell(lambda: axo.checkpoint.Run(tmp_path, resume=True))
-    run.close()
-    (tmp_path / ".axo-lock").write_text("process 1 on elsewhere\n")
-    with pytest.warns(UserWarning, match="last taken by process 1 on elsewhere"):
-        assert axo.checkpoint.Run(tmp_path, resume=True).id == run.id
 
 
 def run_out_of_memory(folder: str) -> str:

@@ -1,0 +1,112 @@
+"""A run's hold on its folder: an identity, and a lock that ends with the process that took it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import axo
+from axo.checkpoint import latest, save
+from axo.checkpoint.folder import name_of
+from tests.checkpoint.test_checkpoint_safety import filled, tell
+from tests.launcher import rank_outcomes, run_ranks
+
+
+def take_folder(folder: str, **options: Any) -> list[str]:
+    comms = axo.connect("1x1x1x2")
+    run = axo.checkpoint.Run(folder, comms)
+    with pytest.raises(ValueError, match="in use by process"):
+        axo.checkpoint.Run(folder, comms, resume=True)
+    save(folder, filled(1.0), step=1, run=run.id, comms=comms)
+    run.close()
+    again = axo.checkpoint.Run(folder, comms, resume=True)
+    assert again.id == run.id
+    again.close()
+    messages = [tell(lambda: axo.checkpoint.Run(folder, comms))]
+    os.unlink(f"{folder}/axo-run.json") if comms.rank == 0 else None
+    again = axo.checkpoint.Run(folder, comms, resume=True)  # known from the newest checkpoint
+    assert again.id == run.id
+    again.close()
+    other = axo.checkpoint.Run(folder, comms, overwrite=True)
+    assert latest(folder) is None
+    return [*messages, run.id, other.id]
+
+
+def test_a_run_has_an_identity_and_its_folder_to_itself(tmp_path: Path) -> None:
+    first, second = run_ranks(take_folder, 2, str(tmp_path))
+    assert first == second and first[1] != first[2]
+    assert f"holds checkpoints of an earlier run, the newest {name_of(1)}; resume it" in first[0]
+
+
+def hold_or_ask(folder: Path) -> str:
+    """Rank 0 holds the folder until rank 1 has asked for it; then it is killed."""
+    held, asked = folder.with_name("held"), folder.with_name("asked")
+    if os.environ["RANK"] == "0":
+        run = axo.checkpoint.Run(folder)
+        held.with_suffix(".new").write_text(f"{os.getpid()} {run.id}")
+        held.with_suffix(".new").rename(held)
+    while not (asked if os.environ["RANK"] == "0" else held).exists():
+        time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    message = tell(lambda: axo.checkpoint.Run(folder, resume=True))
+    asked.touch()
+    return message
+
+
+def go_on_beside_a_worker(folder: Path) -> str:
+    """The run is killed; what it forked, as a DataLoader does, lives on and knows the lock's descriptor."""
+    read, write = os.pipe()
+    holder = os.fork()
+    if holder == 0:
+        try:
+            run = axo.checkpoint.Run(folder, resume=True)
+            if os.fork() == 0:
+                os.write(write, f"{os.getpid()} {run.id}".encode())
+            time.sleep(60)
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.close(write)
+    worker, identity = os.read(read, 100).decode().split()
+    os.kill(holder, signal.SIGKILL)
+    os.waitpid(holder, 0)
+    try:
+        run = axo.checkpoint.Run(folder, resume=True)
+        assert run.id == identity
+        return run.id
+    finally:
+        os.kill(int(worker), signal.SIGKILL)
+
+
+def test_the_lock_on_a_folder_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    holder, other = rank_outcomes(hold_or_ask, 2, folder)
+    process, identity = (tmp_path / "held").read_text().split()
+    assert holder.signal == "SIGKILL" and other.ok, other.describe()
+    assert f"{folder} is in use by process {process} on {os.uname().nodename}" in other.value
+    with axo.checkpoint.Run(folder, resume=True) as run:
+        assert run.id == identity
+    assert run_ranks(go_on_beside_a_worker, 1, folder) == [identity]
+
+
+def test_without_locks_a_run_of_this_host_is_refused_and_others_are_warned_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system such as Lustre without -o flock."""
+
+    def none(descriptor: int) -> bool:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr("axo.checkpoint.folder.lock", none)
+    with pytest.warns(UserWarning, match=r"has no locks \(Function not implemented\).*last taken by nobody"):
+        run = axo.checkpoint.Run(tmp_path)
+    assert f"in use by process {os.getpid()} on" in tell(lambda: axo.checkpoint.Run(tmp_path, resume=True))
+    run.close()
+    (tmp_path / ".axo-lock").write_text("process 1 on elsewhere\n")
+    with pytest.warns(UserWarning, match="last taken by process 1 on elsewhere"):
+        assert axo.checkpoint.Run(tmp_path, resume=True).id == run.id
