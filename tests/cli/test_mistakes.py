@@ -126,6 +126,7 @@ def test_train(here: Path, arguments: list[str], message: str) -> None:
         ("profile --out folder", "'folder' is a folder; name a file in it"),
         ("tune --model gpt-5b --json folder", "'folder' is a folder; name a file in it"),
         ("info --flight", "axo info: error: --flight needs files"),
+        ("consolidate folder -", "OUT is -, and only text goes through a pipe; name a file or a folder"),
         ("consolidate folder", "axo consolidate: error: Missing argument 'OUT'"),
     ],
 )

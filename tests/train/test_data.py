@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import numpy as np
@@ -56,6 +57,9 @@ def test_corpus_reads_across_files_and_empty_files(tmp_path: Path) -> None:
         tokens = corpus.read(start, count)
         assert tokens.dtype == np.int64
         assert np.array_equal(tokens, expected[start : start + count]), (start, count)
+    os.truncate(files[-1], 1)
+    with pytest.raises(ValueError, match="became shorter"):
+        corpus.read(310, 5)
 
 
 def test_texts_are_told_apart_by_their_contents_not_by_their_place(tmp_path: Path) -> None:
