@@ -174,7 +174,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     of_blocks = [(block, _of_block(block, grid, rows, run, known)) for block in workload.blocks]
     at_once = _gathered([(block.repeat, one) for block, one in of_blocks if not one.has_loss], grid, run)
     share = run.optimizer_share(grid) if run.zero == 2 else 1.0  # of the gradients, that stays on this rank
-    silent = grid.z * grid.data == 1  # nothing to reduce: autograd puts a gradient into .grad at once
+    alone = grid.z * grid.data == 1  # no gradient is reduced: autograd puts a gradient into .grad at once
     kept = logits = head = 0.0
     extra = [0.0]  # while blocks run backward: bytes more than when the loss was there
     made = 0.0  # bytes of gradients so far
@@ -184,7 +184,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
 
     def gradients() -> float:  # this rank's share of them, and the buckets in which others wait for the rest
         if grid.data == 1:
-            return 0.0 if silent and run.micro_batches > 1 else made  # autograd adds to the gradients that are there
+            return 0.0 if alone and run.micro_batches > 1 else made  # autograd adds to the gradients that are there
         return share * made + min(run.itemsize * products - share * made, run.bucket_bytes) + others
 
     freed = of_head = 0.0
@@ -225,7 +225,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
             made, freed = made + (block.repeat - 1) * one.gradients, freed + (block.repeat - 1) * frees
             extra.append(gradients() + working - freed)
             made, freed = made + one.gradients, freed + frees
-    copied = run.itemsize != run.weights and not silent
+    copied = run.itemsize != run.weights and not alone
     waiting = min((1 - share) * run.itemsize * shard, run.bucket_bytes)  # with ZeRO-2, a bucket at a time is whole
     return Memory(
         weights=run.weights * (shard + workload.tables),
