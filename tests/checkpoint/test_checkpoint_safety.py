@@ -155,7 +155,8 @@ def test_only_what_axo_wrote_is_replaced_or_removed(tmp_path: Path) -> None:
         assert "is not the name of a folder" in tell(lambda name=name: save(folder, model, name=name))
     for step in range(4):
         save(folder, model, step=step, keep=1)
-    assert names_in(folder) == ["link", "src", name_of(3), name_of(5)]
+    save(folder, model, name="best", keep=1)  # not one of those that are counted
+    assert names_in(folder) == ["best", "link", "src", name_of(3), name_of(5)]
     assert (folder / "src" / "main.py").read_text() == "print()" and (foreign / ".metadata").exists()
     assert latest(folder) == folder / name_of(3)
     assert names_in(tmp_path) == ["project"]
@@ -397,6 +398,7 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path, monkeypa
         lambda: load("s3://bucket/run", model): "is an address",
         lambda: load(tmp_path, model): "holds no checkpoint (good/ in it does); give",
         lambda: load(good / ".metadata", model): f"is a file of a checkpoint; give the folder, {good}",
+        lambda: load(good, nn.Linear(2, 3), strict=False): "it has no tensor of the model",
         lambda: load(good, nn.ModuleDict({"_orig_mod": model})): "'_orig_mod.' of torch.compile; save and load",
     }.items():
         assert part in tell(call)

@@ -59,13 +59,14 @@ def errors_of(configs: list[TrainConfig], by_hand: str) -> list[str]:
 
 
 def test_what_cannot_be_resumed_is_named(text: str, tmp_path: Path) -> None:
-    config, by_hand = small(text, steps=2, save_every=2), str(tmp_path / "by_hand")
+    config, by_hand = small(text, steps=2, save_every=1), str(tmp_path / "by_hand")
     expected = {
         "was saved with seed=5, now it is 6": {"seed": 6},
         "is of step 2, beyond steps=1": {"steps": 1},
         "checkpoint: /nowhere does not exist": {"resume": "/nowhere"},
         "was not saved by axo train: of its 2 steps it has 0 losses": {"resume": f"{by_hand}/checkpoints"},
         "is of another model": {"model_overrides": SMALL | {"n_layer": 1}},
+        "this run has later checkpoints than": {"resume": f"{Path(text).parent}/out/checkpoints/step-00000001"},
         "keep=0 is out of range": {"keep": 0},
         "trace=. is a folder": {"trace": "."},
     }

@@ -268,7 +268,8 @@ def prune(newest: Path, keep: int, run: str | None) -> None:
     """Remove the oldest checkpoints of ``run`` beside ``newest`` but ``keep``; never ``newest``, and no link."""
     others = [path for path in complete(newest.parent) if path != newest and run_of(path) == run]
     others = [path for path in others if not path.is_symlink()]
-    for path in others[: max(0, len(others) - (keep - 1))]:
+    keep -= step_of(newest.name) is not None  # one with a name of its own does not count
+    for path in others[: max(0, len(others) - keep)]:
         try:
             remove(path)
         except OSError as error:  # the save itself is complete

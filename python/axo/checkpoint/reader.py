@@ -303,6 +303,8 @@ def compare(
                     problems.append(f"{whose} have {prefix!r} of {wrapper}; save and load the model inside it")
         problems += _listed(missing, f"it lacks %d tensors of {owner}")
         problems += _listed(extra, f"it has %d that {owner} lacks")
+    elif wanted and not wanted.keys() & saved.keys():
+        problems.append(f"it has no tensor of {owner}")
     other = [
         f"{name} is {_shape(saved[name])} there and {_shape(shape)} here"
         for name, shape in wanted.items()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from axo import checkpoint
+from axo.checkpoint.folder import step_of
 from axo.launch import Termination
 from axo.offload import OffloadedAdamW
 from axo.train.config import TrainConfig
@@ -63,11 +64,17 @@ class Checkpoints:
         asked = self._config.resume
         if asked is None:
             return 0, []
+        newest = self._newest(self._run.id)
         if asked == "auto":
-            found = self._newest()
-            if found is None:
-                return 0, []
-            asked = str(found)
+            if newest is None:
+                others = self._newest(None)
+                if others is None:
+                    return 0, []
+                raise ValueError(
+                    f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
+                    f" --resume {others}"
+                )
+            asked = str(newest)
         loaded = checkpoint.load(asked, self._trainer.model, self._trainer.optimizer)
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         losses = list(extra.get("losses", []))
@@ -87,22 +94,19 @@ class Checkpoints:
             raise ValueError(
                 f"train: {loaded.path} is of step {loaded.step}, beyond steps={self._config.steps}; ask for more steps"
             )
+        if newest is not None and (step_of(newest.name) or 0) > loaded.step and saves(self._config):
+            raise ValueError(
+                f"train: this run has later checkpoints than {loaded.path}, the newest {newest}, and the next --resume"
+                " would take that: remove them, or give another --out"
+            )
         if extra.get("scaler"):
             self._trainer.scaler.load_state_dict(extra["scaler"])
         return loaded.step, losses
 
-    def _newest(self) -> Path | None:
-        """This run's newest checkpoint. Rank 0 looks: the others might see the folder later."""
-        mine = others = None
-        if self._trainer.comms.everyone.rank == 0:
-            mine, others = checkpoint.latest(self._folder, run=self._run.id), checkpoint.latest(self._folder)
-        found, other = (checkpoint.share_path(self._trainer.comms, path) for path in (mine, others))
-        if found is None and other is not None:
-            raise ValueError(
-                f"train: the checkpoints in {self._folder} are another run's; name the one to go on from, such as"
-                f" --resume {other}"
-            )
-        return found
+    def _newest(self, run: str | None) -> Path | None:
+        """The newest checkpoint of a run, None: of any. Rank 0 looks: the others might see the folder later."""
+        found = checkpoint.latest(self._folder, run=run) if self._trainer.comms.everyone.rank == 0 else None
+        return checkpoint.share_path(self._trainer.comms, found)
 
     def after(self, step: Step, losses: list[float]) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
