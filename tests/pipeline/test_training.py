@@ -63,20 +63,22 @@ def all_losses(configs: list[TrainConfig]) -> list[list[float]]:
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("grid", ["1x1x1x1", "2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2"])
 def test_twenty_steps_of_every_schedule(text: str, grid: str, precision: str) -> None:
-    """Oracle: the serial run of the same precision. fp32 to 1e-4, bf16-mixed as ``--compare-serial`` judges it; each
-    schedule with activation checkpointing in one of the two."""
+    """Oracle: the serial run of the same precision. fp32 to 1e-4; bf16-mixed to 4 times what serial runs differ by that
+    cut a batch into other pieces, which round at other places. Each schedule checkpoints activations in one of both."""
     configs = [
         staged(text, grid=Grid.parse(grid), pipeline=2, schedule=schedule, steps=20, precision=precision,
                recompute=bool((number + (precision == "32-true")) % 2), out=f"{text}-{schedule}")
         for number, schedule in enumerate(SCHEDULES)
     ]  # fmt: skip
     found = run_ranks(all_losses, configs[0].ranks, configs, timeout=300)[0]
-    alone = dataclasses.replace(configs[0], recompute=False)
-    serial = list(train_serial(alone, open_batches(alone, open_corpus(alone))))
+    pieces = (1, 2, 4, 8) if precision == "bf16-mixed" else (1,)
+    alone = [dataclasses.replace(configs[0], recompute=False, accumulate=count) for count in pieces]
+    serial = [list(train_serial(one, open_batches(one, open_corpus(one)))) for one in alone]
+    noise = max(parity.compare(one, other, precision).difference for one in serial for other in serial)
     for config, losses in zip(configs, found, strict=True):
-        verdict = parity.compare(losses, serial, precision)
-        print(f"{grid}, {config.schedule}, recompute={config.recompute}: {verdict}")
-        assert verdict.ok, config.schedule
+        verdict = parity.compare(losses, serial[0], precision)
+        print(f"{grid}, {config.schedule}, recompute={config.recompute}: {verdict}; serial runs differ by {noise:.1e}")
+        assert verdict.ok and (precision == "32-true" or verdict.difference <= 4 * noise), config.schedule
 
 
 def test_offload_in_stages(text: str) -> None:
