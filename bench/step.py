@@ -7,13 +7,13 @@
 
 Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row plan, ``data`` against DDP, ``pipeline``
 against torch's own stages, all by 1F1B; each rival over Gloo (NCCL on GPUs) and over backend axo, which tells transport
-and engine apart; everybody with torch's fused AdamW. A round is one step of each contestant in turn, the slowest rank's
-time; figures are means of the last 8 of 10 steps, as in the AxoNN papers, over all repeats. Columns: ms a step, how
-often faster than the first rival (median over rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of
-the rate of a large product measured here), comm: the part of the step that a rank is blocked in communication (Axo
-alone knows), over: the part by which the step is longer than the same work without communication (plain torch, the last
-row, whose ``faster`` is what could be won at that work), MB: peak memory of the step, parameters and optimizer
-included, and the loss, which must agree.
+and engine apart; everybody with torch's fused AdamW. A round is one step of each contestant in turn, the order turned
+round each time, the slowest rank's time; figures are means of the last 8 of 10 steps, as in the AxoNN papers, over all
+repeats. Columns: ms a step, how often faster than the first rival (median over rounds), tokens/s of all ranks, MFU and
+HFU (of --peak-tflops, else of the rate of a large product measured here), comm: the part of the step that a rank is
+blocked in communication (Axo alone knows), over: the part by which the step is longer than the same work without
+communication (plain torch, the last row, whose ``faster`` is what could be won at that work), MB: peak memory of the
+step, parameters and optimizer included, and the loss, which must agree.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     seconds, blocked, losses = {c.name: [] for c in field}, {c.name: [] for c in field}, {}
     for _ in range(options.repeats):
         for step in range(STEPS):
-            for contestant in field:
+            for contestant in field[:: -1 if step % 2 else 1]:
                 spent, waited, loss = timed_step(contestant, batches[step], comms)
                 if step >= STEPS - COUNTED:
                     seconds[contestant.name].append(spent)
