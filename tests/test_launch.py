@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -104,6 +105,7 @@ def launch_badly() -> list[str]:
         (interrupt, 0),
         (interrupt, "2"),
         (ask_the_launcher_to_end, 2),
+        (sys.exit, 2),  # an end like any other
         (time.sleep, 1),
     ):
         launch._rank_main = late if function is time.sleep else rank_main

@@ -60,7 +60,7 @@ class RankFailed(RuntimeError):
         rank: Which.
         user_error: True when the message explains all (``axo.errors.user_message``): a traceback would only hide it.
         trace: The rank's traceback, or "".
-        lost: The rank died without an error of its own, and not by SIGTERM: another start may do better.
+        lost: The rank died without an error of its own, and nobody had asked for the end: another start may do better.
     """
 
     def __init__(
@@ -207,9 +207,13 @@ def launch_local(
             return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
-            if Path(reports, _ASKED).exists() and -signal.SIGTERM in failures.values():  # before a rank noted it
+            asked = Path(reports, _ASKED).exists()
+            if asked and -signal.SIGTERM in failures.values():  # before a rank noted it
                 raise Interrupted(signal.SIGTERM) from None
-            raise _cause(_read_reports(Path(reports)), failures) from None
+            cause = _cause(_read_reports(Path(reports)), failures)
+            if asked and isinstance(cause, RankFailed):
+                cause.lost = False
+            raise cause from None
         except SignalException as error:
             raise Interrupted(error.sigval) from None
         except OSError as error:
@@ -294,6 +298,8 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     except BaseException as error:
         unread = nobody_reads(error)
         if isinstance(error, SystemExit) and not unread:
+            if error.code is None:  # torch takes only 0 for an end, and would wait for a result for ever
+                return None
             raise
         if unread or isinstance(error, KeyboardInterrupt):  # for the latter torch would wait for a result for ever
             error = Interrupted(signal.SIGPIPE if unread else signal.SIGINT)

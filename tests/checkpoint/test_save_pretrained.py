@@ -98,4 +98,4 @@ def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
         assert "is not pickled; of a parallel model every rank calls model.state_dict()" in said[1]  # from its hooks
         assert said[2].startswith("ValueError: save_pretrained: GPT has no config of Hugging Face's; use axo.checkp")
         assert "cannot be written: Not a directory" in said[3] and len(said) == 5
-        assert "max_file_bytes='5GB' is no size; use a whole number" in said[4]
+        assert "max_file_bytes='5GB' is no size; use a number" in said[4]

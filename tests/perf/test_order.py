@@ -98,10 +98,11 @@ def broken(what: str) -> Iterator[None]:
         return changed
 
     def all_ahead_at_once(plain: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(self: Gathers, *args: Any) -> None:
-            plain(self, *args)
-            for gathered in self._ahead.values():
+        def changed(*args: Any) -> Any:
+            issued = plain(*args)
+            for gathered in issued.values():
                 gathered.wait()
+            return issued
 
         return changed
 

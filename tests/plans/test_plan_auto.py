@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import axo
+from axo.plans.auto.experts import EveryExpert
 from axo.plans.auto.patterns import Wish, wishes
 from tests.launcher import run_ranks
 from tests.nn.support import (
@@ -28,7 +31,9 @@ transformers = pytest.importorskip("transformers")
 LIMIT = 1e-5  # losses of size 5; FACTS: two serial runs that sum in another order differ by 1e-6 after 20 steps
 BATCH, TOKENS, VOCABULARY = 8, 12, 101
 STEPS = 20
-PRELOAD = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral"))
+PRELOAD = tuple(
+    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen2_moe")
+)
 
 
 def llama(**changes):
@@ -109,6 +114,18 @@ MODELS = {
         lambda step: text(step)[:, :4],
         text_loss,
     ),
+    "qwen2moe-few": (  # a shared expert comes after the others
+        lambda: of_llamas_kind(
+            "Qwen2Moe",
+            num_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=48,
+            shared_expert_intermediate_size=48,
+            num_hidden_layers=1,
+        ),
+        lambda step: text(step)[:, :4],
+        text_loss,
+    ),
     "granite": (lambda: of_llamas_kind("Granite"), text, text_loss),
     "gpt2": (gpt2, text, text_loss),
     "conv": (ConvNet, images, image_loss),
@@ -158,17 +175,48 @@ def compare(comms, name, steps, plan="auto"):
 def train(cases, steps):
     dist.init_process_group("axo")
     for grid, name in cases:
-        comms = axo.connect(grid)
+        comms, without_rows = axo.connect(grid), []
+
+        def count(module, inputs, found=without_rows):
+            found += [module] if inputs and not len(inputs[0]) else []
+
+        counting = register_module_forward_pre_hook(count)
         model = compare(comms, name, 2 if name in SENSITIVE else steps)
+        counting.remove()
+        none = comms.world.all_reduce(torch.tensor(len(without_rows))) == 0
+        assert none != name.endswith("-few"), f"{grid} {name}: experts without rows on some rank: {not none}"
         by_heads = [line for line in axo.plan_report(model) if line.why == "heads over x"]
-        assert by_heads or name == "conv", f"{name}: {axo.plan_report(model)}"
+        assert by_heads or name in ("conv", "qwen2moe-few"), f"{name}: {axo.plan_report(model)}"
         comms.close()
 
 
 def test_hugging_face_and_convolutions_train_as_serial():
     cases = [("2x1x2x1", "llama-mqa"), ("1x2x2x1", "gpt2"), ("2x1x1x2", "conv"), ("4x1x1x1", "qwen3")]
-    cases += [("1x1x2x2", "mixtral-few")]
+    cases += [("1x1x2x2", "mixtral-few"), ("1x1x2x2", "qwen2moe-few"), ("1x1x1x4", "qwen2moe-few")]
     run_ranks(train, 4, cases, 2, timeout=120, preload=PRELOAD)
+
+
+def test_a_recomputed_block_calls_every_expert_and_keeps_nothing():
+    serial = of_llamas_kind("Mixtral", num_local_experts=8).model.layers[0].block_sparse_moe
+    block = copy.deepcopy(serial)
+    every, called = EveryExpert(block, gathers=True), []
+    for number, expert in enumerate(block.experts):
+        expert.register_forward_hook(lambda expert, inputs, output, number=number: called.append(number))
+    x = torch.randn(1, 2, 32)
+    results = []
+    for each in (serial, block):
+        mine = x.clone().requires_grad_()
+        out = checkpoint(lambda rows, each=each: each(rows)[0], mine, use_reentrant=False)
+        out.square().sum().backward()
+        results.append((out, mine.grad))
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert called[:8] == list(range(8)) and called[8:] == list(range(len(called) - 8))
+    assert (every._next, every._no_rows, every._sum) == (8, None, None)
+    del called[:]
+    every._gathers = False
+    with torch.no_grad():  # without gradients and without gathers nothing meets
+        block(x)
+    assert 0 < len(called) < 8
 
 
 @pytest.mark.soak

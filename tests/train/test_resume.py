@@ -50,6 +50,10 @@ def errors_of(configs: list[TrainConfig], by_hand: str) -> list[str]:
     checkpoint.save = lambda *args, **options: save(*args, **options | {"extra": 5})  # type: ignore[assignment]
     runner.train_rank(dataclasses.replace(configs[0], out=by_hand))
     checkpoint.save = save
+    damaged = Path(configs[0].out, "checkpoints", "step-00000004")
+    damaged.mkdir(parents=True)
+    for name in ("axo.json", ".metadata"):
+        (damaged / name).touch()
     for config in configs:
         try:
             runner.train_rank(config)
@@ -67,6 +71,7 @@ def test_what_cannot_be_resumed_is_named(text: str, tmp_path: Path) -> None:
         "was not saved by axo train: of its 2 steps it has 0 losses": {"resume": f"{by_hand}/checkpoints"},
         "is of another model": {"model_overrides": SMALL | {"n_layer": 1}},
         "this run has later checkpoints than": {"resume": f"{Path(text).parent}/out/checkpoints/step-00000001"},
+        "that axo.checkpoint.save did not write (it has an axo.json that cannot be read)": {"steps": 4},
         "keep=0 is out of range": {"keep": 0},
         "trace=. is a folder": {"trace": "."},
     }

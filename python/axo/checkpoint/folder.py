@@ -72,6 +72,11 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def number_of(path: Path) -> int:
+    """The step of a checkpoint that ``complete`` found, whose name may be that of one that is being replaced."""
+    return int(re.findall(r"\d+", path.name)[0])
+
+
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is a folder with DCP's metadata in it."""
     return (path / METADATA).is_file()
@@ -99,7 +104,7 @@ def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | 
     """
     found = [path for path in complete(folder) if run is None or run_of(path) == run]
     newest = found[-1] if found else None
-    after = -1 if newest is None else int(re.findall(r"\d+", newest.name)[0])
+    after = -1 if newest is None else number_of(newest)
     for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
         step = step_of(path.name)
         if step is not None and step > after and _fault(path) and (run is None or run_of(path) in (None, run)):

@@ -18,6 +18,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterator
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ import torch
 from torch import nn
 
 from axo.checkpoint import safetensors
+from axo.checkpoint.folder import whole_file
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
 from axo.checkpoint.state import communicators, placement_of
 from axo.nn.elsewhere import is_stage
@@ -54,18 +56,21 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     group = checkpoint_group(communicators(model))
     tensors = _tensors(model)
     problem = _problem(model, tensors) if given else "save_pretrained: the folder is empty; name one"
-    if isinstance(max_file_bytes, bool) or not isinstance(max_file_bytes, int) or max_file_bytes < 1:
-        problem = f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a whole number of at least 1"
+    number = isinstance(max_file_bytes, Real) and not isinstance(max_file_bytes, bool)
+    if not problem and not (number and max_file_bytes >= 1):
+        problem = f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a number of at least 1"
     agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
     files = _split(tensors, max_file_bytes)
     writes, problem = rank_in(group) == 0, ""
     if writes:
-        problem = _write_words(model, folder, files, tensors)
+        problem = _write_words(model, folder, tensors)
     for file, names in files.items():
         wholes = (_whole(tensors[name]) for name in names)
         if writes and not problem:
             problem = _write_file(folder / file, {name: tensors[name] for name in names}, wholes)
         deque(wholes, maxlen=0)  # the other ranks, and rank 0 after a failure, still take part in every gather
+    if writes and not problem and len(files) > 1:
+        problem = _write_index(folder, files, tensors)
     if writes and not problem:
         problem = _remove_others(folder, {*files, _INDEX} if len(files) > 1 else {*files})
     agree(group, problem)
@@ -146,8 +151,8 @@ def _remove_others(folder: Path, kept: set[str]) -> str:
     return ""
 
 
-def _write_words(model: Any, folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> str:
-    """The configuration, and which tensor lies in which file; what went wrong, or nothing."""
+def _write_words(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> str:
+    """The configuration; what went wrong, or nothing."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
@@ -157,11 +162,18 @@ def _write_words(model: Any, folder: Path, files: dict[str, list[str]], tensors:
         config.save_pretrained(folder)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(folder)
-        if len(files) > 1:
-            size = sum(math.prod(_shape(tensor)) * tensor.dtype.itemsize for tensor in tensors.values())
-            where = {name: file for file, names in files.items() for name in names}
-            index = {"metadata": {"total_size": size}, "weight_map": where}
-            (folder / _INDEX).write_text(json.dumps(index, indent=2))
+    except OSError as error:
+        return f"save_pretrained: {folder} cannot be written: {error.strerror}"
+    return ""
+
+
+def _write_index(folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> str:
+    """Which tensor lies in which file, once these are there: an earlier save's index holds until then."""
+    size = sum(math.prod(_shape(tensor)) * tensor.dtype.itemsize for tensor in tensors.values())
+    where = {name: file for file, names in files.items() for name in names}
+    try:
+        with whole_file(folder / _INDEX) as unfinished:
+            unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
     except OSError as error:
         return f"save_pretrained: {folder} cannot be written: {error.strerror}"
     return ""

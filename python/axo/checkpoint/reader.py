@@ -294,13 +294,13 @@ def compare(
         ValueError: They differ; says how many and names the first few of each kind.
     """
     problems = []
+    for prefix, wrapper in _WRAPPERS.items() if wanted.keys() != saved.keys() else ():
+        for names, others, whose in ((wanted, saved, f"names of {owner}"), (saved, wanted, "its names")):
+            if {name.replace(prefix, "") for name in names} == others.keys():
+                problems.append(f"{whose} have {prefix!r} of {wrapper}; save and load the model inside it")
     if strict:
         missing = [f"{name} {_shape(wanted[name])}" for name in wanted if name not in saved]
         extra = [f"{name} {_shape(saved[name])}" for name in saved if name not in wanted]
-        for prefix, wrapper in _WRAPPERS.items() if missing and extra else ():
-            for names, others, whose in ((wanted, saved, f"names of {owner}"), (saved, wanted, "its names")):
-                if {name.replace(prefix, "") for name in names} == others.keys():
-                    problems.append(f"{whose} have {prefix!r} of {wrapper}; save and load the model inside it")
         problems += _listed(missing, f"it lacks %d tensors of {owner}")
         problems += _listed(extra, f"it has %d that {owner} lacks")
     elif wanted and not wanted.keys() & saved.keys():

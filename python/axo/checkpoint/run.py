@@ -16,9 +16,7 @@ import re
 import secrets
 import socket
 import warnings
-from functools import partial
 from pathlib import Path
-from weakref import ref
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
@@ -90,6 +88,7 @@ class Run:
         if self._lock >= 0:
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
+            _held.discard(self._lock)
             self._lock = -1
 
     def _take(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
@@ -126,7 +125,7 @@ class Run:
             self._lock = -1
             owner = owner or "another process"
             raise ValueError(f"checkpoint: {folder} is in use by {owner}; wait until it ends, or give another folder")
-        os.register_at_fork(after_in_child=partial(_let_go, ref(self)))  # or a worker that outlives it would hold on
+        _held.add(self._lock)
         os.ftruncate(self._lock, 0)
         os.pwrite(self._lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
@@ -137,12 +136,16 @@ class Run:
         return identity
 
 
-def _let_go(of: ref[Run]) -> None:
-    """Close a lock in a forked child; its parent keeps it."""
-    run = of()
-    if run is not None and run._lock >= 0:
-        os.close(run._lock)
-        run._lock = -1
+_held: set[int] = set()  # the locks of this process
+
+
+def _let_go() -> None:
+    """Close all locks in a forked child: a worker that outlives its parent would hold on to them."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_let_go)
 
 
 def _lives_here(owner: str) -> bool:

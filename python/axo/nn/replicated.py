@@ -124,6 +124,7 @@ def replicate(
         ValueError: A tied parameter is summed over other axes where it came first.
     """
     own = dict(module.named_parameters(recurse=False))
+    sum_over = tuple(axis for axis in sum_over if getattr(comms.grid, axis) > 1)
     for name, parameter in own.items():
         first = getattr(parameter, "sum_over", ())
         tied = hasattr(parameter, "placement") and not isinstance(module, Replicated)

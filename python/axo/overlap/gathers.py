@@ -152,8 +152,8 @@ class Gathers:
 
     def _forget_nodes(self) -> None:
         """Use no weight again that nodes of earlier passes alone may keep."""
-        here = self._held.keys() | self._between.keys()
-        self._last = {route: last for route, last in self._last.items() if route in here}
+        here = self._between | {route: held.gathered for route, held in self._held.items()}
+        self._last = {route: last for route, last in self._last.items() if route in here and last() is here[route]}
 
     def drop(self) -> None:
         """Forget the pass under way and every weight kept here."""

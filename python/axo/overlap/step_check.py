@@ -14,7 +14,7 @@ train nothing, and are refused.
 A model made by a plan takes the same input on all ranks along x and y (with Tesseract, y). Rows that differ there would
 be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
 
-A compiler that traces communication compiles each layer for minutes, so the model says what to call before.
+A compiled model is refused unless ``keep_out_of_graphs`` was called: to trace its communication takes minutes a layer.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def refuse_compiled() -> None:
     if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         raise Refused(
             "torch.compile: it would trace this model's communication; call"
-            " axo.integrations.fabric.compile.keep_out_of_graphs(model) before torch.compile(model)"
+            " axo.integrations.fabric.compile.keep_out_of_graphs(model) before torch.compile(model), and"
+            " again where the model was attached since"
         )
 
 

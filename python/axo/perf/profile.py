@@ -107,7 +107,7 @@ def measure(
     try:
         gemms = [_gemm(world, shape, repeats, dtype) for shape in shapes(workload, ranks, rows)]
         memory_gbs = _copy(world, message, repeats)
-        layer = _layer(world, 5 * repeats, dtype) if device == "cpu" and find_spec("litgpt") is not None else None
+        layer = _layer(world, 5 * repeats, dtype) if device == "cpu" and _all_have_litgpt(world) else None
     finally:
         world.close()
     table: dict[str, float] = {}
@@ -215,6 +215,12 @@ def _all_reduce(comms: Communicators, size: int, message: int, repeats: int) -> 
     seconds = min(_timed(comms, repeats, lambda: all_rings(large)))
     start = min(_timed(comms, 10 * repeats, lambda: all_rings(tiny)))  # else a busy moment doubles GB/s
     return round(2 * (size - 1) / size * large.numel() * 4 / max(seconds - start, seconds / 2) / 1e9, 4)
+
+
+def _all_have_litgpt(world: Communicators) -> bool:
+    import torch
+
+    return bool(world.world.all_reduce(torch.tensor(int(find_spec("litgpt") is not None)), "min"))
 
 
 def _latency(comms: Communicators, steps: int, repeats: int) -> float:

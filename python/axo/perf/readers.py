@@ -134,7 +134,11 @@ def litgpt_module(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(alone, litgpt_file(name))
         assert spec is not None and spec.loader is not None
         sys.modules[alone] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[alone])
+        try:
+            spec.loader.exec_module(sys.modules[alone])
+        except BaseException:
+            del sys.modules[alone]
+            raise
     return sys.modules[alone]
 
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from axo import checkpoint
-from axo.checkpoint.folder import step_of
+from axo.checkpoint.folder import check_place, number_of, step_of
+from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.launch import Termination
 from axo.offload import OffloadedAdamW
 from axo.train.config import TrainConfig
@@ -59,8 +60,22 @@ class Checkpoints:
         """Load what ``--resume`` asks for. Returns the next step, and the losses of those before it.
 
         Raises:
-            ValueError: There is no such checkpoint, or it is of another model or another order of the data.
+            ValueError: There is no such checkpoint, or it is of another model or another order of the data; or a later
+                step's place is taken.
         """
+        start, losses = self._load()
+        problem = ""
+        if saves(self._config) and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
+            try:
+                for path in sorted(self._folder.iterdir()):
+                    if start < (step_of(path.name) or 0) <= self._config.steps:
+                        check_place(path, self._run.id)
+            except ValueError as error:
+                problem = str(error)
+        agree(checkpoint_group(self._trainer.comms), problem)
+        return start, losses
+
+    def _load(self) -> tuple[int, list[float]]:
         asked = self._config.resume
         if asked is None:
             return 0, []
@@ -94,10 +109,10 @@ class Checkpoints:
             raise ValueError(
                 f"train: {loaded.path} is of step {loaded.step}, beyond steps={self._config.steps}; ask for more steps"
             )
-        if newest is not None and (step_of(newest.name) or 0) > loaded.step and saves(self._config):
+        if newest is not None and number_of(newest) > loaded.step and saves(self._config):
             raise ValueError(
                 f"train: this run has later checkpoints than {loaded.path}, the newest {newest}, and the next --resume"
-                " would take that: remove them, or give another --out"
+                " would take that: go on from it with --resume auto, remove the later ones, or give another --out"
             )
         if extra.get("scaler"):
             self._trainer.scaler.load_state_dict(extra["scaler"])

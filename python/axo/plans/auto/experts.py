@@ -2,11 +2,13 @@
 
 Their blocks call the experts that some row has chosen, by number. A rank where no row has chosen one would not take
 part when the others gather that expert's weights and reduce its gradients, and its next call would meet theirs. So it
-calls that expert too, with no rows, before the next one that has some or when the block ends; the sum of what comes
-back, which is zero, is added to the block's output, so that backward goes there as well.
+calls that expert too, with no rows, before the next one that has some, before what the block calls after its experts (a
+shared one), or when it ends; the sum of what comes back, which is zero, is added to the block's output, so that
+backward goes there as well.
 
-transformers is not imported here: a block is known by its package, and by ``experts``, an ``nn.ModuleList`` of modules
-that take (rows, features). Experts that a program checkpoints one by one are called in backward as they stand.
+transformers is not imported here: a block is known by its package, and by ``experts``, an ``nn.ModuleList`` or
+``nn.ModuleDict`` of modules that take (rows, features). Experts that a program checkpoints one by one are called in
+backward as they stand.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from torch import nn
 
 def is_mixture(module: nn.Module) -> bool:
     """Whether ``module`` is a mixture of experts of transformers whose experts are modules of their own."""
-    of_transformers = type(module).__module__.startswith("transformers.models.")
-    return of_transformers and isinstance(getattr(module, "experts", None), nn.ModuleList)
+    of_transformers = type(module).__module__.startswith(("transformers.models.", "transformers_modules."))
+    return of_transformers and isinstance(getattr(module, "experts", None), nn.ModuleList | nn.ModuleDict)
 
 
 class EveryExpert:
@@ -29,36 +31,51 @@ class EveryExpert:
 
     Args:
         block: For which :func:`is_mixture` holds.
+        gathers: Whether a forward pass without gradients communicates too: over z.
     """
 
-    def __init__(self, block: Any) -> None:
-        self._experts: nn.ModuleList = block.experts
+    def __init__(self, block: Any, gathers: bool) -> None:
+        experts = block.experts
+        self._experts = list(experts.values() if isinstance(experts, nn.ModuleDict) else experts)
+        self._gathers = gathers
         self._next = len(self._experts)  # outside of the block's forward: nothing is to be called
         self._no_rows: torch.Tensor | None = None
         self._sum: torch.Tensor | None = None
         block.register_forward_pre_hook(self._begin)
         for number, expert in enumerate(self._experts):
             expert.register_forward_pre_hook(partial(self._before, number))
+        for other in block.children():
+            if other is not experts:
+                other.register_forward_pre_hook(self._before_other)
         block.register_forward_hook(self._end)
+        block.register_forward_hook(self._forget, always_call=True)  # a recomputation stops before the end
 
     def _begin(self, block: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not self._gathers and not torch.is_grad_enabled():
+            return
         hidden = inputs[0]
         self._no_rows = hidden.reshape(-1, hidden.shape[-1])[:0].clone()  # the block may write to its input
-        self._next, self._sum = 0, None
+        self._next = 0
 
     def _before(self, number: int, expert: nn.Module, inputs: Any) -> None:
         if number >= self._next:
             self._call_until(number)
             self._next = number + 1
 
+    def _before_other(self, other: nn.Module, inputs: Any) -> None:
+        if self._next > 0:  # the experts' turn is over: each rank that has rows has called one
+            self._call_until(len(self._experts))
+
     def _end(self, block: nn.Module, inputs: Any, output: Any) -> Any:
         self._call_until(len(self._experts))
-        total, self._sum, self._no_rows = self._sum, None, None
-        if total is None:
+        if self._sum is None:
             return output
         if isinstance(output, tuple):
-            return output[0] + total, *output[1:]
-        return output + total
+            return output[0] + self._sum, *output[1:]
+        return output + self._sum
+
+    def _forget(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        self._next, self._no_rows, self._sum = len(self._experts), None, None
 
     def _call_until(self, number: int) -> None:
         for skipped in range(self._next, number):

@@ -114,7 +114,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if not isinstance(module, ParallelLayer):
             replicate(module, comms, replacer.grad_reduce)
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
-            EveryExpert(module)
+            EveryExpert(module, gathers=grid.z > 1)
     SharedRandomness(comms, arrangement.rows).attach(model)
     kept: Any = model
     kept._axo_plan_report = report
