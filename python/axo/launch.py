@@ -14,6 +14,7 @@ torchrun nothing is launched: the process is a rank already, and the store is wh
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import logging
 import os
@@ -113,6 +114,16 @@ def record_failure(error: BaseException) -> None:
             raise error  # the handler writes the traceback of what is being handled
         except BaseException:
             get_error_handler().record_exception(error)
+
+
+@functools.cache
+def let_the_cause_end_first() -> None:
+    """Under torchrun or ``launch``, before a rank ends with what another one's error has caused: wait, once.
+
+    Torchrun ends the others, and reports, as soon as it sees one that has ended.
+    """
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        time.sleep(_CAUSE_FIRST_SECONDS)
 
 
 def set_threads(threads: int, local_ranks: int) -> None:
@@ -305,7 +316,7 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
             error = Interrupted(signal.SIGPIPE if unread else signal.SIGINT)
         _write_report(Path(reports), error)
         if _is_consequence(error):
-            time.sleep(_CAUSE_FIRST_SECONDS)
+            let_the_cause_end_first()
         raise SystemExit(1) from None  # torch would leave a file in /tmp for any other exception
 
 

@@ -376,7 +376,9 @@ def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
     program = tmp_path / "program.py"
     lines = RAISING_PROGRAM.strip().splitlines()
     if block:
-        lines = [lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
+        # Rank 1 takes its time to end after it has told: the others must not end before.
+        slow = 'import atexit, os, time; os.environ["RANK"] == "1" and atexit.register(time.sleep, 0.4)'
+        lines = [slow, lines[0], 'with axo.connect("3x1x1x1") as comms:', *("    " + line for line in lines[2:])]
     else:
         lines.insert(1, 'assert "axo" in torch.distributed.Backend.backend_list and "axo._C" not in sys.modules')
     program.write_text("\n".join(lines))

@@ -44,7 +44,7 @@ from axo.comm.memory import (
 )
 from axo.comm.work import Work, open_group
 from axo.errors import Error, Mismatch, raised
-from axo.launch import CONSEQUENCES, record_failure
+from axo.launch import CONSEQUENCES, let_the_cause_end_first, record_failure
 
 __all__ = ["Communicator", "group"]
 
@@ -514,8 +514,10 @@ def _close_all() -> None:
 
 
 def tell_of(error: BaseException, communicators: Iterable[Communicator]) -> None:
-    """This rank ends with ``error``: leave it for torchrun's report, and tell the peers."""
+    """This rank ends with ``error``: leave it for torchrun's report, and tell the peers; wait where it is another's."""
     if not isinstance(error, CONSEQUENCES):
         record_failure(error)
     for communicator in list(communicators):
         communicator.give_up(error)
+    if isinstance(error, CONSEQUENCES):
+        let_the_cause_end_first()
