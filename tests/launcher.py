@@ -424,6 +424,7 @@ def _make_forks_cheap() -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    gc.set_threshold(50_000, 10, 10)  # with Python's 700 a tenth of all tests' time goes into the search
     _use_huge_pages()
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False  # of torch's operator libraries, hundreds; those that a rank makes do run
