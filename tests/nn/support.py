@@ -1,6 +1,11 @@
 """Shared by the tests of the layers: comparison with serial PyTorch, and counts of bytes."""
 
+import io
+import itertools
+import os
+
 import torch
+import torch.distributed as dist
 
 import axo
 from axo.matmul import cost
@@ -45,6 +50,30 @@ def serial_seed():
     torch.manual_seed(1000)
 
 
+_places = itertools.count()
+
+
+def once(make):
+    """What ``make()`` gives on rank 0: the serial oracle of all ranks, computed by one of them.
+
+    It travels through torch's store, so that nothing of Axo's stands between an oracle and what is compared with it.
+    All ranks call this equally often.
+    """
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    place = f"tests/once/{next(_places)}"
+    if os.environ["RANK"] == "0":
+        value, file = make(), io.BytesIO()
+        torch.save(value, file)
+        store.set(place, file.getvalue())
+        return value
+    return torch.load(io.BytesIO(store.get(place)))
+
+
+def gradients_of(serial):
+    """Name -> gradient of each parameter that is trained."""
+    return {name: p.grad.clone() for name, p in serial.named_parameters() if p.requires_grad}
+
+
 def mean_over_data_ranks(comms, value):
     """The mean of a scalar over the z and data ranks: the loss of the whole batch, where ranks hold equal rows."""
     value = value.detach().clone().reshape(1)
@@ -54,9 +83,10 @@ def mean_over_data_ranks(comms, value):
 
 
 def assert_gradients_match(layer, serial, limit, what):
-    """Every gradient shard equals this rank's part of the serial gradient."""
-    for name, parameter in serial.named_parameters():
+    """Every gradient shard equals this rank's part of the serial gradient; ``serial``: a module, or its gradients."""
+    gradients = serial if isinstance(serial, dict) else {name: p.grad for name, p in serial.named_parameters()}
+    for name, gradient in gradients.items():
         shard = layer.get_parameter(name)
-        expected = axo.shard(parameter.grad, shard.placement)
+        expected = axo.shard(gradient, shard.placement)
         assert shard.grad is not None, f"{what}: {name} has no gradient"
         assert_close(shard.grad, expected, limit, f"{what}: gradient of {name}")

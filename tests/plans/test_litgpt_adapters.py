@@ -1,5 +1,7 @@
 """LitGPT's adapter models on grids, against the serial ``litgpt.adapter.GPT`` and ``litgpt.adapter_v2.GPT``."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import axo
 from axo.matmul import cost
 from tests.gpt import LLAMA, NEOX, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_counted, my_rows, seed_apart, serial_seed
+from tests.nn.support import assert_close, assert_counted, gradients_of, my_rows, once, seed_apart, serial_seed
 
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 16}
 # Heads: groups of two, one shared by all (several ranks hold it), one each; prompts in all blocks or the second only.
@@ -45,39 +47,49 @@ def forget_prompt(model):
             block.attn.adapter_kv_cache = None
 
 
+def oracle(case):
+    """Of the serial model: its state, logits, gradients; then other weights, and their logits."""
+    serial = serial_model(case)
+    before = {name: value.clone() for name, value in serial.state_dict().items()}
+    ids, targets = batch(serial.config, 0)
+    logits = serial(ids)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    gradients = gradients_of(serial)
+    assert all(gradient.abs().max() > 1e-6 for gradient in gradients.values())
+    forget_prompt(serial)
+    state = {name: value * 1.2 for name, value in before.items()}
+    serial.load_state_dict(state)
+    with torch.no_grad():
+        return before, logits.detach(), gradients, state, serial(ids)
+
+
 def compare(grid, cases, algorithm="axonn"):
     comms = axo.connect(grid)
     for case in cases:
         what = f"{case} at {grid}, {algorithm}"
-        serial, model = serial_model(case), serial_model(case)
+        with torch.random.fork_rng(devices=[]):
+            before, expected, gradients, other, loaded = once(partial(oracle, case))
+        model = serial_model(case)
         seed_apart(comms)
         axo.parallelize(model, comms, algorithm=algorithm, gather_logits=True)
         state = model.state_dict()
-        assert list(state) == list(serial.state_dict())
-        for name, value in serial.state_dict().items():
+        assert list(state) == list(before)
+        for name, value in before.items():
             assert torch.equal(state[name], value), f"{what}: {name}"
-        ids, targets = batch(serial.config, 0)
-        trained = {name for name, p in serial.named_parameters() if p.requires_grad}
-        assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
-        for _ in range(2):
-            expected = serial(ids)
-            F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+        ids, targets = batch(model.config, 0)
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == gradients.keys()
+        for _ in range(2):  # the second pass gathers in the order of the first
             logits = model(my_rows(comms, ids))
             F.cross_entropy(logits.flatten(0, 1), my_rows(comms, targets).flatten()).backward()
             assert_close(logits, my_rows(comms, expected), 1e-5, f"{what}: logits")
-            for name in trained:
-                mine, theirs = model.get_parameter(name), serial.get_parameter(name).grad
-                assert theirs.abs().max() > 1e-6, name
+            for name, theirs in gradients.items():
+                mine = model.get_parameter(name)
                 assert_close(mine.grad, axo.shard(theirs, mine.placement), 1e-5, f"{what}: gradient of {name}")
             forget_prompt(model)
-            forget_prompt(serial)
             model.zero_grad()
-            serial.zero_grad()
-        state = {name: value * 1.2 for name, value in serial.state_dict().items()}
-        for target in (model, serial):
-            target.load_state_dict(state)
+        model.load_state_dict(other)
         with torch.no_grad():
-            assert_close(model(my_rows(comms, ids)), my_rows(comms, serial(ids)), 2e-5, f"{what}: after loading")
+            assert_close(model(my_rows(comms, ids)), my_rows(comms, loaded), 2e-5, f"{what}: after loading")
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])

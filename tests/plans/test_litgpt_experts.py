@@ -3,6 +3,8 @@
 Hugging Face's: test_architectures.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,16 @@ import axo
 from axo.matmul import cost
 from tests.gpt import LLAMA, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_counted, assert_gradients_match, my_rows, seed_apart, serial_seed
+from tests.nn.support import (
+    assert_close,
+    assert_counted,
+    assert_gradients_match,
+    gradients_of,
+    my_rows,
+    once,
+    seed_apart,
+    serial_seed,
+)
 
 FIELDS = {**LLAMA, "mlp_class_name": "LLaMAMoE", "n_expert_per_token": 2}
 CASES = {
@@ -41,45 +52,59 @@ def serial_model(case):
     return model
 
 
+PROMPT = 6  # tokens that come at once, before those that come one by one
+
+
+def oracle(case):
+    """Of the serial model: logits, gradients; of other weights: the logits, those of latent attention by its cache."""
+    serial = serial_model(case)
+    ids, targets = batch(serial.config, 0)
+    logits = serial(ids)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    gradients = gradients_of(serial)
+    assert gradients["transformer.h.1.mlp.gate.weight"].abs().max() > 1e-4
+    state = {name: value + 0.01 for name, value in serial.state_dict().items()}
+    serial.load_state_dict(state)
+    with torch.no_grad():
+        loaded = serial(ids)
+        if case == "latent":
+            serial.set_kv_cache(batch_size=len(ids), max_seq_length=ids.shape[1])
+        cached = [serial(ids[:, place], place) for place in places(ids)] if case == "latent" else []
+    return logits.detach(), gradients, state, loaded, cached
+
+
+def places(ids):
+    return [torch.arange(PROMPT), *torch.arange(PROMPT, ids.shape[1])[:, None]]
+
+
 def compare(grid, cases, algorithm="axonn"):
     comms = axo.connect(grid)
     for case in cases:
         what = f"{case} at {grid}, {algorithm}"
-        serial, model = serial_model(case), serial_model(case)
+        with torch.random.fork_rng(devices=[]):
+            expected, gradients, state, loaded, cached = once(partial(oracle, case))
+        model = serial_model(case)
         seed_apart(comms)
         axo.parallelize(model, comms, algorithm=algorithm, gather_logits=True)
-        assert list(model.state_dict()) == list(serial.state_dict())
-        ids, targets = batch(serial.config, 0)
+        assert list(model.state_dict()) == list(state)
+        ids, targets = batch(model.config, 0)
+        rows = my_rows(comms, ids)
         for _ in range(2):  # the second pass gathers in the order of the first
-            expected = serial(ids)
-            F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
-            logits = model(my_rows(comms, ids))
+            logits = model(rows)
             F.cross_entropy(logits.flatten(0, 1), my_rows(comms, targets).flatten()).backward()
             assert_close(logits, my_rows(comms, expected), 1e-5, f"{what}: logits")
-            assert_gradients_match(model, serial, 1e-5, what)
-            assert serial.transformer.h[1].mlp.gate.weight.grad.abs().max() > 1e-4
+            assert_gradients_match(model, gradients, 1e-5, what)
             model.zero_grad()
-            serial.zero_grad()
-        state = {name: value + 0.01 for name, value in serial.state_dict().items()}
-        for target in (model, serial):
-            target.load_state_dict(state)
+        model.load_state_dict(state)
         with torch.no_grad():
-            assert_close(model(my_rows(comms, ids)), my_rows(comms, serial(ids)), 1e-5, f"{what}: after loading")
-            if case == "latent":
-                check_cache(comms, model, serial, ids, what)
-
-
-def check_cache(comms, model, serial, ids, what):
-    """Six tokens at once, then one by one: the logits of the serial model, each rank with a cache of its heads."""
-    rows = my_rows(comms, ids)
-    for target, batch_size in ((model, len(rows)), (serial, len(ids))):
-        target.set_kv_cache(batch_size=batch_size, max_seq_length=ids.shape[1])
-    ranks = comms.grid.size(comms.arrangement.inner)
-    assert model.transformer.h[0].attn.kv_cache.k.shape[1] == LLAMA["n_head"] // ranks
-    for positions in (range(6), *([place] for place in range(6, ids.shape[1]))):
-        place = torch.tensor(list(positions))
-        expected = serial(ids[:, place], place)
-        assert_close(model(rows[:, place], place), my_rows(comms, expected), 1e-5, f"{what}: token {place[-1]}")
+            assert_close(model(rows), my_rows(comms, loaded), 1e-5, f"{what}: after loading")
+            if case == "latent":  # each rank has a cache of its heads
+                model.set_kv_cache(batch_size=len(rows), max_seq_length=ids.shape[1])
+                ranks = comms.grid.size(comms.arrangement.inner)
+                assert model.transformer.h[0].attn.kv_cache.k.shape[1] == LLAMA["n_head"] // ranks
+            for place, theirs in zip(places(ids) if cached else (), cached, strict=True):
+                mine = model(rows[:, place], place)
+                assert_close(mine, my_rows(comms, theirs), 1e-5, f"{what}: token {place[-1]}")
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])

@@ -1,5 +1,7 @@
 """LitGPT's LoRA model on grids, against the serial ``litgpt.lora.GPT``: the oracle of every number here."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ import axo
 from axo.matmul import cost
 from tests.gpt import LLAMA, NEOX, batch
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_counted, my_rows, seed_apart, serial_seed
+from tests.nn.support import assert_close, assert_counted, gradients_of, my_rows, once, seed_apart, serial_seed
 
 EVERYWHERE = dict.fromkeys(("query", "key", "value", "projection", "mlp", "head"), True)
 EXPERTS = {"mlp_class_name": "LLaMAMoE", "n_expert": 4, "n_expert_per_token": 2, "moe_intermediate_size": 16}
@@ -42,50 +44,59 @@ def loss_of(model, ids, targets):
     return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
 
 
+def oracle(case):
+    """Of the serial model: logits, gradients; of other weights: the logits, and the weights with adapters merged."""
+    serial = serial_model(case)
+    ids, targets = batch(serial.config, 0)
+    logits = serial(ids)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    gradients = gradients_of(serial)
+    assert len(gradients) > 1
+    state = {name: value * 1.5 for name, value in serial.state_dict().items()}
+    serial.load_state_dict(state)
+    with torch.no_grad():
+        loaded = serial(ids)
+        merge_lora_weights(serial)
+    return logits.detach(), gradients, state, loaded, {name: p.detach() for name, p in serial.named_parameters()}
+
+
 def compare(grid, cases):
     comms = axo.connect(grid)
     for case in cases:
         what = f"{case} at {grid}"
-        serial, model = serial_model(case), serial_model(case)
+        with torch.random.fork_rng(devices=[]):
+            expected, gradients, state, loaded, merged = once(partial(oracle, case))
+        model = serial_model(case)
+        names = [name for name, _ in model.named_parameters()]
         seed_apart(comms)
         axo.parallelize(model, comms, gather_logits=True)
-        assert list(model.state_dict()) == list(serial.state_dict())
-        ids, targets = batch(serial.config, 0)
+        assert list(model.state_dict()) == list(state)
+        ids, targets = batch(model.config, 0)
         rows, row_targets = my_rows(comms, ids), my_rows(comms, targets)
-        loss_of(serial, ids, targets).backward()
-        assert_close(model(rows), my_rows(comms, serial(ids)), 1e-5, f"{what}: logits")
+        assert_close(model(rows), my_rows(comms, expected), 1e-5, f"{what}: logits")
         with axo.count_collectives() as counts:
             loss_of(model, rows, row_targets).backward()
-        trained = {name for name, p in model.named_parameters() if p.requires_grad}
-        assert trained == {name for name, p in serial.named_parameters() if p.requires_grad} and len(trained) > 1
-        for name, parameter in serial.named_parameters():
+        assert {name for name, p in model.named_parameters() if p.requires_grad} == gradients.keys()
+        for name in names:
             mine = model.get_parameter(name)
-            if name not in trained:
+            if name not in gradients:
                 assert mine.grad is None and "lora_" not in name
                 continue
-            assert_close(mine.grad, axo.shard(parameter.grad, mine.placement), 1e-5, f"{what}: gradient of {name}")
+            assert_close(mine.grad, axo.shard(gradients[name], mine.placement), 1e-5, f"{what}: gradient of {name}")
         assert counts["reduce_scatter", "z"].calls == 0, "a frozen weight's gradient went over z"
-        reduced = sum(model.get_parameter(name).numel() for name in trained)
+        reduced = sum(model.get_parameter(name).numel() for name in gradients)
         for axis in ("z", "data"):
             if comms.grid.size(axis) > 1:
                 assert counts["all_reduce", axis].elements == reduced, f"{what}: {axis} carries more than adapters"
-        check_round_trip_and_merge(comms, model, serial, ids, what)
-
-
-def check_round_trip_and_merge(comms, model, serial, ids, what):
-    """Whole weights are cut when loaded; a merged model gives the same logits, its weight is serial's merged one."""
-    state = {name: value * 1.5 for name, value in serial.state_dict().items()}
-    for target in (model, serial):
-        target.load_state_dict(state)
-    with torch.no_grad():
-        expected = serial(ids)
-        assert_close(model(my_rows(comms, ids)), my_rows(comms, expected), 2e-5, f"{what}: logits after loading")
-        for target in (model, serial):
-            merge_lora_weights(target)
-        for name, parameter in serial.named_parameters():
-            mine = model.get_parameter(name)
-            assert_close(mine, axo.shard(parameter, mine.placement), 1e-6, f"{what}: merged {name}")
-        assert_close(model(my_rows(comms, ids)), my_rows(comms, expected), 2e-5, f"{what}: logits of the merged model")
+        # Whole weights are cut when loaded; a merged model gives the same logits, its weight is serial's merged one.
+        model.load_state_dict(state)
+        with torch.no_grad():
+            assert_close(model(rows), my_rows(comms, loaded), 2e-5, f"{what}: logits after loading")
+            merge_lora_weights(model)
+            for name, parameter in merged.items():
+                mine = model.get_parameter(name)
+                assert_close(mine, axo.shard(parameter, mine.placement), 1e-6, f"{what}: merged {name}")
+            assert_close(model(rows), my_rows(comms, loaded), 2e-5, f"{what}: logits of the merged model")
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x2x1x1", "1x1x2x1"])

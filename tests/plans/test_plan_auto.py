@@ -5,6 +5,7 @@ Oracle: the same model, unchanged, trained serially in one process.
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ from tests.launcher import run_ranks
 from tests.nn.support import (
     assert_close,
     assert_gradients_match,
+    gradients_of,
     mean_over_data_ranks,
     my_rows,
+    once,
     seed_apart,
     serial_seed,
 )
@@ -134,55 +137,69 @@ MODELS = {
 SENSITIVE = ("gemma2", "gemma3")  # two serial runs from weights that are 1e-7 apart are 1e-4 apart after 20 such steps
 
 
-def pair(comms, make, plan="auto"):
-    with torch.random.fork_rng(devices=[]):
-        serial_seed()
-        serial = make()
+def parallel(comms, make, plan="auto"):
     seed_apart(comms)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return axo.parallelize(make(), comms, plan=plan), serial
+        return axo.parallelize(make(), comms, plan=plan)
+
+
+def train_serial(name, steps):
+    """The oracle: loss and norm of the gradients of each step, the first gradients, the last weights."""
+    make, batch, loss_of = MODELS[name]
+    serial_seed()
+    serial = make()
+    optimizer, found, gradients = torch.optim.SGD(serial.parameters(), lr=0.3), [], None
+    for step in range(steps):
+        loss = loss_of(serial, batch(step))
+        loss.backward()
+        gradients = gradients or gradients_of(serial)
+        found.append((loss.item(), torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert steps < 20 or found[-1][0] < found[0][0] - 0.2, "the serial run learns nothing, so it proves nothing"
+    return found, gradients, {key: parameter.detach() for key, parameter in serial.named_parameters()}
 
 
 def compare(comms, name, steps, plan="auto"):
-    """Train with SGD and clipping on the same batches; losses, the first gradients and the last weights agree."""
+    """Train with SGD and clipping on the same batches; losses, the first gradients and the last weights agree.
+
+    The model, and the modules that were given no rows.
+    """
     make, batch, loss_of = MODELS[name]
-    model, serial = pair(comms, make, plan)
+    with torch.random.fork_rng(devices=[]):
+        serial, gradients, weights = once(partial(train_serial, name, steps))
+    model, without_rows = parallel(comms, make, plan), []
+
+    def count(module, inputs):
+        without_rows.extend([module] if inputs and not len(inputs[0]) else [])
+
+    counting = register_module_forward_pre_hook(count)
     what = f"{comms.grid} {name}"
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.3) for each in (model, serial)]
-    losses = []
-    for step in range(steps):
-        expected, found = loss_of(serial, batch(step)), loss_of(model, my_rows(comms, batch(step)))
-        expected.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for step, (expected, norm) in enumerate(serial):
+        found = loss_of(model, my_rows(comms, batch(step)))
         found.backward()
-        losses.append(expected.item())
         mean = mean_over_data_ranks(comms, found)
-        assert abs(mean - losses[-1]) <= LIMIT, f"{what}: loss {mean} is not {losses[-1]} at step {step}"
+        assert abs(mean - expected) <= LIMIT, f"{what}: loss {mean} is not {expected} at step {step}"
         if step == 0:
-            assert_gradients_match(model, serial, LIMIT, what)
-        norms = axo.clip_grad_norm_(model.parameters(), 1.0), torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
-        assert_close(norms[0], norms[1], 1e-4, f"{what}: norm of the gradients")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for key, whole in serial.named_parameters():
+            assert_gradients_match(model, gradients, LIMIT, what)
+        clipped = axo.clip_grad_norm_(model.parameters(), 1.0)
+        assert_close(clipped, norm, 1e-4, f"{what}: norm of the gradients")
+        optimizer.step()
+        optimizer.zero_grad()
+    counting.remove()
+    for key, whole in weights.items():
         mine = model.get_parameter(key)
         assert_close(axo.unshard(mine.detach(), mine.placement), whole, 1e-4, f"{what}: {key} after {steps} steps")
-    assert steps < 20 or losses[-1] < losses[0] - 0.2, "the serial run learns nothing, so it proves nothing"
-    return model
+    return model, without_rows
 
 
 def train(cases, steps):
     dist.init_process_group("axo")
     for grid, name in cases:
-        comms, without_rows = axo.connect(grid), []
-
-        def count(module, inputs, found=without_rows):
-            found += [module] if inputs and not len(inputs[0]) else []
-
-        counting = register_module_forward_pre_hook(count)
-        model = compare(comms, name, 2 if name in SENSITIVE else steps)
-        counting.remove()
+        comms = axo.connect(grid)
+        model, without_rows = compare(comms, name, 2 if name in SENSITIVE else steps)
         none = comms.world.all_reduce(torch.tensor(len(without_rows))) == 0
         assert none != name.endswith("-few"), f"{grid} {name}: experts without rows on some rank: {not none}"
         by_heads = [line for line in axo.plan_report(model) if line.why == "heads over x"]
@@ -246,9 +263,12 @@ EXPECTED = {
 def reports_and_wishes(grid):
     comms = axo.connect(grid)
     rows = BATCH // (comms.grid.z * comms.grid.data) * TOKENS
-    model = compare(comms, "conv", 1)
+    model, _ = compare(comms, "conv", 1)
     seen = [axo.plan_report(model)]
-    model, serial = pair(comms, llama)
+    with torch.random.fork_rng(devices=[]):
+        serial_seed()
+        serial = llama()
+    model = parallel(comms, llama)
     with axo.count_collectives() as counts:
         text_loss(model, my_rows(comms, text(0))).backward()
     report = axo.plan_report(model)
@@ -278,16 +298,16 @@ def reports_and_wishes(grid):
     )
 
     plan = {"*.q_proj": "normal", "*.o_proj": "transposed", "lm_head": "replicate", "*.0.mlp.*": "auto"}
-    model = compare(comms, "llama", 1, plan)
+    model, _ = compare(comms, "llama", 1, plan)
     report = axo.plan_report(model)
     assert report["lm_head"].kind == "replicate" and report["model.layers.0.self_attn.q_proj"].split_out
     plan = {"*.k_proj": "transposed", "*.mlp.gate_proj": "transposed", "*.down_proj": "normal", "*.1.mlp.*": "normal"}
-    report = axo.plan_report(compare(comms, "llama", 1, plan))
+    report = axo.plan_report(compare(comms, "llama", 1, plan)[0])
     assert not report["model.layers.0.self_attn.q_proj"].split_out, "attention cannot be split by heads then"
     assert not report["model.layers.1.mlp.down_proj"].split_in, "three normal layers do not make a chain"
     assert report["model.layers.0.mlp.up_proj"].kind == "transposed", "a chain the other way round"
     plan = {"body.0": "transposed", "fc": "normal", "out": "normal:whole->whole", "last": "replicate"}
-    report = axo.plan_report(compare(comms, "conv", 1, plan))
+    report = axo.plan_report(compare(comms, "conv", 1, plan)[0])
     assert report["body.2"].kind == "normal" and report["body.2"].split_in and not report["out"].split_in
     with pytest.warns(UserWarning, match=r"1 layers stay serial on every rank: stem: features 3 -> 16 do not divide"):
         axo.parallelize(ConvNet(), comms, plan="auto")

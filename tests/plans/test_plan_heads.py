@@ -8,6 +8,7 @@ import itertools
 import math
 import warnings
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +25,10 @@ from tests.launcher import run_ranks
 from tests.nn.support import (
     assert_close,
     assert_gradients_match,
+    gradients_of,
     mean_over_data_ranks,
     my_rows,
+    once,
     seed_apart,
     serial_seed,
 )
@@ -146,35 +149,51 @@ MODELS = {
 }
 
 
-def compare(comms, name):
+def train_serial(name):
+    """The oracle: losses, the first gradients, the last weights and state."""
     make, batch, loss_of = MODELS[name]
     serial_seed()
     serial = make()
+    optimizer, losses, gradients = torch.optim.SGD(serial.parameters(), lr=0.1), [], None
+    for step in range(3):
+        loss = loss_of(serial, batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or gradients_of(serial)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients, {key: value.detach() for key, value in serial.named_parameters()}, serial.state_dict()
+
+
+def compare(comms, name):
+    make, batch, loss_of = MODELS[name]
+    with torch.random.fork_rng(devices=[]):
+        losses, gradients, weights, state = once(partial(train_serial, name))
     seed_apart(comms)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = axo.parallelize(make(), comms, plan="auto")
     what = f"{comms.grid} {name}"
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, serial)]
-    for step in range(3):
-        expected, found = loss_of(serial, batch(step)), loss_of(model, my_rows(comms, batch(step)))
-        expected.backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, expected in enumerate(losses):
+        found = loss_of(model, my_rows(comms, batch(step)))
         found.backward()
         mean = mean_over_data_ranks(comms, found)
-        assert abs(mean - expected.item()) <= LIMIT, f"{what}: loss {mean} is not {expected} at step {step}"
+        assert abs(mean - expected) <= LIMIT, f"{what}: loss {mean} is not {expected} at step {step}"
         if step == 0:
-            assert_gradients_match(model, serial, LIMIT, what)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for key, whole in serial.named_parameters():
+            assert_gradients_match(model, gradients, LIMIT, what)
+        optimizer.step()
+        optimizer.zero_grad()
+    for key, whole in weights.items():
         mine = model.get_parameter(key)
         assert_close(axo.unshard(mine.detach(), mine.placement), whole, LIMIT, f"{what}: {key}")
+    serial = make()
+    serial.load_state_dict(state)
+    rows = my_rows(comms, batch(9))
     with torch.no_grad():  # in evaluation, and of a copy
+        expected = loss_of(serial.eval(), rows)
         for each in (model.eval(), copy.deepcopy(model)):
-            assert_close(
-                loss_of(each, my_rows(comms, batch(9))), loss_of(serial.eval(), my_rows(comms, batch(9))), LIMIT, what
-            )
+            assert_close(loss_of(each, rows), expected, LIMIT, what)
     return model.train()
 
 

@@ -3,6 +3,8 @@
 Oracle: the unmodified serial litgpt.GPT with the same values, in one process.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,8 +21,10 @@ from tests.launcher import run_ranks
 from tests.nn.support import (
     assert_close,
     assert_gradients_match,
+    gradients_of,
     mean_over_data_ranks,
     my_rows,
+    once,
     seed_apart,
     serial_seed,
 )
@@ -40,17 +44,31 @@ def tie(model):
     return model
 
 
+def train_serial(config, tied):
+    """The oracle: loss, gradients and their norm of each step, then the weights."""
+    serial_seed()
+    serial = GPT(config)
+    if tied:
+        tie(serial)
+        serial.apply(serial._init_weights)  # small values, so that the losses are of size 5
+    optimizer, steps = torch.optim.SGD(serial.parameters(), lr=0.5), []
+    for step in range(STEPS):
+        ids, targets = batch(config, step)
+        loss = F.cross_entropy(serial(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+        gradients = gradients_of(serial)
+        steps.append((loss.item(), gradients, torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps, serial.state_dict(), {name: parameter.detach() for name, parameter in serial.named_parameters()}
+
+
 def compare(comms, config, tied=False, meta=False):
-    """Train both on the same batches with clipping; compare losses, logits, every gradient and the final weights."""
+    """Train both on the same batches with clipping; compare losses, every gradient and the final weights."""
     config = Config(**config)
     what = f"{comms.grid}{' tied' if tied else ''}"
     with torch.random.fork_rng(devices=[]):
-        serial_seed()
-        serial = GPT(config)
-        if tied:
-            tie(serial)
-        if tied:
-            serial.apply(serial._init_weights)  # small values, so that the losses are of size 5
+        steps, state, weights = once(partial(train_serial, config, tied))
     seed_apart(comms)
     with torch.device("meta" if meta else "cpu"):
         model = GPT(config)
@@ -63,28 +81,24 @@ def compare(comms, config, tied=False, meta=False):
             tie(GPT(config))  # moves the generator to where the serial program's stands
         axo.init_weights(model, model._init_weights)
     assert not tied or model.lm_head.weight is model.transformer.wte.weight, f"{what}: the tie is broken"
-    optimizers = [torch.optim.SGD(gpt.parameters(), lr=0.5) for gpt in (model, serial)]
-    for step in range(STEPS):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step, (expected, gradients, norm) in enumerate(steps):
         ids, targets = batch(config, step)
-        expected = F.cross_entropy(serial(ids).flatten(0, 1), targets.flatten())
-        expected.backward()
         logits = model(my_rows(comms, ids))
         loss = axo.nn.cross_entropy(logits, my_rows(comms, targets), comms=comms, columns=config.padded_vocab_size)
         loss.backward()
         found = mean_over_data_ranks(comms, loss)
-        assert abs(found - expected.item()) <= LIMIT, f"{what}: loss {found} is not {expected.item()} at step {step}"
-        assert_gradients_match(model, serial, LIMIT, f"{what}, step {step}")
-        norms = axo.clip_grad_norm_(model.parameters(), 0.5), torch.nn.utils.clip_grad_norm_(serial.parameters(), 0.5)
-        assert_close(norms[0], norms[1], LIMIT, f"{what}: norm of the gradients at step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for name, whole in serial.named_parameters():
+        assert abs(found - expected) <= LIMIT, f"{what}: loss {found} is not {expected} at step {step}"
+        assert_gradients_match(model, gradients, LIMIT, f"{what}, step {step}")
+        clipped = axo.clip_grad_norm_(model.parameters(), 0.5)
+        assert_close(clipped, norm, LIMIT, f"{what}: norm of the gradients at step {step}")
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, whole in weights.items():
         mine = model.get_parameter(name)
         assert_close(axo.unshard(mine.detach(), mine.placement), whole, LIMIT, f"{what}: {name} after {STEPS} steps")
-    state = serial.state_dict()
     model.load_state_dict(state)
-    for name, whole in serial.named_parameters():
+    for name, whole in weights.items():
         mine = model.get_parameter(name)
         assert_close(axo.unshard(mine.detach(), mine.placement), whole, 0, f"{what}: {name} loaded")
 
