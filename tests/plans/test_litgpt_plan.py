@@ -14,7 +14,15 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from tests.gpt import BATCH, LLAMA, NEOX, batch, serial_losses, train
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
+from tests.nn.support import (
+    assert_close,
+    assert_gradients_match,
+    gradients_of,
+    my_rows,
+    once,
+    seed_apart,
+    serial_seed,
+)
 
 STEPS, LONG = 5, 20
 # Two fp32 runs that sum in different orders stay within 3e-5 over 20 steps; a wrong gradient is off by 1e-2 at once.
@@ -126,6 +134,15 @@ FEATURES = {
 }
 
 
+def serial_step(config, ids, targets):
+    """Logits and gradients of the unmodified model."""
+    serial_seed()
+    serial = GPT(config)
+    logits = serial(ids)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    return logits.detach(), gradients_of(serial)
+
+
 def features(grid):
     comms = axo.connect(grid)
     for name, changes in FEATURES.items():
@@ -133,17 +150,13 @@ def features(grid):
         seed_apart(comms)
         model = axo.parallelize(GPT(config), comms)
         assert model.config is config and config.n_head == 4, "the model's own configuration has changed"
-        with torch.random.fork_rng(devices=[]):
-            serial_seed()
-            serial = GPT(config)
         ids, targets = batch(config, 0)
-        expected = serial(ids)
-        F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+        expected, gradients = once(partial(serial_step, config, ids, targets))
         logits = model(my_rows(comms, ids))
         loss = axo.nn.cross_entropy(logits, my_rows(comms, targets), comms=comms, columns=config.padded_vocab_size)
         loss.backward()
         assert_close(axo.unshard_output(model.lm_head, logits), expected, 1e-4, f"{name}: logits")  # of size 1 to 30
-        assert_gradients_match(model, serial, 1e-5, name)
+        assert_gradients_match(model, gradients, 1e-5, name)
 
 
 def test_every_supported_feature_equals_serial():

@@ -5,6 +5,7 @@ Oracle: the unmodified serial model, torch's loss, clipping and AdamW.
 
 import copy
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from axo.arrangement import arrangement_of
 from axo.matmul import cost
 from tests.gpt import LLAMA, NEOX, batch, serial_losses
 from tests.launcher import run_ranks
-from tests.nn.support import assert_close, my_rows, seed_apart, serial_seed
+from tests.nn.support import assert_close, gradients_of, my_rows, once, seed_apart, serial_seed
 
 STEPS, LONG = 5, 20
 LIMIT = 1e-4  # as for the other algorithm: tests/plans/test_litgpt_plan.py
@@ -141,11 +142,18 @@ def head_of_a_table(comms):
     assert {key: (c.calls, c.elements) for key, c in counts.items()} == expected
 
 
+def serial_step(make, ids, targets):
+    """The oracle: logits and gradients of a serial model, and how many elements its products' weights have."""
+    serial = make()
+    logits = serial(ids)
+    F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    weights = sum(m.weight.numel() for m in serial.modules() if isinstance(m, torch.nn.Linear))
+    return logits.detach(), gradients_of(serial), weights
+
+
 def compare(comms, serial, model, ids, targets, whole=False):
     """Logits and every gradient that serial has, after one loss of the whole batch. ``whole``: logits are."""
-    serial.zero_grad()
-    expected = serial(ids)
-    F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+    expected, gradients, _ = once(partial(serial_step, partial(copy.deepcopy, serial), ids, targets))
     logits = model(my_rows(comms, ids))
     mine = my_rows(comms, targets)
     if whole:
@@ -154,11 +162,11 @@ def compare(comms, serial, model, ids, targets, whole=False):
     else:
         assert_close(axo.unshard_output(model.lm_head, logits), expected, 1e-5, "logits")
         axo.nn.CrossEntropyLoss(comms=comms, columns=serial.config.padded_vocab_size)(logits, mine).backward()
-    for name, parameter in serial.named_parameters():
+    for name, _ in serial.named_parameters():
         mine = model.get_parameter(name)
-        assert (mine.grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            assert_close(axo.unshard_grad(mine), parameter.grad, 1e-5, name)
+        assert (mine.grad is None) == (name not in gradients), name
+        if name in gradients:
+            assert_close(axo.unshard_grad(mine), gradients[name], 1e-5, name)
 
 
 def tied_heads_and_adapters(comms, ids, targets):
@@ -209,15 +217,12 @@ def one_step(grid):
         config = Config(**fields)
         with torch.random.fork_rng(devices=[]):
             serial_seed()
-            serial = GPT(config)
-        expected = serial(ids)
-        F.cross_entropy(expected.flatten(0, 1), targets.flatten()).backward()
+            expected, wanted, whole = once(partial(serial_step, partial(GPT, config), ids, targets))
         model, found = gradients(comms, config)
         assert_close(axo.unshard_output(model.lm_head, model(my_rows(comms, ids))), expected, 1e-5, "logits")
-        for name, parameter in serial.named_parameters():
-            assert_close(found[name], parameter.grad, 1e-5, name)
+        for name, gradient in wanted.items():
+            assert_close(found[name], gradient, 1e-5, name)
         held = sum(module.weight.numel() for module in model.modules() if isinstance(module, axo.nn.Linear))
-        whole = sum(m.weight.numel() for m in serial.modules() if isinstance(m, torch.nn.Linear))
         assert held <= whole // Q**2 + config.n_embd * (config.n_embd // Q)  # the uneven head, keys that ranks share
     off = axo.Overlap(all_reduce=False, reduce_scatter=False, all_gather=False, gather_cache="none", bucket_bytes=0)
     for options in ({"overlap": off}, {"pieces": 2}, {"reduce_dtype": torch.float32}):
