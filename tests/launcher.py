@@ -197,8 +197,7 @@ class Command:
             if not select.select([self._output], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 os.killpg(self.pid, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout, text)
-            piece = os.read(self._output, 1 << 16)
-            if not piece:
+            if not (piece := os.read(self._output, 1 << 16)):
                 break
             text += piece
         select.select([self._status], [], [])
