@@ -83,7 +83,7 @@ def plan(
     html: HtmlOut = None,
 ) -> None:
     """Rank every grid of a number of GPUs by predicted step time."""
-    from axo.perf import output, planner, plots, simulator
+    from axo.perf import output, planner
 
     if compare:
         if model or gpus:
@@ -116,6 +116,8 @@ def plan(
         _print_plan(made, top, wanted, gpu_hour)
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
+        from axo.perf import plots, simulator
+
         step = simulator.simulate(made.workload(made.best), made.best.grid, request.machine, made.best.run)
         drawn = plots.plan_plots(made, step)
         return drawn, lambda: output.plan_page(made, step, drawn)
@@ -404,9 +406,9 @@ def _request(
 
 def _counts(text: str, gpus: int) -> tuple[int, ...]:
     """Numbers of stages: ``4``, ``1,2,4``, or auto."""
-    from axo.perf.choice import stage_counts
-
     if text == "auto":
+        from axo.perf.choice import stage_counts
+
         return stage_counts(gpus)
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) <= 4096 for part in parts):

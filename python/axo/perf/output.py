@@ -13,17 +13,18 @@ import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from axo.grid import AXES
 from axo.perf.command import command_line
-from axo.perf.lines import Group, Summary, summaries
 from axo.perf.memory import GIB
 from axo.perf.others import Other, others
 from axo.perf.planner import Candidate, Plan
-from axo.perf.reproduce import CANNOT, CONTRADICTIONS
-from axo.perf.simulator import Simulation
 from axo.perf.stages import Stages
+
+if TYPE_CHECKING:
+    from axo.perf.lines import Group, Summary
+    from axo.perf.simulator import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
 _NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
@@ -395,6 +396,9 @@ def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: 
 
 def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict[str, bytes]) -> str:
     """Return the reproduction as a page; ``plots`` has a picture for each title of a group."""
+    from axo.perf.lines import summaries  # planning needs none of it
+    from axo.perf.reproduce import CANNOT, CONTRADICTIONS
+
     sections = [("How it was calibrated", [bullets(notes)])]
     for group in groups:
         pictures = [image(plots[group.title], group.title)] if group.title in plots else []
