@@ -202,8 +202,8 @@ def test_a_block_is_gathered_as_one_group():
 
 
 def routes(grid):
-    """Modules used twice, skipped, and out of order; a pass in evaluation between. One rank keeps what a pass without
-    backward gave, and so its nodes."""
+    """Modules used twice, skipped, and out of order; a pass in evaluation between. One rank keeps what passes without
+    backward gave, and so their nodes: such a pass comes before the forward pass, or between it and its backward."""
     comms = axo.connect(grid)
 
     class Net(torch.nn.Module):
@@ -211,25 +211,34 @@ def routes(grid):
             super().__init__()
             self.layers = torch.nn.ModuleList(make(8, 8) for _ in range(4))
 
-        def forward(self, x, route):
+        def forward(self, x, route, recompute=False):
             for number in route:
-                x = self.layers[number](x).tanh()
+                run = self.layers[number]
+                x = (checkpoint(run, x, use_reentrant=False) if recompute else run(x)).tanh()
             return x
 
     serial_seed()
     serial = Net(torch.nn.Linear)
     x, kept = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)), []
-    for overlap in (axo.Overlap(), axo.Overlap(gather_cache="none"), axo.Overlap(gather_cache=2)):
+
+    def keep_passes(net, *how):
+        rows = my_rows(comms, x).requires_grad_()
+        passes = [net(rows, *how), net.layers[0](rows)]
+        kept.extend(passes if comms.rank == 0 else [])
+
+    for cache, recompute in (("all", False), ("all", True), ("none", True), (2, False)):
+        overlap = axo.Overlap(gather_cache=cache)
         net = Net(partial(axo.nn.Linear, comms=comms))
         for mine, theirs in zip(net.layers, serial.layers, strict=True):
             mine.load_state_dict(theirs.state_dict())
         axo.overlap.attach(net, comms, overlap)
         for route in ([0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 2, 3], [3, 2, 1, 0], [1], [0, 1, 2, 3], [0, 0, 1, 1]):
-            kept += [part(my_rows(comms, x).requires_grad_()) for part in (partial(net, route=route), net.layers[0])]
-            del kept[: 0 if comms.rank == 0 else None]
             for module, rows in ((serial, x), (net, my_rows(comms, x))):
                 module.zero_grad()
-                module(rows, route).square().sum(1).mean().backward()
+                keep_passes(net, route, recompute)
+                loss = module(rows, route, recompute).square().sum(1).mean()
+                keep_passes(net, route, recompute)
+                loss.backward()
             for mine, theirs in zip(net.layers, serial.layers, strict=True):
                 assert (mine.weight.grad is None) == (theirs.weight.grad is None), route
                 if theirs.weight.grad is not None:

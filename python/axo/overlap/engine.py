@@ -16,6 +16,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -152,14 +153,22 @@ class Engine:
             self.awaits_backward = True
             for tensor in _tensors(output):
                 if tensor.requires_grad:
-                    tensor.register_hook(self._on_output_gradient)
+                    tensor.register_hook(partial(self._on_output_gradient, self.gathers.forward_passes))
 
-    def _on_output_gradient(self, grad: torch.Tensor) -> None:
-        self.arm()
+    def _on_output_gradient(self, forward_pass: int, grad: torch.Tensor) -> None:
+        self.arm(forward_pass)
 
-    def arm(self) -> None:
-        """Called in backward: see that its end finishes what is pending."""
-        if self._end is not None and self._end() is not None:
+    def arm(self, forward_pass: int | None = None) -> None:
+        """Called in backward: see that its end finishes what is pending.
+
+        Args:
+            forward_pass: The number of the one whose output's gradient has come, where it is known. What nodes keep
+                is of the last one: backward of another one, or of nobody knows which, may not use it.
+        """
+        armed = self._end is not None and self._end() is not None
+        if forward_pass != self.gathers.forward_passes and not (armed and forward_pass is None):
+            self.gathers.forget_nodes()
+        if armed:
             return
         end = _End(self)
         self._end = weakref.ref(end)

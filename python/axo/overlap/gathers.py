@@ -8,9 +8,10 @@ at the end of the pass, and the record is always that of the last pass. Ranks al
 expect the same order.
 
 A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
-run of a reentrantly checkpointed block, and a recomputation. What nodes alone keep serves until the next forward pass
-begins, no longer: one rank may hold on to an output, and so to its nodes, which others along z have dropped. For that
-reason only parameters are gathered ahead, too: any other tensor lives as long as its nodes.
+run of a reentrantly checkpointed block, and a recomputation. What nodes alone keep serves the forward pass that
+gathered it and the recomputations of its own backward, nothing else: one rank may hold on to an output, and so to its
+nodes, which others along z have dropped. For that reason only parameters are gathered ahead, too: any other tensor
+lives as long as its nodes.
 
 A weight that has changed since it was gathered (its version, its memory or the tensor itself) is gathered again. A
 layer that multiplies in fp8 rounds its rows before they are gathered, and what is kept stays packed.
@@ -103,6 +104,7 @@ class Gathers:
         self._admitted: dict[Route, int] = {}  # bytes: what the cache has room for
         self._held: dict[Route, _Held] = {}
         self._between: dict[Route, Gathered] = {}  # kept for the next micro-batch
+        self.forward_passes = 0  # so many have begun
         self._pass: str | None = None
         self._asked: list[Route] = []  # of this pass, in order
         self._orders: dict[str, tuple[list[Route], list[int]]] = {}  # the routes; of each, how far to look ahead
@@ -126,7 +128,7 @@ class Gathers:
 
         Ranks along z have admitted the same weights to their caches, in the same order.
         """
-        self._forget_nodes()
+        self.forget_nodes()
         if self._engine.overlap.all_gather:
             known = (route for route in self._admitted if (TRAINING, route) in self._asked_for)
             for _, batch in itertools.groupby(known, key=lambda route: route.together):
@@ -136,7 +138,8 @@ class Gathers:
     def begin(self, kind: str) -> None:
         """A pass begins; one that never ended is forgotten."""
         if kind != BACKWARD:
-            self._forget_nodes()
+            self.forget_nodes()
+            self.forward_passes += 1
         self._pass, self._asked, self._position, self._reach = kind, [], 0, 0
         self._ahead.clear()
 
@@ -150,7 +153,7 @@ class Gathers:
         self._pass, self._asked = None, []
         self._ahead.clear()
 
-    def _forget_nodes(self) -> None:
+    def forget_nodes(self) -> None:
         """Use no weight again that nodes of earlier passes alone may keep."""
         here = self._between | {route: held.gathered for route, held in self._held.items()}
         self._last = {route: last for route, last in self._last.items() if route in here and last() is here[route]}
@@ -180,16 +183,18 @@ class Gathers:
             wanted: Backward will want the block.
             gather: Gives the block where it would be gathered now and waited for.
         """
-        found = self._kept(route, weight, dtype) if self._pass is not None or in_backward() else None
+        recomputes = in_backward()
+        if recomputes:
+            self._engine.arm()
+        found = self._kept(route, weight, dtype) if self._pass is not None or recomputes else None
         if found is None:
             found = self._ask(route, weight, dtype, gather)
         block = found.wait()
         if self._engine.holding and self._admit(route, weight, block):
             self._between[route] = found
-        if in_backward():
+        if recomputes:
             if recording and wanted:
                 self._hold(route, found, first_run=False)
-                self._engine.arm()
         elif recording:
             if wanted and self._admit(route, weight, block):
                 return block, found
@@ -268,7 +273,8 @@ class Gathers:
             self._asked_for[self._pass, route] = known, dtype
             if looks_ahead:
                 self._look_ahead(self._pass, route)
-        self._last[route] = weakref.ref(found)
+        if self._pass is not None or in_backward():
+            self._last[route] = weakref.ref(found)
         return found
 
     def _look_ahead(self, kind: str, route: Route) -> None:
