@@ -176,7 +176,7 @@ def measure(ranks: int, options: argparse.Namespace) -> list[dict[str, Any]]:
                     schedule.step(batch, target=batch)
                 spent = time.perf_counter() - start
                 every: list[Any] = [None] * ranks
-                dist.all_gather_object(every, (spent, ran))
+                dist.all_gather_object(every, (spent, ran, sent_at(schedule, ran)))
                 if repeat:  # the first makes connections
                     steps[one].append(bubbles(name, every, options.microbatches))
                 expected = torch.full((WIDTH,), float(batch.shape[0]))
@@ -208,24 +208,36 @@ class Measured(NamedTuple):
     message: float
 
 
-def bubbles(name: str, every: list[tuple[float, list[Ran]]], microbatches: int) -> Measured:
-    """What all ranks ran in one step, beside what the simulator says to it."""
+def sent_at(schedule: Any, ran: list[Ran]) -> list[float]:
+    """When the result of each action is sent: at its end; of torch's pairs (dualpipev) when both are done."""
+    if not hasattr(schedule, "pipeline_order_with_comms"):  # one stage a rank
+        return [one.end for one in ran]
+    sent: list[float] = []
+    for action in schedule.pipeline_order_with_comms[schedule.rank]:
+        together = len(action.sub_actions or (action,)) if action.is_compute_op else 0
+        sent += together * [ran[len(sent) + together - 1].end]
+    return sent
+
+
+def bubbles(name: str, every: list[tuple[float, list[Ran], list[float]]], microbatches: int) -> Measured:
+    """What all ranks ran in one step, and when it was sent, beside what the simulator says to it."""
     ranks, kind = len(every), KINDS[name]
     count = ranks * kind.stages_per_rank
     home = [rank_of(stage, count, ranks, kind.order) for stage in range(count)]
-    done = {(one.kind == "F", one.stage, one.microbatch): one.end for _, ran in every for one in ran if one.kind != "W"}
-    sent = [  # of each rank's actions: when what another rank sends for it was computed
+    left = {(one.kind == "F", one.stage, one.microbatch): sent
+            for _, ran, times in every for one, sent in zip(ran, times, strict=True) if one.kind != "W"}  # fmt: skip
+    sent = [  # of each rank's actions: when another rank sends what it is for
         [
-            done[one.kind == "F", source, one.microbatch]
+            left[one.kind == "F", source, one.microbatch]
             if one.kind != "W" and 0 <= source < count and home[source] != home[one.stage]
             else 0.0
             for one in ran
             for source in [one.stage + (-1 if one.kind == "F" else 1)]
         ]
-        for _, ran in every
+        for _, ran, _ in every
     ]
-    free = [[0.0, *(one.end for one in ran[:-1])] for _, ran in every]
-    steps = [list(zip(ran, came, was, strict=True)) for (_, ran), came, was in zip(every, sent, free, strict=True)]
+    free = [[0.0, *(one.end for one in ran[:-1])] for _, ran, _ in every]
+    steps = [list(zip(ran, came, was, strict=True)) for (_, ran, _), came, was in zip(every, sent, free, strict=True)]
     arrived = [one.start - came for rank in steps for one, came, was in rank if came > was]
     message = statistics.fmean(arrived) if arrived else 0.0
     lasted: dict[str, list[list[float]]] = {kind: [[] for _ in range(count)] for kind in "FBIW"}
@@ -238,12 +250,13 @@ def bubbles(name: str, every: list[tuple[float, list[Ran]]], microbatches: int) 
             lasted[one.kind][one.stage].append(one.end - one.start + gap)
             busy += lasted[one.kind][one.stage][-1]
     message = max(0.0, message - statistics.fmean(between))
-    seconds = max(ran[-1].end for _, ran in every) - min(ran[0].start for _, ran in every) + statistics.fmean(between)
+    ends, starts = [ran[-1].end for _, ran, _ in every], [ran[0].start for _, ran, _ in every]
+    seconds = max(ends) - min(starts) + statistics.fmean(between)
     mean = {kind: [statistics.fmean(one) if one else 0.0 for one in stages] for kind, stages in lasted.items()}
     whole = [not weights for weights in lasted["W"]]  # backward of this stage comes in one phase only
     inputs = [mean["B" if whole[stage] else "I"][stage] for stage in range(count)]
     model = simulate(name, ranks, microbatches, mean["F"], inputs, mean["W"], message).bubble
-    return Measured(max(spent for spent, _ in every), 1 - busy / (ranks * seconds), model, message)
+    return Measured(max(spent for spent, *_ in every), 1 - busy / (ranks * seconds), model, message)
 
 
 def main(given: list[str] | None = None) -> int:

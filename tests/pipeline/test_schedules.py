@@ -149,6 +149,8 @@ def schedules_on(grid, stages, names, config, options):
     options = {key: value for key, value in options.items() if key != "unequal"}
     for name, options in [(name, options) for name in names] + [(name, {"microbatches": 6}) for name in unequal]:
         model, schedule = build(comms, name, config, **options)
+        order = getattr(schedule, "pipeline_order_with_comms", {})
+        assert not any(one.sub_actions for one in order.get(comms.stage, ())), f"{name}: results wait for a pair"
         sent = messages(schedule)
         mine = accumulate(comms, schedule)
         check_messages(sent, comms, schedule, model, options.get("microbatches", 8))

@@ -15,7 +15,7 @@
     zbv                 2, in a V       in two phases                                   Qi et al. 2023
     dualpipev           2, in a V       in two phases                                   DeepSeek-AI 2024, Sea AI Lab
 
-Not here: how the actions of a schedule are ordered (torch's).
+Not here: how the actions of a schedule are ordered (torch's; a pair of dualpipev is two actions, see ``_Step``).
 """
 
 from __future__ import annotations
@@ -132,6 +132,16 @@ class _Step:
             return super().step(*args, target=target, **kwargs)  # type: ignore[misc]
         with tied_gradients([stage.submod for stage in self.axo_stages]):
             return super().step(*args, target=target, **kwargs)  # type: ignore[misc]
+
+    def _prepare_schedule_with_comms(self, actions: dict[int, list[Any]], *more: Any, **options: Any) -> None:
+        """Put messages between the actions of each rank.
+
+        torch sends what a forward and a backward pass in a pair (dualpipev) give when both are done. Here each is an
+        action of its own, so that the next stage has the forward pass's output one backward pass sooner.
+        """
+        apart = {rank: [each for one in listed for each in getattr(one, "sub_actions", None) or (one,)]
+                 for rank, listed in actions.items()}  # fmt: skip
+        super()._prepare_schedule_with_comms(apart, *more, **options)  # type: ignore[misc]
 
 
 def schedule(
