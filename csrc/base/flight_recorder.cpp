@@ -82,10 +82,10 @@ void FlightRecorder::started(std::uint64_t number) {
   if (Entry* e = find(number)) e->started = Clock::now();
 }
 
-void FlightRecorder::ended(std::uint64_t number, bool failed) {
+void FlightRecorder::ended(std::uint64_t number, bool failed, Clock::time_point time) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (Entry* e = find(number)) {
-    e->ended = Clock::now();
+    e->ended = time;
     e->failed = failed;
   }
 }

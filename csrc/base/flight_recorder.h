@@ -41,7 +41,7 @@ class FlightRecorder {
   // Returns the number to give to started() and ended().
   std::uint64_t issued(const Operation& operation, std::uint64_t sequence, Clock::time_point time);
   void started(std::uint64_t number);
-  void ended(std::uint64_t number, bool failed);
+  void ended(std::uint64_t number, bool failed, Clock::time_point time = Clock::now());
   void failure(const std::string& text);
   void append_lines(std::string* to) const;
 

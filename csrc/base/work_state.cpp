@@ -78,14 +78,14 @@ void WorkState::issued(std::uint64_t sequence, FlightRecorder* flight) {
   issued_.store(true, std::memory_order_release);
 }
 
-bool WorkState::complete(std::exception_ptr error) noexcept {
+bool WorkState::complete(std::exception_ptr error, Clock::time_point time) noexcept {
   std::vector<std::function<void()>> callbacks;
   std::shared_ptr<void> keep_alive;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (done_.load(std::memory_order_relaxed)) return false;
     error_ = std::move(error);
-    end_time_ = Clock::now();
+    end_time_ = time;
     callbacks.swap(callbacks_);
     if (!error_ && waited_) keep_alive = std::move(keep_alive_);
     done_.store(true, std::memory_order_release);

@@ -37,7 +37,7 @@ class WorkState : public Work {
   // The clock of the timeout starts; `flight`, where there is one, takes note.
   void issued(std::uint64_t sequence, FlightRecorder* flight);
   // Ends the operation; null: well. True for the first end, which counts. Runs the callbacks; never throws.
-  bool complete(std::exception_ptr error) noexcept;
+  bool complete(std::exception_ptr error, Clock::time_point time = Clock::now()) noexcept;
   // The operation could not be issued: it ends with `error`.
   void refuse(std::exception_ptr error);
   bool has_callbacks() const;

@@ -93,12 +93,14 @@ bool HostCore::leave_and_complete() {
   ended.swap(ended_);
   const bool tell = std::exchange(tell_flight_, false);
   leave();
-  for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr);
+  if (ended.empty() && !tell) return false;
+  const auto now = Clock::now();
+  for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr, now);
   if (tell) FlightLog::get().write();
   if (ended.empty()) return false;
   const auto self = shared_from_this();  // the last work may hold the last reference
   for (auto& [work, error] : ended) {
-    work->complete(error);
+    work->complete(error, now);
     engine_.finished();
     pending.fetch_sub(1);
   }

@@ -18,10 +18,10 @@ void Rounds::start(HostWorkPtr work) {
   work_ = std::move(work);
   const Request& r = work_->request;
   RankState& me = core_.state(core_.rank());
-  base_ = end_ = me.done.load(std::memory_order_relaxed);
+  base_ = end_ = next_;
   staged_ = combined_ = consumed_ = placed_ = base_;
   known_posted_ = known_reduced_ = known_done_ = 0;
-  headers_ok_ = planned_ = stages_ = combines_ = reads_ = offered_ = shared_ = false;
+  headers_ok_ = planned_ = stages_ = combines_ = reads_ = offered_ = shared_ = around_ = false;
 
   CollectiveHeader& h = me.headers[work_->sequence() % kHeaders];
   h = CollectiveHeader{};
@@ -34,8 +34,19 @@ void Rounds::start(HostWorkPtr work) {
     offer_buffers(h);
     if (!offered_) plan();
   }
+  // A store to a line that the peers read takes it from them, and all counters lie in one. So of a collective of one
+  // round they hear once: it is staged first, and the next one tells that it was done.
+  const bool at_once = brief() && can_stage();
+  if (at_once) stage(staged_);
+  if (me.done.load(std::memory_order_relaxed) != base_) me.done.store(base_, std::memory_order_release);
   me.issued.store(work_->sequence() + 1, std::memory_order_release);
+  if (at_once) me.posted.store(++staged_, std::memory_order_release);
   core_.published();
+}
+
+// Whether there is a round to stage, and its place is free.
+bool Rounds::can_stage() {
+  return staged_ < end_ && (staged_ < kDepth || have(&RankState::done, staged_ - kDepth + 1, known_done_, false));
 }
 
 // Waits for nobody: false until all have issued this collective. Fails the communicator when they do not agree.
@@ -128,9 +139,11 @@ bool Rounds::advance() {
           (!reads_ || (combines_ ? have(&RankState::reduced, consumed_ + 1, known_reduced_, false)
                                  : have(&RankState::posted, consumed_ + 1, known_posted_, true)))) {
         if (!shared_) consume(consumed_);
-        me.done.store(++consumed_, std::memory_order_release);
-        core_.published();
+        ++consumed_;
         moved = true;
+        if (brief()) continue;
+        me.done.store(consumed_, std::memory_order_release);
+        core_.published();
         continue;
       }
       if (combines_ && combined_ < staged_ &&
@@ -142,7 +155,7 @@ bool Rounds::advance() {
         continue;
       }
     }
-    if (staged_ < end_ && (staged_ < kDepth || have(&RankState::done, staged_ - kDepth + 1, known_done_, false))) {
+    if (can_stage()) {
       WriteMode* const mode = this->write_mode();
       around_ = mode != nullptr && mode->around();
       stage(staged_);
@@ -158,10 +171,7 @@ bool Rounds::advance() {
 }
 
 HostWorkPtr Rounds::finish() {
-  RankState& me = core_.state(core_.rank());
-  for (auto* counter : {&me.posted, &me.reduced, &me.done}) {  // a store takes the line from the peers that read it
-    if (counter->load(std::memory_order_relaxed) != end_) counter->store(end_, std::memory_order_release);
-  }
+  next_ = end_;
   return std::move(work_);
 }
 

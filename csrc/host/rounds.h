@@ -40,7 +40,7 @@ class Rounds {
   // Whether one round is all, or none.
   bool brief() const { return work_ && planned_ && end_ - base_ <= 1; }
   bool complete() const { return headers_ok_ && consumed_ == end_; }
-  // Publishes that this rank is through and forgets the work.
+  // This rank is through: forgets the work.
   HostWorkPtr finish();
   HostWorkPtr drop() { return std::move(work_); }
   // Whether the collective cannot complete without something more from `peer`.
@@ -50,6 +50,7 @@ class Rounds {
 
  private:
   void plan();
+  bool can_stage();
   bool check_headers();
   bool check_rows();
   void offer_buffers(CollectiveHeader& header);
@@ -71,6 +72,7 @@ class Rounds {
 
   HostCore& core_;
   HostWorkPtr work_;
+  std::uint64_t next_ = 0;  // the next collective's first round
   std::uint64_t base_ = 0;  // the collective's first round
   std::uint64_t end_ = 0;   // one past its last
   std::uint64_t staged_ = 0, combined_ = 0, consumed_ = 0;

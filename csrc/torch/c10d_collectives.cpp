@@ -93,8 +93,8 @@ void C10dBackend::reduce_all(Launch& launch, const at::Tensor& t, const c10d::Re
   if (const auto factor = device_factor(reduce_op, t)) {
     launch.issue(&DeviceCommunicator::all_reduce_scaled, launch.in(buffer), buffer.data_ptr(), count, dtype, *factor);
   } else {
-    const void* in = launch.in(premultiplied(buffer, reduce_op));
-    launch.issue(&Communicator::all_reduce, in, buffer.data_ptr(), count, dtype, op);
+    const at::Tensor input = premultiplied(buffer, reduce_op);
+    launch.issue(&Communicator::all_reduce, launch.in(input), buffer.data_ptr(), count, dtype, op);
   }
 }
 

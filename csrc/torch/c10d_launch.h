@@ -152,8 +152,7 @@ struct C10dBackend::Launch {
       : backend(backend),
         device(device),
         communicator(peer ? backend.communicator_with(device, *peer) : backend.communicator_of(device)),
-        grouped(kind == grouped_launch),
-        held(std::make_shared<Tensors>()) {
+        grouped(kind == grouped_launch) {
     release_now();
     for (const at::Tensor& t : inputs) {
       TORCH_CHECK_VALUE(t.device() == device, title, ": tensors on ", device, " and on ", t.device(),
@@ -169,7 +168,7 @@ struct C10dBackend::Launch {
     } else if (!options.blocking || !device.is_cpu() || at::hasCallbacks()) {
       work = c10::make_intrusive<C10dWork>(backend.getRank(), type, title, inputs, backend.sequence_.load());
     }
-    if (work) options.keep_alive = by_program(held);
+    if (work) options.keep_alive = by_program(held = std::make_shared<Tensors>());
     options.stream = current_stream(device);
     if (grouped) group_start();
   }
@@ -183,17 +182,19 @@ struct C10dBackend::Launch {
   // Calls a collective of the communicator, here the one of the tensors' device.
   template <class C, class... Parameters, class... Arguments>
   void issue(WorkPtr (C::*method)(Parameters...), Arguments... arguments) {
-    parts.push_back((static_cast<C&>(communicator).*method)(arguments..., options));
+    WorkPtr part = (static_cast<C&>(communicator).*method)(arguments..., options);
+    if (work) parts.push_back(std::move(part));
   }
 
-  const void* in(const at::Tensor& t) {
-    held->push_back(plain(t) ? t : t.resolve_conj().resolve_neg().contiguous());
-    return held->back().const_data_ptr();
+  // `t` lives until the call returns.
+  const void* in(const at::Tensor& t) { return !work && plain(t) ? t.const_data_ptr() : in(at::Tensor(t)); }
+  const void* in(at::Tensor&& t) {
+    return hold(plain(t) ? std::move(t) : t.resolve_conj().resolve_neg().contiguous()).const_data_ptr();
   }
   // Where the core writes what shall end up in `t`; holds the values of `t` when `filled`.
   at::Tensor out(const at::Tensor& t, bool filled = false) {
-    held->push_back(plain(t) ? t : at::empty(t.sizes(), t.options()));
-    const at::Tensor& buffer = held->back();
+    if (!work && plain(t)) return t;
+    const at::Tensor buffer = hold(plain(t) ? t : at::empty(t.sizes(), t.options()));
     if (!buffer.is_same(t)) {
       if (filled) buffer.copy_(t);
       copy(t, buffer);
@@ -203,23 +204,21 @@ struct C10dBackend::Launch {
   // The same for tensors that the core takes as one: themselves when they lie so, else a staging buffer.
   const void* in_flat(const Tensors& tensors) {
     if (consecutive(tensors)) {
-      held->insert(held->end(), tensors.begin(), tensors.end());
+      if (held) held->insert(held->end(), tensors.begin(), tensors.end());
       return first_address(tensors);
     }
     Tensors rows;
     for (const at::Tensor& t : tensors) rows.push_back(t.reshape({-1}));
-    held->push_back(at::cat(rows));
-    return held->back().const_data_ptr();
+    return hold(at::cat(rows)).const_data_ptr();
   }
   void* out_flat(const Tensors& tensors) {
     if (consecutive(tensors)) {
-      held->insert(held->end(), tensors.begin(), tensors.end());
+      if (held) held->insert(held->end(), tensors.begin(), tensors.end());
       return first_address(tensors);
     }
     int64_t total = 0;
     for (const at::Tensor& t : tensors) total += t.numel();
-    held->push_back(at::empty({total}, tensors[0].options()));
-    const at::Tensor flat = held->back();
+    const at::Tensor flat = hold(at::empty({total}, tensors[0].options()));
     int64_t start = 0;
     for (const at::Tensor& t : tensors) {
       copy(t, flat.narrow(0, start, t.numel()).view(t.sizes()));
@@ -230,7 +229,7 @@ struct C10dBackend::Launch {
   void copy(const at::Tensor& to, const at::Tensor& from) {
     last_steps.push_back([to, from] { to.copy_(from); });
   }
-  WorkHandle end(Tensors outputs) {
+  WorkHandle end(at::TensorList outputs) {
     if (grouped) {
       grouped = false;
       group_end();
@@ -240,9 +239,16 @@ struct C10dBackend::Launch {
       for (const Step& step : last_steps) step();
       return nullptr;
     }
-    work->start(std::move(parts), std::move(outputs), std::move(last_steps), device);
+    work->start(std::move(parts), outputs.vec(), std::move(last_steps), device);
     if (wait_here) work->wait(::kNoTimeout);
     return work;
+  }
+
+  // Keeps `t` with the Work, or, where there is none, until the call returns.
+  const at::Tensor& hold(at::Tensor t) {
+    Tensors& buffers = held ? *held : own_buffers;
+    buffers.push_back(std::move(t));
+    return buffers.back();
   }
 
   static void* first_address(const Tensors& tensors) {
@@ -258,7 +264,8 @@ struct C10dBackend::Launch {
   bool grouped;
   bool wait_here;
   CallOptions options;
-  std::shared_ptr<Tensors> held;
+  std::shared_ptr<Tensors> held;  // by the Work; null without one
+  Tensors own_buffers;
   std::vector<WorkPtr> parts;
   std::vector<Step> last_steps;
   c10::intrusive_ptr<C10dWork> work;  // null: the call is complete when the core's returns
