@@ -121,7 +121,7 @@ def test_plans_with_stages() -> None:
 
 @pytest.mark.parametrize(
     ("model", "gpus", "gather", "gibibytes"),
-    [("gpt-20b", 16, "keep", 80.0), ("gpt-20b", 16, "auto", 30.0), ("Llama-3-8B", 8, "keep", 80.0)],
+    [("gpt-20b", 16, "keep", 80.0), ("gpt-10b", 8, "auto", 30.0), ("Llama-3-8B", 8, "keep", 80.0)],
 )
 def test_the_search_leaves_out_only_what_cannot_win(
     model: str, gpus: int, gather: str, gibibytes: float, monkeypatch: pytest.MonkeyPatch
