@@ -46,6 +46,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/operation.h"
 #include "base/types.h"
 #include "base/work.h"
 
@@ -64,6 +65,7 @@ struct CallOptions {
   bool after_caller = true;
 };
 
+// Transports derive from it and take, in issue(), the requests that its collectives become.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -75,36 +77,32 @@ class Communicator {
   virtual const char* transport() const = 0;
 
   // out[i] = op over ranks of in[i].
-  virtual WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                             const CallOptions& options) = 0;
+  WorkPtr all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                     const CallOptions& options);
   // out holds size() parts of `count` elements in rank order.
-  virtual WorkPtr all_gather(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) = 0;
+  WorkPtr all_gather(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options);
   // in holds size() parts of `count` elements; this rank receives the reduction of part rank().
-  virtual WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                                 const CallOptions& options) = 0;
-  virtual WorkPtr broadcast(void* data, std::size_t count, DType dtype, int root, const CallOptions& options) = 0;
+  WorkPtr reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                         const CallOptions& options);
+  WorkPtr broadcast(void* data, std::size_t count, DType dtype, int root, const CallOptions& options);
   // `out` is read at the root only and may be null elsewhere.
-  virtual WorkPtr reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
-                         const CallOptions& options) = 0;
-  virtual WorkPtr gather(const void* in, void* out, std::size_t count, DType dtype, int root,
-                         const CallOptions& options) = 0;
-  virtual WorkPtr scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
-                          const CallOptions& options) = 0;
+  WorkPtr reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
+                 const CallOptions& options);
+  WorkPtr gather(const void* in, void* out, std::size_t count, DType dtype, int root, const CallOptions& options);
+  WorkPtr scatter(const void* in, void* out, std::size_t count, DType dtype, int root, const CallOptions& options);
   // Part p of `in` goes to rank p; part p of `out` came from rank p.
-  virtual WorkPtr all_to_all(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options) = 0;
+  WorkPtr all_to_all(const void* in, void* out, std::size_t count, DType dtype, const CallOptions& options);
   // The same with parts of any size. Counts and offsets are in elements, one entry a rank; send_counts[p] here must
   // equal recv_counts[rank()] at p.
-  virtual WorkPtr all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
-                               const std::vector<std::size_t>& send_offsets, void* out,
-                               const std::vector<std::size_t>& recv_counts,
-                               const std::vector<std::size_t>& recv_offsets, DType dtype,
-                               const CallOptions& options) = 0;
-  virtual WorkPtr send(const void* data, std::size_t count, DType dtype, int peer, int tag,
-                       const CallOptions& options) = 0;
+  WorkPtr all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
+                       const std::vector<std::size_t>& send_offsets, void* out,
+                       const std::vector<std::size_t>& recv_counts, const std::vector<std::size_t>& recv_offsets,
+                       DType dtype, const CallOptions& options);
+  WorkPtr send(const void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options);
   // peer may be kAnyPeer on the CPUs of one host. A rank that died ends such a recv with PeerLost, since the message
   // may have been its own; ranks that left do so once all others have.
-  virtual WorkPtr recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) = 0;
-  virtual WorkPtr barrier(const CallOptions& options) = 0;
+  WorkPtr recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options);
+  virtual WorkPtr barrier(const CallOptions& options);
 
   // Collective. Ranks of equal `color` form a new communicator, ordered by (key, rank); color < 0 takes no part and
   // gets null.
@@ -127,6 +125,24 @@ class Communicator {
   // Waits for this rank's pending operations, says "left" to the peers and releases memory. Idempotent; later calls
   // throw Error ("is closed"). A peer that still needs this rank gets PeerLost ("left").
   virtual void shutdown() = 0;
+
+ protected:
+  // A checked request for an operation that reduces, with `in` and `out`.
+  Request reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype, ReduceOp op) const;
+  // Takes a checked request; refuses it when the communicator can take none.
+  virtual WorkPtr issue(Request request, const CallOptions& options) = 0;
+  // Throws Error for a blocking call inside a group.
+  static void check_group(const Request& request, const CallOptions& options);
+  // All-gathers `mine`, of equal length everywhere, over this communicator.
+  std::string gather_bytes(const std::string& mine);
+  // Of a split: the ranks that pass this rank's `color`, ordered by (key, rank). Every rank must call it, none in a
+  // group.
+  std::vector<int> split_members(int color, int key);
+
+ private:
+  Request request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const;
+  void set_root(Request& r, int root) const;
+  std::vector<std::size_t> to_bytes(const char* what, const std::vector<std::size_t>& counts, DType dtype) const;
 };
 
 // Between group_start and group_end, of one thread, operations are recorded; group_end issues them as one launch, on

@@ -23,7 +23,7 @@ class Impl final : public DeviceCommunicator {
 
   // The blocking form holds the host, as its name promises.
   WorkPtr barrier(const CallOptions& options) override {
-    auto work = RequestCommunicator::barrier(options);
+    auto work = Communicator::barrier(options);
     if (options.blocking && !core_->gpu().capture_info(options.stream).active()) work->synchronize(kNoTimeout);
     return work;
   }

@@ -27,7 +27,7 @@
 #include <memory>
 #include <string>
 
-#include "base/requests.h"
+#include "base/communicator.h"
 #include "base/store.h"
 
 namespace axo {
@@ -62,7 +62,7 @@ struct DeviceOptions {
   std::shared_ptr<DeviceContext> context = {};
 };
 
-class DeviceCommunicator : public RequestCommunicator {
+class DeviceCommunicator : public Communicator {
  public:
   // all_reduce and reduce_scatter of scale * in, in one operation.
   virtual WorkPtr all_reduce_scaled(const void* in, void* out, std::size_t count, DType dtype, double scale,

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <mutex>
 
 #include "base/error.h"
@@ -106,22 +107,12 @@ void NcclApi::check(int result, const char* function, NcclComm comm) const {
 }
 
 NcclElements nccl_moved(DType dtype, std::size_t count) {
-  switch (dtype) {
-    case DType::float64:
-      return {kNcclFloat64, count};
-    case DType::float32:
-      return {kNcclFloat32, count};
-    case DType::bfloat16:
-      return {kNcclBfloat16, count};
-    case DType::float16:
-      return {kNcclFloat16, count};
-    case DType::int64:
-      return {kNcclInt64, count};
-    case DType::int32:
-      return {kNcclInt32, count};
-    default:
-      return {kNcclUint8, count * item_size(dtype)};
-  }
+  static constexpr NcclType kTypes[] = {kNcclFloat64, kNcclFloat32, kNcclBfloat16,
+                                        kNcclFloat16, kNcclInt64,   kNcclInt32};  // of the first dtypes, by code
+  static_assert(static_cast<std::size_t>(DType::int32) + 1 == std::size(kTypes));
+  const auto code = static_cast<std::size_t>(dtype);
+  if (code < std::size(kTypes)) return {kTypes[code], count};
+  return {kNcclUint8, count * item_size(dtype)};
 }
 
 NcclType nccl_reduced(const char* what, DType dtype, ReduceOp op) {

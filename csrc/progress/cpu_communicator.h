@@ -6,10 +6,10 @@
 #include <memory>
 #include <string>
 
+#include "base/communicator.h"
 #include "base/failure.h"
 #include "base/flight_recorder.h"
 #include "base/group.h"
-#include "base/requests.h"
 #include "progress/engine.h"
 
 namespace axo {
@@ -64,7 +64,7 @@ class CpuWork : public WorkState {
   const std::shared_ptr<CpuCore> core_;
 };
 
-class CpuCommunicator : public RequestCommunicator {
+class CpuCommunicator : public Communicator {
  public:
   explicit CpuCommunicator(std::shared_ptr<CpuCore> core) : core_(std::move(core)) {}
   ~CpuCommunicator() override { core_->release(); }

@@ -1,5 +1,5 @@
-// Arguments of the collectives, checked before anything is sent; see base/requests.h.
-#include "base/requests.h"
+// Arguments of the collectives, checked before anything is sent, and turned into requests; see base/communicator.h.
+#include "base/communicator.h"
 
 #include <algorithm>
 #include <cstring>
@@ -26,7 +26,7 @@ void check_pointers(const Request& r, bool needs_in, bool needs_out) {
 
 }  // namespace
 
-Request RequestCommunicator::request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const {
+Request Communicator::request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const {
   AXO_CHECK(static_cast<int>(dtype) < kDTypeCount, name_of(kind), static_cast<int>(dtype), "a dtype");
   const std::size_t most =
       std::numeric_limits<std::size_t>::max() / item_size(dtype) / static_cast<std::size_t>(size()) / 2;
@@ -40,23 +40,23 @@ Request RequestCommunicator::request(Kind kind, const void* in, void* out, std::
   return r;
 }
 
-Request RequestCommunicator::reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
-                                       ReduceOp op) const {
+Request Communicator::reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
+                                ReduceOp op) const {
   Request r = request(kind, in, out, count, dtype);
   set_op(r, op);
   check_pointers(r, true, true);
   return r;
 }
 
-void RequestCommunicator::set_root(Request& r, int root) const {
+void Communicator::set_root(Request& r, int root) const {
   const bool message = r.point_to_point();
   AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(), root,
             "a rank from 0 to " + std::to_string(size() - 1));
   r.root = root;
 }
 
-std::vector<std::size_t> RequestCommunicator::to_bytes(const char* what, const std::vector<std::size_t>& counts,
-                                                       DType dtype) const {
+std::vector<std::size_t> Communicator::to_bytes(const char* what, const std::vector<std::size_t>& counts,
+                                                DType dtype) const {
   AXO_CHECK(counts.size() == static_cast<std::size_t>(size()), what, counts.size(),
             std::to_string(size()) + " entries, one a rank");
   std::vector<std::size_t> bytes;
@@ -68,33 +68,32 @@ std::vector<std::size_t> RequestCommunicator::to_bytes(const char* what, const s
   return bytes;
 }
 
-WorkPtr RequestCommunicator::all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                                        const CallOptions& options) {
+WorkPtr Communicator::all_reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                 const CallOptions& options) {
   return issue(reduction(Kind::all_reduce, in, out, count, dtype, op), options);
 }
 
-WorkPtr RequestCommunicator::all_gather(const void* in, void* out, std::size_t count, DType dtype,
-                                        const CallOptions& options) {
+WorkPtr Communicator::all_gather(const void* in, void* out, std::size_t count, DType dtype,
+                                 const CallOptions& options) {
   Request r = request(Kind::all_gather, in, out, count, dtype);
   check_pointers(r, true, true);
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
-                                            const CallOptions& options) {
+WorkPtr Communicator::reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                     const CallOptions& options) {
   return issue(reduction(Kind::reduce_scatter, in, out, count, dtype, op), options);
 }
 
-WorkPtr RequestCommunicator::broadcast(void* data, std::size_t count, DType dtype, int root,
-                                       const CallOptions& options) {
+WorkPtr Communicator::broadcast(void* data, std::size_t count, DType dtype, int root, const CallOptions& options) {
   Request r = request(Kind::broadcast, data, data, count, dtype);
   set_root(r, root);
   check_pointers(r, true, true);
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
-                                    const CallOptions& options) {
+WorkPtr Communicator::reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
+                             const CallOptions& options) {
   Request r = request(Kind::reduce, in, out, count, dtype);
   set_op(r, op);
   set_root(r, root);
@@ -102,34 +101,34 @@ WorkPtr RequestCommunicator::reduce(const void* in, void* out, std::size_t count
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::gather(const void* in, void* out, std::size_t count, DType dtype, int root,
-                                    const CallOptions& options) {
+WorkPtr Communicator::gather(const void* in, void* out, std::size_t count, DType dtype, int root,
+                             const CallOptions& options) {
   Request r = request(Kind::gather, in, out, count, dtype);
   set_root(r, root);
   check_pointers(r, true, rank() == root);
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
-                                     const CallOptions& options) {
+WorkPtr Communicator::scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
+                              const CallOptions& options) {
   Request r = request(Kind::scatter, in, out, count, dtype);
   set_root(r, root);
   check_pointers(r, rank() == root, true);
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::all_to_all(const void* in, void* out, std::size_t count, DType dtype,
-                                        const CallOptions& options) {
+WorkPtr Communicator::all_to_all(const void* in, void* out, std::size_t count, DType dtype,
+                                 const CallOptions& options) {
   Request r = request(Kind::all_to_all, in, out, count, dtype);
   check_pointers(r, true, true);
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
-                                          const std::vector<std::size_t>& send_offsets, void* out,
-                                          const std::vector<std::size_t>& recv_counts,
-                                          const std::vector<std::size_t>& recv_offsets, DType dtype,
-                                          const CallOptions& options) {
+WorkPtr Communicator::all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
+                                   const std::vector<std::size_t>& send_offsets, void* out,
+                                   const std::vector<std::size_t>& recv_counts,
+                                   const std::vector<std::size_t>& recv_offsets, DType dtype,
+                                   const CallOptions& options) {
   Request r = request(Kind::all_to_all_v, in, out, 0, dtype);
   r.send_bytes = to_bytes("all_to_all_v: send_counts", send_counts, dtype);
   r.send_offsets = to_bytes("all_to_all_v: send_offsets", send_offsets, dtype);
@@ -142,8 +141,8 @@ WorkPtr RequestCommunicator::all_to_all_v(const void* in, const std::vector<std:
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::send(const void* data, std::size_t count, DType dtype, int peer, int tag,
-                                  const CallOptions& options) {
+WorkPtr Communicator::send(const void* data, std::size_t count, DType dtype, int peer, int tag,
+                           const CallOptions& options) {
   Request r = request(Kind::send, data, nullptr, count, dtype);
   set_root(r, peer);
   r.tag = tag;
@@ -151,8 +150,7 @@ WorkPtr RequestCommunicator::send(const void* data, std::size_t count, DType dty
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::recv(void* data, std::size_t count, DType dtype, int peer, int tag,
-                                  const CallOptions& options) {
+WorkPtr Communicator::recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) {
   Request r = request(Kind::recv, nullptr, data, count, dtype);
   if (peer == kAnyPeer) {
     r.root = kAnyPeer;
@@ -164,17 +162,17 @@ WorkPtr RequestCommunicator::recv(void* data, std::size_t count, DType dtype, in
   return issue(std::move(r), options);
 }
 
-WorkPtr RequestCommunicator::barrier(const CallOptions& options) {
+WorkPtr Communicator::barrier(const CallOptions& options) {
   return issue(request(Kind::barrier, nullptr, nullptr, 0, DType::uint8), options);
 }
 
-void RequestCommunicator::check_group(const Request& r, const CallOptions& options) {
+void Communicator::check_group(const Request& r, const CallOptions& options) {
   if (options.blocking && inside_group()) {
     throw Error(std::string(name_of(r.kind)) + ": got a blocking call inside a group, expected a non-blocking one");
   }
 }
 
-std::string RequestCommunicator::gather_bytes(const std::string& mine) {
+std::string Communicator::gather_bytes(const std::string& mine) {
   std::string all(mine.size() * static_cast<std::size_t>(size()), '\0');
   CallOptions options;
   options.blocking = true;
@@ -182,7 +180,7 @@ std::string RequestCommunicator::gather_bytes(const std::string& mine) {
   return all;
 }
 
-std::vector<int> RequestCommunicator::split_members(int color, int key) {
+std::vector<int> Communicator::split_members(int color, int key) {
   if (inside_group()) throw Error("split: got a call inside a group, expected one outside");
   struct Choice {
     std::int32_t color, key;
