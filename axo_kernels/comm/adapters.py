@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from axo_kernels.comm.communicator import FusedCommunicator, Pending
-from axo_kernels.comm.host_stream import StreamWork
+from axo_kernels.comm.host_stream import DONE
 from axo_kernels.fused.workspace import Workspace
 
 # torch 2.13 renamed these two; the old names still work there, with a warning.
@@ -196,17 +196,14 @@ class SoloCommunicator(FusedCommunicator):
         super().__init__(0, 1, timeout)
 
     def _all_reduce(self, tensor: torch.Tensor) -> Pending:
-        return StreamWork.done()
+        return DONE
 
     def _all_gather(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
         if out.data_ptr() != tensor.data_ptr():
             out.copy_(tensor.view(out.shape))
-        return StreamWork.done()
+        return DONE
 
-    def _reduce_scatter(self, out: torch.Tensor, tensor: torch.Tensor) -> Pending:
-        if out.data_ptr() != tensor.data_ptr():
-            out.copy_(tensor.view(out.shape))
-        return StreamWork.done()
+    _reduce_scatter = _all_gather
 
 
 def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:

@@ -10,35 +10,23 @@ import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 
 
 class SignalTimeout(RuntimeError):
     """A flag was not set within its bound; the message names rank, chunk and epoch."""
 
 
-class StreamWork:
+class StreamWork(Future[None]):
     """Pending work on a host stream."""
-
-    def __init__(self) -> None:
-        self._event = threading.Event()
-        self.error: BaseException | None = None
-
-    @classmethod
-    def done(cls) -> StreamWork:
-        """Work that is complete already."""
-        work = cls()
-        work.finish(None)
-        return work
-
-    def finish(self, error: BaseException | None) -> None:
-        self.error = error
-        self._event.set()
 
     def wait(self) -> None:
         """Block until the work is done; raise what it raised."""
-        self._event.wait()
-        if self.error is not None:
-            raise self.error
+        self.result()
+
+
+DONE = StreamWork()  # complete already
+DONE.set_result(None)
 
 
 class HostStream:
@@ -61,8 +49,7 @@ class HostStream:
     def join(self) -> None:
         """Block until everything submitted is done; raise the first error and forget it."""
         pending, self._pending = self._pending, []
-        for work in pending:
-            work._event.wait()
+        wait(pending)
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -80,4 +67,7 @@ class HostStream:
                     call()
                 except BaseException as error:
                     self._error = error
-            work.finish(self._error)
+            if self._error is None:
+                work.set_result(None)
+            else:
+                work.set_exception(self._error)

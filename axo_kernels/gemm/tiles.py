@@ -188,7 +188,7 @@ class Config:
         accumulators = self.block_m * self.block_n // (self.warps * target.warp_size * halves)
         out_itemsize = out_dtype.itemsize if out_dtype else None
         return (
-            all(_power_of_two(size) for size in (self.block_m, self.block_n, self.block_k, self.warps))
+            all(size > 0 and size & (size - 1) == 0 for size in (self.block_m, self.block_n, self.block_k, self.warps))
             and min(self.block_m, self.block_n) >= 16
             and self.block_k * itemsize >= 32
             and self.stages >= 1
@@ -231,10 +231,6 @@ def resident(target: Target, warps: int, registers: int, shared: int) -> int:
         return max(1, min(by_registers, by_memory, 64 // warps, 32))
     waves = min(8, 512 // max(1, -(-registers // 8) * 8))
     return max(1, min(waves * 4 // warps, target.shared_bytes // max(1, shared)))
-
-
-def _power_of_two(value: int) -> bool:
-    return value > 0 and value & (value - 1) == 0
 
 
 PURPOSES = ("plain", "wide", "fused")
@@ -371,15 +367,8 @@ def candidates(target: Target, product: Product, descriptors: bool) -> list[Conf
     plain = next((config for config in found if not config.groups), None)
     if plain is not None:
         place = found.index(plain) + 1
-        found[place:place] = _variants(plain, target)
-    return found
-
-
-def _variants(config: Config, target: Target) -> list[Config]:
-    """The same tile in another order, with nested loops, or with a hint."""
-    found = [replace(config, group_m=16), replace(config, flatten=False)]
-    if not target.nvidia:
-        found += [replace(config, nonkdim=16), replace(config, waves_per_eu=2)]
+        hints = [] if target.nvidia else [replace(plain, nonkdim=16), replace(plain, waves_per_eu=2)]
+        found[place:place] = [replace(plain, group_m=16), replace(plain, flatten=False), *hints]
     return found
 
 

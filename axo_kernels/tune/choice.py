@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 
@@ -79,17 +79,11 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
         choice = Choice(**{**entry, "config": Config(**config) if config is not None else None})
     except (TypeError, KeyError):
         return None
-    numbers = (choice.seconds, choice.baseline, choice.chunks, choice.channels)
     if (
         choice.backend not in ("vendor", "triton")
         or choice.layout not in LAYOUTS
         or choice.strategy not in STRATEGIES
-        or not all(isinstance(number, (int, float)) for number in numbers)
-        or any(isinstance(number, bool) for number in numbers)
-        or not isinstance(choice.chunks, int)
-        or choice.chunks < 1
-        or not isinstance(choice.channels, int)
-        or choice.channels < 0
+        or not (_typed(choice) and choice.chunks)
         or (choice.backend == "vendor" and choice.config is not None)
         or (choice.strategy == "signal" and choice.config is None)
         or (choice.config is not None and not _whole(choice.config))
@@ -98,16 +92,20 @@ def from_json(entry: dict[str, Any]) -> Choice | None:
     return choice
 
 
+def _typed(one: Choice | Config) -> bool:
+    """Whether each plain field is of its kind, and no number is negative."""
+    for name, kind in get_type_hints(type(one)).items():
+        value = getattr(one, name)
+        if kind in (int, float) and (isinstance(value, bool) or not isinstance(value, (int, kind)) or value < 0):
+            return False
+        if kind is bool and not isinstance(value, bool):
+            return False
+    return True
+
+
 def _whole(config: Config) -> bool:
     sizes = (config.block_m, config.block_n, config.block_k, config.group_m, config.warps, config.stages, config.parts)
-    hints = (config.waves_per_eu, config.nonkdim)
-    return (
-        all(isinstance(size, int) and size > 0 for size in (*sizes, config.split_k))
-        and all(isinstance(hint, int) and hint >= 0 for hint in hints)
-        and isinstance(config.descriptors, bool)
-        and isinstance(config.flatten, bool)
-        and config.groups in ("", "pingpong", "shared")
-    )
+    return _typed(config) and all((*sizes, config.split_k)) and config.groups in ("", "pingpong", "shared")
 
 
 def usable(choice: Choice, product: Product, device: torch.device) -> bool:

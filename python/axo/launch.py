@@ -221,7 +221,8 @@ def launch_local(
             asked = Path(reports, _ASKED).exists()
             if asked and -signal.SIGTERM in failures.values():  # before a rank noted it
                 raise Interrupted(signal.SIGTERM) from None
-            cause = _cause(_read_reports(Path(reports)), failures)
+            told = [json.loads(path.read_text(encoding="utf-8")) for path in Path(reports).glob("*.json")]
+            cause = _cause(told, failures)
             if asked and isinstance(cause, RankFailed):
                 cause.lost = False
             raise cause from None
@@ -356,10 +357,6 @@ def _write_report(reports: Path, error: BaseException) -> None:
     unfinished = reports / f".{rank}"
     unfinished.write_text(json.dumps(report), encoding="utf-8")
     unfinished.rename(reports / f"{rank}.json")
-
-
-def _read_reports(reports: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text(encoding="utf-8")) for path in reports.glob("*.json")]
 
 
 def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFailed | Interrupted:

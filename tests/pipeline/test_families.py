@@ -15,7 +15,8 @@ from litgpt.model import GPT
 import axo
 from axo.nn.elsewhere import Elsewhere
 from axo.perf.cut import bounds_of
-from axo.pipeline.cut import part_of, planned_cuts, stage_indices, workload_of
+from axo.perf.pipeline_schedule import stages_of
+from axo.pipeline.cut import part_of, planned_cuts, workload_of
 from axo.pipeline.families import _Rows
 from tests.gpt import LLAMA
 from tests.launcher import run_ranks
@@ -28,8 +29,8 @@ def test_bounds_and_places():
     assert bounds_of(10, 3, [3, 7]) == [0, 3, 7, 10]
     for model in (small("llama"), small("gpt2")):
         assert planned_cuts(workload_of(model), 2, 2, "loop") == [2]
-    assert [stage_indices(6, 2, rank, "loop") for rank in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
-    assert [stage_indices(6, 3, rank, "v") for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
+    assert [stages_of(rank, 6, 2, "loop") for rank in (0, 1)] == [[0, 2, 4], [1, 3, 5]]
+    assert [stages_of(rank, 6, 3, "v") for rank in (0, 1, 2)] == [[0, 5], [1, 4], [2, 3]]
 
 
 def test_tokens_beyond_the_table_are_refused():

@@ -17,7 +17,7 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -62,17 +62,25 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
     files = _split(tensors, max_file_bytes)
     writes, problem = rank_in(group) == 0, ""
-    if writes:
-        problem = _write_words(model, folder, tensors)
+
+    def attempt(what: Path, write: Callable[..., None], *arguments: Any) -> None:
+        """Have rank 0 write, if nothing has gone wrong so far."""
+        nonlocal problem
+        try:
+            if writes and not problem:
+                write(*arguments)
+        except OSError as error:
+            problem = f"save_pretrained: {what} cannot be written: {error.strerror}"
+
+    attempt(folder, _write_words, model, folder, tensors)
     for file, names in files.items():
         wholes = (_whole(tensors[name]) for name in names)
-        if writes and not problem:
-            problem = _write_file(folder / file, {name: tensors[name] for name in names}, wholes)
+        described = {name: (tensors[name].dtype, _shape(tensors[name])) for name in names}
+        attempt(folder / file, safetensors.write, folder / file, described, wholes, {})
         deque(wholes, maxlen=0)  # the other ranks, and rank 0 after a failure, still take part in every gather
-    if writes and not problem and len(files) > 1:
-        problem = _write_index(folder, files, tensors)
-    if writes and not problem:
-        problem = _remove_others(folder, {*files, _INDEX} if len(files) > 1 else {*files})
+    if len(files) > 1:
+        attempt(folder, _write_index, folder, files, tensors)
+    attempt(folder, _remove_others, folder, {*files, _INDEX} if len(files) > 1 else {*files})
     agree(group, problem)
     return folder
 
@@ -131,49 +139,28 @@ def _split(tensors: dict[str, torch.Tensor], most: int) -> dict[str, list[str]]:
     return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": names for number, names in enumerate(parts, 1)}
 
 
-def _write_file(path: Path, tensors: dict[str, torch.Tensor], wholes: Iterator[torch.Tensor]) -> str:
-    described = {name: (tensor.dtype, _shape(tensor)) for name, tensor in tensors.items()}
-    try:
-        safetensors.write(path, described, wholes, {})
-    except OSError as error:
-        return f"save_pretrained: {path} cannot be written: {error.strerror}"
-    return ""
-
-
-def _remove_others(folder: Path, kept: set[str]) -> str:
+def _remove_others(folder: Path, kept: set[str]) -> None:
     """Remove tensor files of an earlier save: ``from_pretrained`` takes a model.safetensors before any other."""
-    try:
-        for path in folder.iterdir():
-            if _TENSORS.fullmatch(path.name) and path.name not in kept:
-                path.unlink()
-    except OSError as error:
-        return f"save_pretrained: {folder} cannot be written: {error.strerror}"
-    return ""
+    for path in folder.iterdir():
+        if _TENSORS.fullmatch(path.name) and path.name not in kept:
+            path.unlink()
 
 
-def _write_words(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> str:
-    """The configuration; what went wrong, or nothing."""
+def _write_words(model: Any, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """The configuration."""
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     dtypes = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     setattr(config, "dtype" if hasattr(config, "dtype") else "torch_dtype", str(dtypes[0]).removeprefix("torch."))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        config.save_pretrained(folder)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(folder)
-    except OSError as error:
-        return f"save_pretrained: {folder} cannot be written: {error.strerror}"
-    return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(folder)
 
 
-def _write_index(folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> str:
+def _write_index(folder: Path, files: dict[str, list[str]], tensors: dict[str, torch.Tensor]) -> None:
     """Which tensor lies in which file, once these are there: an earlier save's index holds until then."""
     size = sum(math.prod(_shape(tensor)) * tensor.dtype.itemsize for tensor in tensors.values())
     where = {name: file for file, names in files.items() for name in names}
-    try:
-        with whole_file(folder / _INDEX) as unfinished:
-            unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))
-    except OSError as error:
-        return f"save_pretrained: {folder} cannot be written: {error.strerror}"
-    return ""
+    with whole_file(folder / _INDEX) as unfinished:
+        unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=2))

@@ -187,7 +187,9 @@ class _Folder:
         wanted |= {alias: wanted[name] for alias, name in aliases.items()}
         compare(path, "the model", saved, {**others.shapes, **wanted}, strict)
         parts = {entry: value.local for entry, value in self.entries.items() if isinstance(value, Parts)}
-        _check_casts(path, _dtypes(self.metadata), parts)
+        entries = self.metadata.state_dict_metadata.items()
+        dtypes = {key: saved.properties.dtype for key, saved in entries if isinstance(saved, TensorStorageMetadata)}
+        _check_casts(path, dtypes, parts)
         self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
         if optimizer is not None:
             self._add_optimizer(optimizer, others)
@@ -313,14 +315,6 @@ def compare(
     problems += _listed(other, "%d differ in shape")
     if problems:
         raise ValueError(f"checkpoint: {path} is of another model: " + "; ".join(problems))
-
-
-def _dtypes(metadata: Metadata) -> dict[str, torch.dtype]:
-    return {
-        entry: saved.properties.dtype
-        for entry, saved in metadata.state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-    }
 
 
 def _check_casts(path: Path, saved: Mapping[str, torch.dtype], wanted: Mapping[str, Any]) -> None:

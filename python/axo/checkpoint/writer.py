@@ -69,14 +69,12 @@ class Save:
         return self._thread is None or not self._thread.is_alive()
 
 
+@atexit.register  # before communicators close: registered later than theirs
 def _at_exit() -> None:
     try:
         pending.wait()
     except Exception as error:
         print(f"axo: {error}", file=sys.stderr)
-
-
-atexit.register(_at_exit)  # before communicators close: registered later than theirs
 
 
 def save(
@@ -302,7 +300,8 @@ def write(target: Target, entries: dict[str, Any]) -> None:
         except Error:  # a peer is lost, and could not be told of a problem
             raise
         except CheckpointException as error:  # DCP's: the same on all ranks
-            problem = _first_failure(error)
+            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+            problem = f"rank {rank}: {cause or type(cause).__name__}"
             own = error.failures.get(rank_in(group), (None, None))[0]
             interrupt = own if isinstance(own, KeyboardInterrupt) else None  # not of the writing
         except Exception as error:
@@ -315,8 +314,3 @@ def write(target: Target, entries: dict[str, Any]) -> None:
         raise interrupt
     if any(problems):
         raise CheckpointError(f"checkpoint: {target.final} was not written: {next(filter(None, problems))}")
-
-
-def _first_failure(error: CheckpointException) -> str:
-    rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return f"rank {rank}: {cause or type(cause).__name__}"

@@ -49,6 +49,7 @@ from axo.launch import CONSEQUENCES, let_the_cause_end_first, record_failure
 __all__ = ["Communicator", "group"]
 
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
+NOTHING = torch.empty(0, dtype=torch.uint8)  # what a barrier puts in
 # The core's calls that look at most tensors of the host themselves. They take a code of ``OPS``, or -1.
 _ALL_REDUCE, _ALL_GATHER = _C.Communicator.plain_all_reduce, _C.Communicator.plain_all_gather
 _REDUCE_SCATTER, _BROADCAST = _C.Communicator.plain_reduce_scatter, _C.Communicator.plain_broadcast
@@ -354,8 +355,7 @@ class Communicator:
         """Return when every rank has come here."""
         if self._core is None:
             return Work(self, None, None, ()) if async_op else None
-        if counting.blocks:
-            counting.record("barrier", self.axis, 0, 0)
+        self._count("barrier", NOTHING)
         return self._issue(self._core.barrier, (), None, (), None, None, async_op)
 
     def split(self, color: int, key: int = 0, *, name: str | None = None, axis: str | None = None) -> Self | None:

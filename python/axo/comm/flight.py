@@ -217,10 +217,6 @@ def latest(lines: Iterable[Line]) -> list[Late]:
     return sorted(complete, key=lambda late: -(late.seconds or 0.0))[:10]
 
 
-def _peer(rank: int | None) -> str:
-    return "any rank" if rank is None else f"rank {rank}"
-
-
 def render(paths: list[Path], console: Console) -> None:
     """Print what the files say as tables of rich."""
     from rich.table import Table
@@ -246,8 +242,9 @@ def render(paths: list[Path], console: Console) -> None:
             console.print(f"{line.name}, rank {line.called(rank)}: {failure}", markup=False, highlight=False)
         pending = [message for message in line.messages if message["state"] != "done"]
         for message in pending[:10]:
+            peer = "any rank" if message["root"] is None else f"rank {message['root']}"
             console.print(
-                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with {_peer(message['root'])},"
+                f"{line.name}, rank {line.called(message['rank'])}: {message['op']} with {peer},"
                 f" tag {message['tag']}, is {message['state']}",
                 markup=False,
                 highlight=False,

@@ -26,9 +26,8 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from axo.comm.communicator import Communicator
+from axo.comm.communicator import NOTHING, Communicator
 from axo.comm.connect import Communicators
-from axo.comm.counting import active as counting
 from axo.comm.counting import watch
 from axo.comm.extension import _C
 from axo.comm.memory import check_elements
@@ -152,7 +151,7 @@ class RecordingCommunicator(Communicator):
         return self._note("broadcast", source, source, None, async_op, f"root {root}", written=written)
 
     def barrier(self, async_op: bool = False) -> Any:
-        return self._note("barrier", torch.empty(0, dtype=torch.uint8), None, None, async_op)
+        return self._note("barrier", NOTHING, None, None, async_op)
 
     def reduce(self, tensor: Any, root: int = 0, op: str = "sum", async_op: bool = False, *, out: Any = None) -> Any:
         self._check_rank("reduce", "root", root)
@@ -201,11 +200,7 @@ class RecordingCommunicator(Communicator):
         *,
         written: bool = True,
     ) -> Any:
-        if op == "barrier":
-            if counting.blocks:
-                counting.record(op, self.axis, 0, 0)
-        else:
-            self._count(op, source)
+        self._count(op, source)
         dtype = str(source.dtype).removeprefix("torch.")
         self.issued.append(Issued(op, self.axis, dtype, source.numel(), detail, _where()))
         if target is not None and written:

@@ -18,9 +18,10 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from litgpt.model import GPT
@@ -156,23 +157,17 @@ def _run(config: TrainConfig, comms: Communicators, fake: bool) -> Record:
     return Record(rank, list(issued), ledger.peak, ledger.peaks, held, ledger.most, saved, seconds)
 
 
-@contextmanager
-def _two_chunks_for_all() -> Iterator[None]:
+def _two_chunks_for_all() -> AbstractContextManager[object]:
     """Let the loss go through two of its equal chunks of rows: without values the others do nothing else."""
     plain = loss._row_chunks
 
     def two(tensor: torch.Tensor, start: int = 0) -> Iterator[tuple[int, torch.Tensor]]:
         return itertools.islice(plain(tensor, start), 2)  # at the second the first's temporaries are there too
 
-    loss._row_chunks = two
-    try:
-        yield
-    finally:
-        loss._row_chunks = plain
+    return mock.patch.object(loss, "_row_chunks", two)
 
 
-@contextmanager
-def _receiving(ledger: Ledger, mode: Faking | Following) -> Iterator[None]:
+def _receiving(ledger: Ledger, mode: Faking | Following) -> AbstractContextManager[object]:
     """Let the buffers that torch's stages receive into be followed."""
     plain = stage._make_tensor_from_meta
 
@@ -180,11 +175,7 @@ def _receiving(ledger: Ledger, mode: Faking | Following) -> Iterator[None]:
         with mode, ledger.during(ledger.phase, MESSAGES):
             return plain(*args)
 
-    stage._make_tensor_from_meta = made  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        stage._make_tensor_from_meta = plain
+    return mock.patch.object(stage, "_make_tensor_from_meta", made)
 
 
 def _build(

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -88,9 +89,9 @@ class AxoStrategy(ParallelStrategy):
         """What ``axo.connect`` returned; None before the launch."""
         return self._fabric.comms
 
-    @property
-    def root_device(self) -> torch.device:
-        return self._fabric.root_device
+    root_device: Any = property(attrgetter("_fabric.root_device"))
+    num_processes: Any = property(attrgetter("_fabric.num_processes"), doc="Ranks on this host.")
+    distributed_sampler_kwargs: Any = property(attrgetter("_fabric.distributed_sampler_kwargs"))
 
     @property
     def num_nodes(self) -> int:
@@ -101,18 +102,9 @@ class AxoStrategy(ParallelStrategy):
         self._fabric.num_nodes = num_nodes
 
     @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return self._fabric.num_processes
-
-    @property
     def is_distributed(self) -> bool:
         """Whether the Trainer is to reduce what is logged, and to replace samplers."""
         return True
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return self._fabric.distributed_sampler_kwargs
 
     def set_world_ranks(self) -> None:
         """Called by the Trainer once it knows devices, nodes and environment, before any process is started."""

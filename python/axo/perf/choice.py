@@ -69,14 +69,16 @@ class Choice:
     others: tuple[tuple[str, float, str], ...]
     unsuited: int
 
-    def tell(self) -> str:
-        """Say what was compared: ``12 grids fit, 3 do not; 1x1x2x1 x 2 stages would take ...``."""
-        text = f"{self.fit} grids fit, {self.missed} do not"
+    def tell(self, machine: str) -> str:
+        """Say what was chosen on the machine of that name, what it was compared with, and why it is fastest."""
+        request = self.plan.request
+        text = f"grid {self.best.name}, chosen for {request.workload.name} on {request.gpus} ranks of {machine}"
+        text += f" ({self.fit} grids fit, {self.missed} do not"
         text += f", {self.unsuited} do not suit the batch sizes" if self.unsuited else ""
         for name, seconds, why in self.others:
             behind = f"would take {100 * (seconds / self.seconds - 1):+.1f}%, most of it {why}" if seconds else why
             text += f"; {name} {behind}"
-        return text
+        return f"{text})\n  {self.plan.why(self.best)}"
 
 
 def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int = 0) -> Choice:

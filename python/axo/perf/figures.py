@@ -160,6 +160,11 @@ def baseline_gain(row: Row, on: machine.Machine) -> tuple[float, str]:
 # ------------------------------------------------------------------------------------------------ against frameworks
 
 
+def percent(made: Plan, one: Candidate) -> float:
+    """Percent of peak as the papers count it: attention in full."""
+    return made.percent_of_peak(one, full_attention=True)
+
+
 class Rivals(NamedTuple):
     """The best plan of each framework on one machine; None: nothing of its kind fits."""
 
@@ -168,10 +173,6 @@ class Rivals(NamedTuple):
     zero_3: Candidate | None
     megatron: Candidate | None
     deepspeed: Candidate | None
-
-    def percent(self, one: Candidate) -> float:
-        """Percent of peak as the papers count it: attention in full."""
-        return self.made.percent_of_peak(one, full_attention=True)
 
 
 def rivals(name: str, gpus: int, size: str) -> Rivals:
@@ -217,7 +218,7 @@ def _table_3(table: dict[int, list[Any]], found: dict[tuple[str, int], Rivals]) 
             if one is None:
                 missing.append(f"{what} ({paper}%)")
             else:
-                lines.append(Line(what, paper, here.percent(one), "% of peak", f"as {one.name}"))
+                lines.append(Line(what, paper, percent(here.made, one), "% of peak", f"as {one.name}"))
     note = "the rivals' settings are not given: ZeRO-3 is z alone; the others x in a node, stages of 1F1B and data"
     if missing:
         note += f". No such plan fits 40 GB for {', '.join(missing)}"

@@ -259,17 +259,7 @@ _MOST_A_NODE = 65536
 # The numbers of a file, and whether each must be given; ``network`` is of the command.
 _NUMBERS = {each.name: each.default is MISSING for each in fields(Machine) if each.type == "float"}
 del _NUMBERS["network"]
-_OTHERS = (
-    "name",
-    "gpus_per_node",
-    "intra_gbs",
-    "cross_gbs",
-    "gemms",
-    "calibrated_on",
-    "description",
-    "sources",
-    "profiled",
-)
+_OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
 
 
 class _Reader:

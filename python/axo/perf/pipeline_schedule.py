@@ -166,6 +166,11 @@ def rank_of(stage: int, stages: int, ranks: int, order: str) -> int:
     return stage % ranks
 
 
+def stages_of(rank: int, stages: int, ranks: int, order: str) -> list[int]:
+    """Return the stages of one rank: every ``ranks``-th after it (``"loop"``), or there and back (``"v"``)."""
+    return [rank, stages - 1 - rank] if order == V else list(range(rank, stages, ranks))
+
+
 @lru_cache(maxsize=64)
 def actions(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action, ...], ...]:
     """Return what each rank runs, in order: what torch's schedule of that name gives (imports torch).

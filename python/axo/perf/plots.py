@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from axo.grid import AXES
@@ -60,7 +61,7 @@ def group_plot(group: Group) -> bytes:
             "computation": [one.products for one in group.bars],
             "communication that shows": [one.shown for one in group.bars],
         }))  # fmt: skip
-    figure, axes = _figure(9, 0.32 * len(group.lines) + 1.4)
+    figure, axes = new_figure(9, 0.32 * len(group.lines) + 1.4)
     for place, line in enumerate(group.lines):
         ends = _ends(line.paper)
         if len(ends) == 2:
@@ -95,7 +96,7 @@ def _ends(paper: float | str) -> tuple[float, ...]:
 
 
 def _ranking(made: Plan) -> Any:
-    figure, axes = _figure(8.5, 3.8)
+    figure, axes = new_figure(8.5, 3.8)
     times = [candidate.time.total for candidate in made.ranked if candidate.time]
     axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=_COLORS["products"])
     axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
@@ -124,7 +125,7 @@ def _breakdown(made: Plan) -> Any:
 
 def _bars(names: list[str], parts: dict[str, list[float]]) -> Any:
     """A bar for each name, put together from parts (seconds)."""
-    figure, axes = _figure(8.5, 0.9 + 0.32 * len(names))
+    figure, axes = new_figure(8.5, 0.9 + 0.32 * len(names))
     left = [0.0] * len(names)
     for part, sizes in parts.items():
         if max(sizes) > 0:
@@ -139,7 +140,7 @@ def _bars(names: list[str], parts: dict[str, list[float]]) -> Any:
 
 def _roofline(made: Plan) -> Any:
     """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
-    figure, axes = _figure(8.5, 3.8)
+    figure, axes = new_figure(8.5, 3.8)
     machine, best, workload = made.request.machine, made.best, made.request.workload
     rows = -(-best.run.group_rows(best.grid) // best.grid.z)
     memory, rate = machine.memory_gbs * 1e9, machine.gemm_flops
@@ -178,7 +179,7 @@ def timeline(spans: list[Span], title: str = "") -> bytes:
     lanes = [stream for stream in STREAMS if any(span.stream == stream for span in spans)]
     first = min((span.start for span in spans), default=0.0)
     total = 1e3 * (max((span.end for span in spans), default=0.0) - first) or 1.0
-    figure, axes = _figure(10, 0.6 * len(lanes) + 1.4)
+    figure, axes = new_figure(10, 0.6 * len(lanes) + 1.4)
     for lane, stream in enumerate(lanes):
         bars: dict[str, list[tuple[float, float]]] = {}  # by colour; "": waits
         for span in sorted((span for span in spans if span.stream == stream), key=lambda span: span.start):
@@ -212,7 +213,7 @@ def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, 
 
 
 def _memory(simulation: Simulation, limit: float) -> Any:
-    figure, axes = _figure(8.5, 2.8)
+    figure, axes = new_figure(8.5, 2.8)
     times = [when for when, _ in simulation.memory]
     axes.step([*times, simulation.seconds], [h / GIB for _, h in simulation.memory] + [simulation.memory[-1][1] / GIB],
               where="post", color=_COLORS["products"], lw=1)  # fmt: skip
@@ -228,7 +229,7 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     Lighter shades are later stages of the same rank.
     """
     total = found.seconds or 1.0
-    figure, axes = _figure(12, 0.5 * found.ranks + 1.6)
+    figure, axes = new_figure(12, 0.5 * found.ranks + 1.6)
     axes.grid(False)
     shades = {FORWARD: ("#3b6fb6", "#8fb3e0"), BACKWARD: ("#e08a3c", "#f2c08f"), INPUT: ("#5f9e6e", "#a8d3b2"),
               WEIGHT: ("#8c5a44", "#c39a87")}  # fmt: skip
@@ -256,16 +257,17 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
     return _png(figure)
 
 
-def _figure(width: float, height: float) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, rows: Sequence[int] = (1,)) -> tuple[Any, ...]:
+    """Return a figure (inches), and its axes one below the other, of these relative heights, over the same x."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=130, layout="constrained")
-    axes = figure.subplots()
-    axes.grid(True, color="#e6eaf0", lw=0.7)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    return figure, axes
+    every = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    for axes in every:
+        axes.grid(True, color="#e6eaf0", lw=0.7)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, *every
 
 
 def _plain_log(axis: Any) -> None:

@@ -15,7 +15,7 @@ from axo.perf import tesseract_tables as tables
 from axo.perf.calibrate import BATCH, Row
 from axo.perf.layer_time import Run
 from axo.perf.lines import Group, Line, held_out
-from axo.perf.planner import DAY, Candidate, Plan, Request
+from axo.perf.planner import DAY, Plan, Request
 
 MONTH, YEAR = 30.44 * DAY, 365.25 * DAY
 
@@ -47,7 +47,7 @@ def weak_scaling(plans: dict[Row, Plan]) -> Group:
         note = f"{made.best.grid}, {made.best.seconds:.2f} s"
         if row in calibrate.CALIBRATION:
             note += ", calibrated"
-        lines.append(Line(str(row), measured, _percent(made, made.best), "% of peak", note))
+        lines.append(Line(str(row), measured, figures.percent(made, made.best), "% of peak", note))
     frontier = [line for line in lines if line.what.startswith("frontier")]
     rho = calibrate.spearman([line.predicted for line in frontier], [float(line.paper) for line in frontier])
     held = held_out(lines)
@@ -58,13 +58,8 @@ def weak_scaling(plans: dict[Row, Plan]) -> Group:
     return Group("Weak scaling, 16.8M tokens a batch (Democratizing AI, Table III)", lines, note)
 
 
-def _percent(made: Plan, candidate: Candidate) -> float:
-    """Percent of peak as the papers count it: attention in full."""
-    return made.percent_of_peak(candidate, full_attention=True)
-
-
 def _efficiencies(plans: dict[Row, Plan]) -> Group:
-    percent = {row: _percent(made, made.best) for row, made in plans.items()}
+    percent = {row: figures.percent(made, made.best) for row, made in plans.items()}
 
     def against(name: str, gpus: int, first: int) -> float:
         return 100 * _of(percent, name, gpus) / _of(percent, name, first)

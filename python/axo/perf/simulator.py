@@ -16,6 +16,7 @@ Not here: other jobs on the network, and pipelining inside a collective.
 from __future__ import annotations
 
 import heapq
+import operator
 import random
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -233,12 +234,9 @@ class _Clock:
         mine = [span for span in self.spans if span.rank == 0]
         busy = {s: sum(span.end - span.start for span in mine if span.stream == s) for s in STREAMS}
         exposed = _exposed(self.schedule, mine, self.queues)
-        ranks = [self._grid_rank(place) for place in self.places]
+        last = [self.grid.size(axis) - 1 for axis in AXES]
+        ranks = [self.grid.rank(*map(operator.mul, last, place)) for place in self.places]
         return Simulation(self.now, exposed, busy, self.spans, _memory(self.schedule, mine, self.queues), ranks)
-
-    def _grid_rank(self, place: tuple[int, ...]) -> int:
-        coords = {axis: (self.grid.size(axis) - 1) * at for axis, at in zip(AXES, place, strict=True)}
-        return self.grid.rank(**coords)
 
 
 def _in_order(spans: list[Span], queues: dict[str, list[int]]) -> dict[int, Span]:

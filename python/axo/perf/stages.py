@@ -62,9 +62,7 @@ class Stages:
 
     def of(self, rank: int) -> list[int]:
         """The stages of one rank."""
-        if schedules.known(self.schedule).order == schedules.V:
-            return [rank, self.count - 1 - rank]
-        return list(range(rank, self.count, self.ranks))
+        return schedules.stages_of(rank, self.count, self.ranks, schedules.known(self.schedule).order)
 
 
 def planned(workload: Workload, ranks: int, schedule: str) -> Stages:

@@ -36,7 +36,7 @@ from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
 from axo.perf import readers
 from axo.perf.cut import bounds_of, planned
-from axo.perf.pipeline_schedule import LOOP, V
+from axo.perf.pipeline_schedule import LOOP, V, rank_of, stages_of
 from axo.perf.workload import Workload
 from axo.pipeline.families import Family, family_of
 
@@ -69,13 +69,6 @@ class Part:
 def part_of(model: nn.Module) -> Part | None:
     """What part of a pipeline ``model`` is; None: it is whole."""
     return model.__dict__.get(PART)
-
-
-def stage_indices(stages: int, ranks: int, rank: int, order: str) -> list[int]:
-    """The stages of one rank: 0, R, 2R, ... after it (``"loop"``), or there and back (``"v"``)."""
-    if order == V:
-        return [rank, stages - 1 - rank]
-    return list(range(rank, stages, ranks))
 
 
 def workload_of(model: nn.Module) -> Workload:
@@ -132,7 +125,7 @@ def split(
         cuts = planned_cuts(workload_of(model), comms.stages, stages, order)
     bounds = bounds_of(len(blocks), stages, cuts)
     home = _homes(family, bounds)
-    mine = stage_indices(stages, comms.stages, comms.stage, order)
+    mine = stages_of(comms.stage, stages, comms.stages, order)
     part = replace(_tie(model, family, comms, stages, order, home), stages=stages, index=mine[0])
     for name, stage in home.items():
         if stage not in mine:
@@ -199,9 +192,7 @@ def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, or
                 f"pipeline: {', '.join(called)} share one weight and lie on stages {sorted(map(str, held))}; only the"
                 " first and the last stage can share one (embedding and head): untie them, or cut elsewhere"
             )
-        ranks = [
-            rank for rank in range(comms.stages) if {0, last} & set(stage_indices(stages, comms.stages, rank, order))
-        ]
+        ranks = sorted({rank_of(stage, stages, comms.stages, order) for stage in (0, last)})
         if len(ranks) < 2:
             continue  # one rank has both: the parameter is the same there
         tied = comms.among(ranks, "tied")

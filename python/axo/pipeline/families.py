@@ -155,41 +155,37 @@ def _vit(model: Any, first: bool, last: bool) -> None:
     _mix_in(model, _Images, _pools=last)
 
 
-_LLAMA = Family(
-    "model.layers",
-    {"model.embed_tokens": "input"},
-    {"model.norm": "input", "lm_head": "input"},
-    "input",
-    "model.embed_tokens",
-    _hugging_face,
-)
-_GPT2 = Family(
-    "transformer.h",
-    {"transformer.wte": "input", "transformer.wpe": "zero", "transformer.drop": "input"},
-    {"transformer.ln_f": "input", "lm_head": "input"},
-    "tuple",
-    "transformer.wte",
-    _hugging_face,
-)
-_LITGPT = Family(
-    "transformer.h",
-    {"transformer.wte": "input"},
-    {"transformer.ln_f": "input", "lm_head": "input"},
-    "input",
-    "transformer.wte",
-    _litgpt,
-)
-_VIT = Family(
-    "vit.encoder.layer",
-    {"vit.embeddings": "input"},
-    {"vit.layernorm": "input", "classifier": "input"},
-    "input",
-    "",
-    _vit,
-)
 _KNOWN = {
-    "litgpt.GPT": _LITGPT,
-    "llama.LlamaForCausalLM": _LLAMA,
-    "gpt2.GPT2LMHeadModel": _GPT2,
-    "vit.ViTForImageClassification": _VIT,
+    "litgpt.GPT": Family(
+        "transformer.h",
+        {"transformer.wte": "input"},
+        {"transformer.ln_f": "input", "lm_head": "input"},
+        "input",
+        "transformer.wte",
+        _litgpt,
+    ),
+    "llama.LlamaForCausalLM": Family(
+        "model.layers",
+        {"model.embed_tokens": "input"},
+        {"model.norm": "input", "lm_head": "input"},
+        "input",
+        "model.embed_tokens",
+        _hugging_face,
+    ),
+    "gpt2.GPT2LMHeadModel": Family(
+        "transformer.h",
+        {"transformer.wte": "input", "transformer.wpe": "zero", "transformer.drop": "input"},
+        {"transformer.ln_f": "input", "lm_head": "input"},
+        "tuple",
+        "transformer.wte",
+        _hugging_face,
+    ),
+    "vit.ViTForImageClassification": Family(
+        "vit.encoder.layer",
+        {"vit.embeddings": "input"},
+        {"vit.layernorm": "input", "classifier": "input"},
+        "input",
+        "",
+        _vit,
+    ),
 }

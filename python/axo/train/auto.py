@@ -74,5 +74,4 @@ def chosen(config: TrainConfig, ranks: int, machine_name: str, given: Collection
         found |= {"pipeline": best.stages.ranks, "schedule": best.stages.schedule}
         found["microbatches"] = best.run.micro_batches
         found["cuts"] = config.cuts if "cuts" in given else "planner"
-    text = f"grid {best.name}, chosen for {workload.name} on {ranks} ranks of {on.name} ({choice.tell()})"
-    return replace(config, **found), f"{text}\n  {choice.plan.why(best)}"
+    return replace(config, **found), choice.tell(on.name)

@@ -59,7 +59,8 @@ def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
     Raises:
         ValueError: The name or a field is unknown, the file is missing or malformed, or LitGPT refuses the values.
     """
-    fields = dict(_from_file(Path(model)) if _looks_like_file(model) else _from_name(model))
+    is_file = Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
+    fields = dict(_from_file(Path(model)) if is_file else _from_name(model))
     fields.update({key: _parse(key, value) for key, value in (overrides or {}).items()})
     fields.setdefault("name", Path(model).stem)
     _check_fields(model, fields)
@@ -109,10 +110,6 @@ def shape_of(config: Config) -> Shape:
     parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
     assert config.padded_vocab_size is not None
     return Shape(config.n_layer, config.n_embd, config.padded_vocab_size, parameters)
-
-
-def _looks_like_file(model: str) -> bool:
-    return Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -95,17 +95,14 @@ def finish_model(model: torch.nn.Module, config: TrainConfig) -> None:
     if config.precision == "bf16-true":
         model.to(torch.bfloat16)
     if config.recompute:
+        keeps_nothing = config.recompute_keeps == "nothing"
+        contexts = noop_context_fn if keeps_nothing else partial(create_selective_checkpoint_contexts, _policy)
         for block in model.get_submodule("transformer.h").children():
             if not any(True for _ in block.parameters()):
                 continue  # another stage has it
             block.forward = partial(  # type: ignore[method-assign]
-                checkpoint, block.forward, use_reentrant=False, context_fn=partial(_keeping, config.recompute_keeps)
+                checkpoint, block.forward, use_reentrant=False, context_fn=contexts
             )
-
-
-def _keeping(what: str) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """The contexts of a block's forward and of its recomputation."""
-    return noop_context_fn() if what == "nothing" else create_selective_checkpoint_contexts(_policy)
 
 
 def _policy(ctx: Any, operation: Any, *args: Any, **options: Any) -> CheckpointPolicy:

@@ -88,7 +88,7 @@ def test_a_grid_of_ones_own_asks_nobody(launched, tmp_path):
     ("arguments", "words"),
     [
         (["pretrain", "pythia-14m", "--grid", "auto", *BATCH], "how many ranks to start; add --ranks N"),
-        (["pretrain", "pythia-14m", "--grid", "auto", "--ranks", "4", *BATCH], "does not know the machine; add --mach"),
+        (["pretrain", "pythia-14m", "--grid", "auto", "--ranks", "4", *BATCH], "--grid auto: no machine is named and"),
         (["pretrain", "pythia-14m", *PLAN, "--ranks", "x", *BATCH], "--ranks x is not a whole number"),
         (["pretrain", "pythia-14m", *PLAN, "--cuts", "9"], "--cuts 9 is of pipeline stages; add --pipeline N, or leav"),
         (["pretrain", "pythia-14m", *PLAN, "--schedule", "zbv"], "--schedule zbv is of pipeline stages; add --pipe"),

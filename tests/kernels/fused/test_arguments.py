@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from axo_kernels.comm.host_stream import StreamWork
+from axo_kernels.comm.host_stream import DONE
 from tests.kernels.fused.test_strategies import STRATEGIES, close, draw, leaf
 
 
@@ -170,7 +170,7 @@ def test_a_gather_in_chunks_makes_no_second_copy_of_the_whole():
             out.view(2, *tensor.shape).copy_(tensor.clone())
             self.travelling = [each for each in (*self.travelling, weakref.ref(out)) if each() is not None]
             self.most = max(self.most, sum(each().nbytes for each in self.travelling))
-            return StreamWork.done()
+            return DONE
 
     x, shard = draw(3, (12, 16), (32, 16))
     for keep in (True, False):

@@ -53,7 +53,8 @@ def keep_out_of_graphs(model: nn.Module) -> None:
         order = torch.zeros(1)
     module: Any
     for module in model.modules():
-        if _communicates(module) and not hasattr(module, "_axo_outside"):
+        communicates = hasattr(module, "load_serial") or hasattr(module, "exchange")
+        if communicates and not hasattr(module, "_axo_outside"):
             kind: Any = type(module)
             module.__class__ = _outside(kind)
             module._axo_operator = order, _register(module)
@@ -61,10 +62,6 @@ def keep_out_of_graphs(model: nn.Module) -> None:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             for key, hook in hooks.items():
                 hooks[key] = hook if isinstance(hook, _Hook) else _Hook(hook, order)
-
-
-def _communicates(module: Any) -> bool:
-    return hasattr(module, "load_serial") or hasattr(module, "exchange")
 
 
 @functools.cache

@@ -20,6 +20,7 @@ import copy
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -220,10 +221,10 @@ class SharedLoader:
     def _read(self) -> Iterator[tuple[str, Any]]:
         """("batch", it), ..., then ("end", None) or ("error", exception)."""
         try:
-            with _Random(self):
+            with self._random_of_its_own():
                 batches = self._start()
             while True:
-                with _Random(self):
+                with self._random_of_its_own():
                     batch = next(batches, self)
                 if batch is self:
                     yield "end", None
@@ -233,6 +234,17 @@ class SharedLoader:
             last = traceback.extract_tb(error.__traceback__)[-1]
             error.add_note(f"in {last.name}, {Path(last.filename).name}:{last.lineno}")  # what peers have no frames of
             yield "error", error
+
+    @contextmanager
+    def _random_of_its_own(self) -> Iterator[None]:
+        """A block under this loader's own generator state."""
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self._random)
+        try:
+            yield
+        finally:
+            self._random = torch.get_rng_state()
+            torch.set_rng_state(outer)
 
     def _start(self) -> Iterator[Any]:
         if self._own is None:
@@ -257,21 +269,6 @@ class SharedLoader:
             if not any(getattr(coords, later) for later in self._peers[place + 1 :]):
                 self._comms.axis(axis).broadcast(tensor, root=0)
         self._comms.pipeline.broadcast(tensor, root=0)
-
-
-class _Random:
-    """Runs a block under the loader's own generator state."""
-
-    def __init__(self, loader: SharedLoader) -> None:
-        self._loader = loader
-
-    def __enter__(self) -> None:
-        self._outer = torch.get_rng_state()
-        torch.set_rng_state(self._loader._random)
-
-    def __exit__(self, *_: Any) -> None:
-        self._loader._random = torch.get_rng_state()
-        torch.set_rng_state(self._outer)
 
 
 def _pickle(outcome: tuple[str, Any]) -> bytes:

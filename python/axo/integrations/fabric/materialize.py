@@ -27,6 +27,11 @@ def is_parallel(model: nn.Module) -> bool:
     return any(isinstance(module, ParallelLayer) for module in model.modules())
 
 
+def holds_meta(module: nn.Module) -> bool:
+    """Whether ``module`` itself has tensors on the meta device."""
+    return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+
+
 def materialize(
     model: nn.Module, originals: dict[str, nn.Module], comms: Communicators, recorded: RecordedInit | None = None
 ) -> None:
@@ -48,8 +53,7 @@ def materialize(
             if isinstance(module, Elsewhere):
                 _draw_elsewhere(model, name, originals, comms, recorded, drawn)
                 continue
-            own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-            if not any(tensor.is_meta for tensor in own):
+            if not holds_meta(module):
                 continue
             dtypes = {key: buffer.dtype for key, buffer in module.named_buffers(recurse=False)}
             make_room(module, comms.device, ties)

@@ -28,7 +28,8 @@ from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
 from axo.errors import Refused
 from axo.nn.elsewhere import Elsewhere
-from axo.pipeline.cut import V, part_of, view
+from axo.perf.pipeline_schedule import rank_of
+from axo.pipeline.cut import part_of, view
 
 STAGES = "_axo_stages"
 _DTYPES = [
@@ -99,7 +100,7 @@ class Stages:
         parts = [part_of(module) for module in self._modules]
         self._numbers = [part.index for part in parts if part is not None]
         self._count, self._features = next((part.stages, part.features) for part in parts if part is not None)
-        self._in_a_v = layout["order"] == V
+        self._homes = [rank_of(number, self._count, comms.stages, layout["order"]) for number in range(self._count)]
         self._model = model
         self._given: tuple[torch.Tensor, list[torch.Tensor]] | None = None
         self._schedule: tuple[tuple[int, int], pipeline.Schedule] | None = None
@@ -214,7 +215,7 @@ class Stages:
                 parameter.grad = grad
         device = self.comms.device
         value = torch.stack(losses).sum().detach().float() if losses else torch.zeros((), device=device)
-        value = self.comms.pipeline.broadcast(value.reshape(1), root=self._rank_of(self._count - 1)).squeeze(0)
+        value = self.comms.pipeline.broadcast(value.reshape(1), root=self._homes[-1]).squeeze(0)
         loss = (value / scale).requires_grad_()
         pending = [(parameter, grad) for parameter, grad in zip(parameters, made, strict=True) if grad is not None]
         loss.register_hook(lambda factor: _add(pending, factor / scale))
@@ -262,7 +263,7 @@ class Stages:
     def forward(self, ids: torch.Tensor, *positions: Any) -> torch.Tensor:
         """Whole logits (rows, tokens, V), fp32, on every rank; ``positions`` are LitGPT's, of a cache of keys."""
         self._prepare()
-        line, last = self.comms.pipeline, self._rank_of(self._count - 1)
+        line, homes = self.comms.pipeline, self._homes
         cached = any(position is not None for position in positions)
         pieces = [ids] if cached else list(ids.tensor_split(min(self._microbatches, ids.shape[0])))
         dtype = next(p.dtype for p in self._model.parameters() if p.is_floating_point())
@@ -272,33 +273,28 @@ class Stages:
         for number, module in sorted(zip(self._numbers, self._modules, strict=True)):
             for index, piece in enumerate(pieces):
                 given = piece
-                if number and self._rank_of(number - 1) == line.rank:
+                if number and homes[number - 1] == line.rank:
                     given = within[number][index]
                 elif number:
                     given = torch.empty((*piece.shape, self._features), dtype=dtype, device=self.comms.device)
-                    line.recv(given, self._rank_of(number - 1))
+                    line.recv(given, homes[number - 1])
                 output = module(given, *positions)
                 if number == self._count - 1:
                     logits.append(output.float())
-                elif self._rank_of(number + 1) == line.rank:
+                elif homes[number + 1] == line.rank:
                     within.setdefault(number + 1, []).append(output)
                 else:
-                    under_way.append(line.send(output.to(dtype).contiguous(), self._rank_of(number + 1), async_op=True))
+                    under_way.append(line.send(output.to(dtype).contiguous(), homes[number + 1], async_op=True))
         for work in under_way:
             work.wait()
         whole = torch.cat(logits) if logits else torch.empty((*ids.shape, self._columns), device=self.comms.device)
-        return line.broadcast(whole, root=last)
+        return line.broadcast(whole, root=homes[-1])
 
     def _prepare(self) -> None:
         """Tell the stages what the program has set on the model: lengths, and the mask of a cache."""
         for module in self._modules:
             for name in ("_max_seq_length", "mask_cache"):
                 module.__dict__[name] = self._model.__dict__.get(name)
-
-    def _rank_of(self, number: int) -> int:
-        """The pipeline rank that has stage ``number``."""
-        there_and_back = self._in_a_v and number >= self.comms.stages
-        return self._count - 1 - number if there_and_back else number % self.comms.stages
 
 
 class _Staged:

@@ -62,7 +62,7 @@ from axo.grid import Grid, check_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
-from axo.integrations.fabric.materialize import is_parallel, materialize
+from axo.integrations.fabric.materialize import holds_meta, is_parallel, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, Stages, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
@@ -344,7 +344,7 @@ class AxoStrategy(ParallelStrategy):
         self._check_launched("setup")
         if is_parallel(module):
             return module
-        originals = {name: part for name, part in module.named_modules() if _holds_meta(part)}
+        originals = {name: part for name, part in module.named_modules() if holds_meta(part)}
         options: dict[str, Any] = {"gather_logits": not self.vocab_loss, "zero": self.zero, "offload": self.offload}
         axo.parallelize(module, self.comms, plan=self.plan, algorithm=self.arrangement.name, **options)
         if self.vocab_loss:
@@ -435,8 +435,8 @@ class AxoStrategy(ParallelStrategy):
             scale = float(scaler.get_scale()) if scaler is not None else 1.0
             summed = partial(self._summed, ignore_index=ignore_index)
             return self._stages.loss(logits, targets, summed, ignore_index, scale)
-        whole = logits[0].shape[-1] if isinstance(logits, list) else logits.shape[-1]
-        if not self.vocab_loss or self.grid.size(self.arrangement.inner) == 1 or whole == self._columns:
+        split = self.vocab_loss and self.grid.size(self.arrangement.inner) > 1
+        if not split or first.shape[-1] == self._columns:
             from litgpt.utils import chunked_cross_entropy
 
             return chunked_cross_entropy(logits, targets, chunk_size, ignore_index)
@@ -533,11 +533,6 @@ class _NoSync(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         # A schedule reduces the gradients of its step by itself.
         return axo.no_sync(module) if enabled and stages_of(module) is None else nullcontext()
-
-
-def _holds_meta(module: nn.Module) -> bool:
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(tensor.is_meta for tensor in own)
 
 
 def _offloaded(optimizer: Optimizer, offload: axo.Offload) -> Optimizer:

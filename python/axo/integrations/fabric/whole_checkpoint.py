@@ -51,31 +51,28 @@ def module_state(
         wanted: Leave out what it is false for; must answer alike on all ranks.
         stages: Of a module that is this rank's part of a pipeline.
     """
-    own = module.state_dict(keep_vars=True)
-    own = {name: value for name, value in own.items() if wanted is None or wanted(name, value)}
-    kept = {}
-    for name, value, holder in _everywhere(own, None if stages is None else stages.entries, stages):
-        whole = value
-        if isinstance(value, torch.Tensor):
-            whole = _whole(value, getattr(value, "placement", None))
-        if stages is not None and (value is None or isinstance(value, torch.Tensor)):
+    every = module.state_dict(keep_vars=True).items()
+    own = {name: (it, getattr(it, "placement", None)) for name, it in every if wanted is None or wanted(name, it)}
+    return dict(_kept(own, keep, None if stages is None else stages.entries, stages))
+
+
+def _kept(
+    own: dict[str, tuple[Any, Placement | None]], keep: Keep | None, order: list[str] | None, stages: Stages | None
+) -> Iterator[tuple[str, Any]]:
+    """(name, what ``keep`` makes of it) of all stages' values, in order; a tensor of another stage is sent here."""
+    mine = {name: None if isinstance(value, torch.Tensor) else value for name, (value, _) in own.items()}
+    every = [mine] if stages is None else stages.share(mine)
+    for name in order or own:
+        holder = next((number for number, values in enumerate(every) if name in values), None)
+        if holder is None:
+            continue
+        whole = every[holder][name]
+        if whole is None and (stages is None or holder == stages.comms.stage) and own[name][0] is not None:
+            whole = _whole(*own[name])
+        if stages is not None and every[holder][name] is None:
             whole = stages.bring(whole, holder)
         if keep is not None:
-            kept[name] = keep(whole) if isinstance(whole, torch.Tensor) else whole
-    return kept
-
-
-def _everywhere(own: dict[str, Any], order: list[str] | None, stages: Stages | None) -> Iterator[tuple[str, Any, int]]:
-    """(name, value, the stage that has it) of all stages' values, in order; None for a tensor of another stage."""
-    if stages is None or order is None:
-        yield from ((name, value, 0) for name, value in own.items())
-        return
-    every = stages.share({name: None if isinstance(value, torch.Tensor) else value for name, value in own.items()})
-    for name in order:
-        for holder, values in enumerate(every):
-            if name in values:
-                yield name, own[name] if holder == stages.comms.stage else values[name], holder
-                break
+            yield name, keep(whole) if isinstance(whole, torch.Tensor) else whole
 
 
 def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: Stages | None = None) -> dict[str, Any]:
@@ -86,31 +83,25 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: Stages | No
     """
     local = optimizer.state_dict()
     parameters = _parameters(optimizer)
-    own: dict[str, Any] = {}
+    own: dict[str, tuple[Any, Placement | None]] = {}
     groups, owners = _numbers(optimizer, stages)
     for index, parameter in enumerate(parameters):
         for key, value in local["state"].get(index, {}).items():
+            placement = None
             if isinstance(value, torch.Tensor) and value.dim():
                 placement = state_placement(parameter)
                 shape = parameter.shape if placement is None else placement.local_shape()
                 _check_shape(optimizer, index, key, value.shape, shape)
-            own[f"{owners[index]}/{key}"] = value
+            own[f"{owners[index]}/{key}"] = value, placement
     kept: dict[int, dict[str, Any]] = {}
-    mine = dict(zip(owners, parameters, strict=True))
     order = None
     if stages is not None:
         place = {number: at for at, number in enumerate(number for group in groups for number in group)}
         names = dict.fromkeys(name for each in stages.share(list(own)) for name in each)
         order = sorted(names, key=lambda name: place[int(name.partition("/")[0])])
-    for name, value, holder in _everywhere(own, order, stages):
-        number, key = int(name.partition("/")[0]), name.partition("/")[2]
-        whole = value
-        if isinstance(value, torch.Tensor) and value.dim():
-            whole = _whole(value, state_placement(mine[number]))
-        if stages is not None and (value is None or isinstance(value, torch.Tensor)):
-            whole = stages.bring(whole, holder)
-        if keep is not None:
-            kept.setdefault(number, {})[key] = keep(whole) if isinstance(whole, torch.Tensor) else whole
+    for name, whole in _kept(own, keep, order, stages):
+        number, _, key = name.partition("/")
+        kept.setdefault(int(number), {})[key] = whole
     options = [shards_said.without(group) for group in local["param_groups"]]
     told = [group | {"params": numbers} for group, numbers in zip(options, groups, strict=True)]
     return {"state": kept, "param_groups": told} if keep is not None else {}

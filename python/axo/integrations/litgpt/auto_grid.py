@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 from axo.grid import Grid
@@ -18,8 +17,6 @@ from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
 from axo.launch import Rank
 from axo.perf.readers import litgpt_module
-
-_LOCAL_MACHINE = "machine.yaml"  # where axo profile writes
 
 
 def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Options:
@@ -40,12 +37,16 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     if "train" not in options:
         raise ValueError(f"litgpt: --grid auto plans training steps, and {command} takes none; name a grid")
     ranks = _ranks(asked, rank)
-    machine = _machine(asked.machine)
     from axo.perf import machine as machines
     from axo.perf import planner, readers
     from axo.perf.choice import choose as fastest
     from axo.perf.choice import schedules_for, stage_counts
 
+    try:
+        machine = asked.machine or machines.measured_here()
+        on = machines.load(machine)
+    except ValueError as error:
+        raise ValueError(f"litgpt: --grid auto: {error}") from None
     train = options.train
     config = model_fields(options, "--grid auto")
     length = train.max_seq_length or config["block_size"]
@@ -57,7 +58,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
         )
     request = planner.Request(
         workload,
-        machines.load(machine),
+        on,
         ranks,
         train.global_batch_size * workload.seq_length,
         gather="keep",
@@ -88,11 +89,7 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
             microbatches=best.run.micro_batches,
         )
     if rank is None or rank.rank == 0:
-        print(
-            f"axo litgpt: grid {best.name}, chosen for {workload.name} on {ranks} ranks of {machine} ({choice.tell()})"
-        )
-        print(f"  {choice.plan.why(best)}")
-        print(f"  the same by hand: {found.by_hand}")
+        print(f"axo litgpt: {choice.tell(machine)}\n  the same by hand: {found.by_hand}")
     return found
 
 
@@ -104,19 +101,6 @@ def _ranks(asked: Options, rank: Rank | None) -> int:
     if not asked.ranks:
         raise ValueError("litgpt: --grid auto does not know how many ranks to start; add --ranks N, or use torchrun")
     return asked.ranks
-
-
-def _machine(given: str) -> str:
-    if given:
-        return given
-    if Path(_LOCAL_MACHINE).is_file():
-        return _LOCAL_MACHINE
-    from axo.perf import machine
-
-    raise ValueError(
-        f"litgpt: --grid auto does not know the machine; add --machine NAME ({', '.join(machine.known())}), or measure"
-        f" this one: axo profile --ranks {os.cpu_count()} --out {_LOCAL_MACHINE}"
-    )
 
 
 def model_fields(options: Any, why: str) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from axo.arrangement import arrangement_of
 from axo.grid import Grid
@@ -60,6 +61,25 @@ class Options:
         return arrangement_of("litgpt", self.algorithm).row_parts(grid)
 
 
+def _count(option: str, text: str, least: int = 1) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(f"litgpt: {option} {text} is not a whole number of at least {least}")
+    return int(text)
+
+
+def _goldfish(option: str, text: str) -> tuple[int, int]:
+    try:
+        k, h = (int(part) for part in text.split(","))
+    except ValueError:
+        k, h = 0, 0
+    if k < 2 or h < 1:
+        raise ValueError(
+            f"litgpt: {option} {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
+            f" least 1 (the tokens before it that decide), such as {option} 2,13"
+        )
+    return k, h
+
+
 # Option -> (its value, what it wants, what it does); then those that are on or off.
 _VALUES = {
     "--grid": (
@@ -108,11 +128,7 @@ _VALUES = {
         "what goes there, such as --offload optimizer",
         "Onto the lower tier: optimizer, parameters, activations (or activations=BLOCKS).",
     ),
-    "--offload-dir": (
-        "DIR",
-        "a folder on a disk",
-        "The folder of the lower tier, for CPU ranks.",
-    ),
+    "--offload-dir": ("DIR", "a folder on a disk", "The folder of the lower tier, for CPU ranks."),
     "--goldfish": (
         "K,H",
         "K,H, such as --goldfish 2,13",
@@ -124,6 +140,14 @@ _SWITCHES = {
     "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
 }
 NAMES = (*_VALUES, *_SWITCHES)
+_READ: dict[str, Callable[[str, str], Any]] = {  # those whose value is no text
+    "--grid": lambda _, text: None if text == AUTO else Grid.parse(text),
+    "--ranks": _count,
+    "--max-restarts": lambda option, text: _count(option, text, 0),
+    "--pipeline": _count,
+    "--microbatches": _count,
+    "--goldfish": _goldfish,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -159,33 +183,22 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
         ValueError: An option lacks its value, or the value is not one.
     """
     given, rest = _parser().parse_known_args(arguments)
+    values: dict[str, Any] = {"grid": Grid(), "pipeline": int(given.grid != AUTO)}
     for option, (_, wanted, _) in _VALUES.items():
-        if getattr(given, option[2:].replace("-", "_")) is None:
+        name = option[2:].replace("-", "_")
+        text = getattr(given, name)
+        if text is None:
             raise ValueError(f"litgpt: {option} wants {wanted}")
-    automatic = given.grid == AUTO
+        if text:
+            values[name] = _READ[option](option, text) if option in _READ else text
+    options = Options(**values, sharded=given.sharded, vocab_loss=given.vocab_loss)
+    automatic = options.grid is None
     for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
         if value and not automatic:
             raise ValueError(f"litgpt: {option} is for --grid auto; with a grid of your own leave it out")
-    algorithm = given.algorithm or "axonn"
-    arrangement = arrangement_of("litgpt", algorithm)
-    if automatic and algorithm != "axonn":
-        raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {algorithm} name a grid")
-    options = Options(
-        grid=None if automatic else Grid.parse(given.grid) if given.grid else Grid(),
-        ranks=_count("--ranks", given.ranks, 1) if given.ranks else 0,
-        machine=given.machine,
-        sharded=given.sharded,
-        vocab_loss=given.vocab_loss,
-        max_restarts=_count("--max-restarts", given.max_restarts, 0) if given.max_restarts else 0,
-        goldfish=_goldfish(given.goldfish) if given.goldfish else None,
-        pipeline=_count("--pipeline", given.pipeline, 1) if given.pipeline else int(not automatic),
-        schedule=given.schedule,
-        cuts=given.cuts,
-        microbatches=_count("--microbatches", given.microbatches, 1) if given.microbatches else 0,
-        offload=given.offload or "none",
-        offload_dir=given.offload_dir,
-        algorithm=algorithm,
-    )
+    arrangement = arrangement_of("litgpt", options.algorithm)
+    if automatic and options.algorithm != "axonn":
+        raise ValueError(f"litgpt: --grid auto chooses for axonn; with --algorithm {options.algorithm} name a grid")
     for name in ("schedule", "cuts", "microbatches"):
         value = getattr(given, name)
         planned = options.pipeline == 0 and value in ("even", "planner")  # cuts of any number of stages
@@ -199,22 +212,3 @@ def take(arguments: list[str]) -> tuple[Options, list[str]]:
     if options.grid is not None:
         arrangement.check(options.grid)
     return options, rest
-
-
-def _count(option: str, text: str, least: int) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise ValueError(f"litgpt: {option} {text} is not a whole number of at least {least}")
-    return int(text)
-
-
-def _goldfish(text: str) -> tuple[int, int]:
-    try:
-        k, h = (int(part) for part in text.split(","))
-    except ValueError:
-        k, h = 0, 0
-    if k < 2 or h < 1:
-        raise ValueError(
-            f"litgpt: --goldfish {text}: wanted K,H with K of at least 2 (one of K tokens is left out) and H of at"
-            " least 1 (the tokens before it that decide), such as --goldfish 2,13"
-        )
-    return k, h
