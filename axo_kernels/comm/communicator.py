@@ -177,29 +177,31 @@ class FusedCommunicator:
 
     def wait_flag(self, workspace: Workspace, number: int) -> None:
         """Hold the communication stream until flag ``number`` has reached the workspace's epoch."""
-        assert self._forked, "wait_flag() belongs between fork() and join()"
-        if (stream := self._device_stream()) is None:
-            assert self._host is not None
-            self._host.submit(lambda: workspace.wait_on_host(number, self.timeout, self.rank))
-            return
-        kernels = devices.signal_kernels()
-        assert kernels is not None
-        with torch.cuda.stream(stream):
-            kernels.wait_flag_kernel[(1,)](
+        self._on_stream(
+            lambda: workspace.wait_on_host(number, self.timeout, self.rank),
+            lambda kernels: kernels.wait_flag_kernel[(1,)](
                 workspace.flags[number:], workspace.epoch, workspace.status, self.spins, number, num_warps=1
-            )
+            ),
+        )
 
     def write_flag(self, workspace: Workspace, number: int) -> None:
         """Set flag ``number`` to the workspace's epoch, after everything issued on the communication stream so far."""
-        assert self._forked, "write_flag() belongs between fork() and join()"
+        self._on_stream(
+            lambda: workspace.write_on_host(number),
+            lambda kernels: kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1),
+        )
+
+    def _on_stream(self, on_host: Callable[[], None], launch: Callable[[Any], None]) -> None:
+        """What happens to a flag on the communication stream; ``launch`` is given the kernels of a GPU."""
+        assert self._forked, "flags are waited for and written between fork() and join()"
         if (stream := self._device_stream()) is None:
             assert self._host is not None
-            self._host.submit(lambda: workspace.write_on_host(number))
+            self._host.submit(on_host)
             return
         kernels = devices.signal_kernels()
         assert kernels is not None
         with torch.cuda.stream(stream):
-            kernels.write_flag_kernel[(1,)](workspace.flags[number:], workspace.epoch, num_warps=1)
+            launch(kernels)
 
     def _device_stream(self) -> Any:
         """The communication stream where it is one of a GPU; None on a CPU."""

@@ -1,7 +1,6 @@
 #include "device/nccl_api.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
@@ -12,6 +11,8 @@
 
 namespace axo {
 namespace {
+
+#include "memory/number_formats.inc"
 
 LibraryRequest request_for(GpuVendor vendor, const std::vector<std::string>& folders) {
   LibraryRequest request;
@@ -145,27 +146,6 @@ NcclOp nccl_op(DType dtype, ReduceOp op) {
   }
 }
 
-namespace {
-
-// To nearest, ties to even; `mantissa_bits` and `bias` describe the short format.
-std::uint16_t shorten(double value, int mantissa_bits, int bias) {
-  const std::uint16_t sign = std::signbit(value) ? 0x8000 : 0;
-  const int exponent_bits = 15 - mantissa_bits;
-  const std::uint16_t infinity = static_cast<std::uint16_t>(((1 << exponent_bits) - 1) << mantissa_bits);
-  const double size = std::fabs(value);
-  if (std::isnan(value)) return infinity | 1u << (mantissa_bits - 1);
-  if (size == 0) return sign;
-  int exponent = 0;
-  std::frexp(size, &exponent);                       // size = [0.5, 1) * 2^exponent
-  const int low = std::max(exponent - 1, 1 - bias);  // of the leading bit; subnormals share the lowest
-  // The leading bit adds one to the exponent field, and so does a carry from rounding up.
-  const double code =
-      std::nearbyint(std::ldexp(size, mantissa_bits - low)) + std::ldexp(low + bias - 1.0, mantissa_bits);
-  return code >= infinity ? sign | infinity : sign | static_cast<std::uint16_t>(code);
-}
-
-}  // namespace
-
 NcclScalar::NcclScalar(DType dtype, double value) {
   const auto put = [&](auto element) { std::memcpy(bytes, &element, sizeof element); };
   switch (dtype) {
@@ -176,10 +156,10 @@ NcclScalar::NcclScalar(DType dtype, double value) {
       put(static_cast<float>(value));
       break;
     case DType::bfloat16:
-      put(shorten(value, 7, 127));
+      put(BFloat16::narrow(static_cast<float>(value)));
       break;
     case DType::float16:
-      put(shorten(value, 10, 15));
+      put(Float16::narrow(static_cast<float>(value)));
       break;
     default:
       throw Error(std::string("a scaled sum: got ") + name_of(dtype) +

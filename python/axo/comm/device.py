@@ -97,11 +97,6 @@ class DeviceWork(Work):
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> None:
-        """Block the host until the operation is complete, at most ``timeout`` seconds.
-
-        Raises:
-            Timeout: Still pending then; the operation itself goes on. ValueError: A negative time, or none.
-        """
         limit = -1 if timeout is None else milliseconds(timeout)
         self._check_issued()
         self._block("synchronize", limit)

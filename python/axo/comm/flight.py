@@ -25,21 +25,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-_FIELDS = {
-    "communicator": str,
-    "id": str,
-    "rank": int,
-    "size": int,
-    "host": str,
-    "pid": int,
-    "op": str,
-    "sequence": int,
-    "dtype": str,
-    "count": int,
-    "state": str,
-    "issued": float,
-    "written": float,
-    "epoch": float,
+_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("communicator", "id", "host", "op", "dtype", "state"), str),
+    **dict.fromkeys(("rank", "size", "pid", "sequence", "count"), int),
+    **dict.fromkeys(("issued", "written", "epoch"), float),
 }
 _MESSAGES = ("send", "recv")
 

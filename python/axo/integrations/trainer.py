@@ -130,18 +130,10 @@ class AxoStrategy(ParallelStrategy):
             return tensor
         return self._fabric.all_reduce(tensor.clone(), group, reduce_op)
 
-    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
-        """One part of each data rank."""
-        return self._fabric.all_gather(tensor, group, sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return self._fabric.reduce_boolean_decision(decision, all)
-
-    def barrier(self, name: str | None = None) -> None:
-        self._fabric.barrier(name)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self._fabric.broadcast(obj, src)
+    all_gather: Any = property(attrgetter("_fabric.all_gather"), doc="One part of each data rank.")
+    reduce_boolean_decision: Any = property(attrgetter("_fabric.reduce_boolean_decision"))
+    barrier: Any = property(attrgetter("_fabric.barrier"))
+    broadcast: Any = property(attrgetter("_fabric.broadcast"))
 
     # --- model and optimizer ------------------------------------------------------------------------------------
 

@@ -14,10 +14,12 @@ interpolate in that table, so that leaving out each row in turn, or trying all 3
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from statistics import correlation, fmean
 from typing import NamedTuple
 
 from axo.grid import Grid
@@ -233,8 +235,7 @@ def all_choices(tables: dict[Row, Table]) -> list[float]:
 
 def mean_error(values: Iterable[float]) -> float:
     """Return the mean of absolute values."""
-    found = [abs(value) for value in values]
-    return sum(found) / len(found)
+    return fmean(map(abs, values))
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -245,11 +246,8 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """
     if len(first) != len(second) or len(first) < 2:
         raise ValueError(f"spearman: {len(first)} and {len(second)} values; two equal lengths of at least 2 are wanted")
-    a, b = _ranks(first), _ranks(second)
-    mean = (len(a) - 1) / 2
-    top = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
-    bottom = (sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)) ** 0.5
-    return top / bottom if bottom else 0.0
+    varies = len({*first}) > 1 and len({*second}) > 1
+    return correlation(_ranks(first), _ranks(second)) if varies else 0.0
 
 
 def _ranks(values: Sequence[float]) -> list[float]:
@@ -258,7 +256,5 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _place(points: Sequence[float], value: float) -> tuple[int, float]:
     """Return the cell of ``value`` between ``points`` and its place in it, 0 to 1."""
-    for i in range(len(points) - 1):
-        if value <= points[i + 1] or i == len(points) - 2:
-            return i, min(1.0, max(0.0, (value - points[i]) / (points[i + 1] - points[i])))
-    raise AssertionError("points must hold at least two values")
+    i = min(max(0, bisect.bisect_left(points, value) - 1), len(points) - 2)
+    return i, min(1.0, max(0.0, (value - points[i]) / (points[i + 1] - points[i])))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -262,12 +263,8 @@ def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Wor
                 Layer("pointwise", f"{path}.act", leaf.out_features, transposed=transposed, moves=ACTIVATION, kept=1)
             )
         elif kind in ("Conv1d", "Conv2d", "Conv3d"):
-            area = 1
-            for size in leaf.kernel_size:
-                area *= size
-            layers.append(
-                Layer("linear", path, leaf.in_channels // leaf.groups * area, leaf.out_channels, bias, transposed)
-            )
+            into = leaf.in_channels // leaf.groups * math.prod(leaf.kernel_size)
+            layers.append(Layer("linear", path, into, leaf.out_channels, bias, transposed))
         elif kind == "Embedding":
             hidden = leaf.embedding_dim
             layers.append(Layer("embedding", path, leaf.num_embeddings, leaf.embedding_dim, input_grad=False))
