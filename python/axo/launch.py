@@ -247,41 +247,20 @@ def _signals(terminate: bool) -> list[str]:
 
 def _meet_on_loopback(parameters: Any) -> Any:
     """What TorchElastic makes a rendezvous of ours from: a store on a port of 127.0.0.1 that the system chose."""
-    from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+    from torch.distributed import TCPStore
+    from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-    class OneAgent(RendezvousHandler):
-        """This process is the only agent, so there is nobody to wait for."""
-
-        use_agent_store = True  # the ranks join the store instead of opening another port
-
-        def __init__(self) -> None:
-            with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-                self._port = listener.getsockname()[1]
-                self._store = TCPStore("127.0.0.1", self._port, is_master=True, master_listen_fd=listener.detach())
+    class OneAgent(StaticTCPRendezvous):
+        """This process is the only agent, so there is nobody to wait for. The ranks join its store."""
 
         def get_backend(self) -> str:
             return _LOOPBACK
 
-        def next_rendezvous(self) -> RendezvousInfo:
-            return RendezvousInfo(PrefixStore("agent", self._store), 0, 1, RendezvousStoreInfo("127.0.0.1", self._port))
-
-        def is_closed(self) -> bool:
-            return False
-
-        def set_closed(self) -> None:
-            pass
-
-        def num_nodes_waiting(self) -> int:
-            return 0
-
-        def get_run_id(self) -> str:
-            return parameters.run_id
-
-        def shutdown(self) -> bool:
-            return True
-
-    return OneAgent()
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+        port = listener.getsockname()[1]
+        agent = OneAgent("127.0.0.1", port, 0, 1, parameters.run_id, 0)
+        agent._store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    return agent
 
 
 def _pass_on(reports: Path) -> None:

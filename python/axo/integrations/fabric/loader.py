@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.data import _set_sampler_epoch, _update_dataloader, has_iterable_dataset
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DataLoader, RandomSampler
 
 from axo.comm.connect import Communicators
@@ -101,42 +102,19 @@ class ResumableLoader(DataLoader):
         self._position.load_state_dict(state)
 
 
-class EveryNth:
-    """A sampler: of the samples in the order of another one, those of one data rank.
-
-    Batch after batch all data ranks together read what one device would read with a batch as large. As many for every
-    rank: where the number does not divide, the first samples come again at the end.
-
-    Args:
-        sampler: In the same order on all data ranks; of a fixed length.
-        ranks, mine: How many data ranks there are, and which this is.
-    """
-
-    def __init__(self, sampler: Any, ranks: int, mine: int) -> None:
-        self.sampler, self.num_replicas, self.rank = sampler, ranks, mine
-
-    def __len__(self) -> int:
-        return -(-len(self.sampler) // self.num_replicas)
-
-    def __iter__(self) -> Iterator[int]:
-        order = list(self.sampler)
-        missing = len(self) * self.num_replicas - len(order)
-        for _ in range(missing):
-            order.append(order[len(order) - len(self.sampler)])
-        return iter(order[self.rank :: self.num_replicas])
-
-
 def split_in_order(loader: Any, comms: Communicators) -> Any:
     """A loader of this data rank's samples, in the order of ``loader``'s own sampler. Every rank must call it.
 
-    An iterable dataset is left as it is, as Fabric leaves it.
+    Batch after batch all data ranks together read what one device would read with a batch as large. An iterable dataset
+    is left as it is, as Fabric leaves it.
     """
     if has_iterable_dataset(loader):
         return loader
     if isinstance(loader.sampler, RandomSampler) and loader.sampler.generator is None:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64).to(comms.device)  # no order is given: rank 0's
         loader.sampler.generator = torch.Generator().manual_seed(int(comms.everyone.broadcast(seed, root=0)))
-    return _update_dataloader(loader, EveryNth(loader.sampler, comms.data_ranks, comms.data_rank))
+    mine = DistributedSamplerWrapper(loader.sampler, num_replicas=comms.data_ranks, rank=comms.data_rank, shuffle=False)
+    return _update_dataloader(loader, mine)
 
 
 def _split_streams(dataset: Any, ranks: int, mine: int) -> None:
