@@ -20,6 +20,7 @@ Sources: Algorithm 1 of "Democratizing AI"; "Tesseract" (Wang et al., 2021), sec
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -64,10 +65,7 @@ class Arrangement:
 
     def row_parts(self, grid: Grid) -> int:
         """Into how many parts the rows are cut: ranks that work on rows of their own."""
-        parts = 1
-        for axis in self.rows:
-            parts *= grid.size(axis)
-        return parts
+        return math.prod(map(grid.size, self.rows))
 
     def row_part(self, grid: Grid, coords: Coords) -> int:
         """Which of these parts the rank at ``coords`` has."""

@@ -92,10 +92,7 @@ class Grid:
 
     def stride(self, axis: str) -> int:
         """Distance in rank numbers between neighbours on ``axis``."""
-        stride = 1
-        for inner in AXES[: AXES.index(_checked_axis(axis))]:
-            stride *= getattr(self, inner)
-        return stride
+        return math.prod(getattr(self, inner) for inner in AXES[: AXES.index(_checked_axis(axis))])
 
     def coords(self, rank: int) -> Coords:
         """Where ``rank`` stands.
