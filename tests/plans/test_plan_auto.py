@@ -35,7 +35,8 @@ LIMIT = 1e-5  # losses of size 5; FACTS: two serial runs that sum in another ord
 BATCH, TOKENS, VOCABULARY = 8, 12, 101
 STEPS = 20
 PRELOAD = tuple(
-    f"transformers.models.{name}.modeling_{name}" for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen2_moe")
+    f"transformers.models.{name}.modeling_{name}"
+    for name in ("llama", "gpt2", "qwen3", "mixtral", "qwen2_moe", "switch_transformers")
 )
 
 
@@ -58,6 +59,16 @@ def gpt2(**changes):
     fields = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 32}
     dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**fields, **dropout, **changes}))
+
+
+def switch():
+    """Encoder and decoder, each with a mixture of experts that lie in an ``nn.ModuleDict``."""
+    fields = {"vocab_size": VOCABULARY, "d_model": 32, "d_kv": 4, "d_ff": 48, "num_heads": 8, "num_experts": 6}
+    layers = {"num_layers": 1, "num_sparse_encoder_layers": 1, "num_decoder_layers": 1, "num_sparse_decoder_layers": 1}
+    # The auxiliary loss is a product of means over a rank's own rows: no sum over ranks is that of one device.
+    alike = {"dropout_rate": 0.0, "router_jitter_noise": 0.0, "router_aux_loss_coef": 0.0, "decoder_start_token_id": 0}
+    config = transformers.SwitchTransformersConfig(**fields, **layers, **alike)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
 
 
 class ConvNet(nn.Module):
@@ -129,6 +140,7 @@ MODELS = {
         lambda step: text(step)[:, :4],
         text_loss,
     ),
+    "switch-few": (switch, lambda step: text(step)[:, :4].contiguous(), text_loss),
     "granite": (lambda: of_llamas_kind("Granite"), text, text_loss),
     "gpt2": (gpt2, text, text_loss),
     "conv": (ConvNet, images, image_loss),
@@ -203,13 +215,14 @@ def train(cases, steps):
         none = comms.world.all_reduce(torch.tensor(len(without_rows))) == 0
         assert none != name.endswith("-few"), f"{grid} {name}: experts without rows on some rank: {not none}"
         by_heads = [line for line in axo.plan_report(model) if line.why == "heads over x"]
-        assert by_heads or name in ("conv", "qwen2moe-few"), f"{name}: {axo.plan_report(model)}"
+        assert by_heads or name in ("conv", "qwen2moe-few", "switch-few"), f"{name}: {axo.plan_report(model)}"
         comms.close()
 
 
 def test_hugging_face_and_convolutions_train_as_serial():
     cases = [("2x1x2x1", "llama-mqa"), ("1x2x2x1", "gpt2"), ("2x1x1x2", "conv"), ("4x1x1x1", "qwen3")]
     cases += [("1x1x2x2", "mixtral-few"), ("1x1x2x2", "qwen2moe-few"), ("1x1x1x4", "qwen2moe-few")]
+    cases += [("1x1x2x2", "switch-few")]
     run_ranks(train, 4, cases, 2, timeout=120, preload=PRELOAD)
 
 
