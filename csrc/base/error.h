@@ -17,6 +17,12 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// The system refused this process memory or a file: a limit of it (ulimit), or there is no more.
+class ResourceError : public Error {
+ public:
+  using Error::Error;
+};
+
 // A peer process died or left while an operation needed it.
 class PeerLost : public Error {
  public:

@@ -53,10 +53,14 @@ Membership membership_of(int rank, int size, const std::string& name, Millisecon
 template <class Body>
 void lead(Leader& leader, const Meeting& meeting, Body&& body, const std::function<void(const Failure&)>& told) {
   Failure refusal{FailureKind::aborted, -1, ""};
+  std::exception_ptr own;
   try {
     return body();
   } catch (const Failure& r) {
     refusal = r;
+  } catch (const ResourceError& e) {
+    refusal.text = e.what();
+    own = std::current_exception();
   } catch (const Error& e) {
     refusal.text = e.what();
   } catch (...) {  // an interrupt, or no memory: this rank's own affair
@@ -67,6 +71,7 @@ void lead(Leader& leader, const Meeting& meeting, Body&& body, const std::functi
   }
   leader.refuse(refusal);
   if (told) told(refusal);
+  if (own) std::rethrow_exception(own);
   meeting.raise(refusal);
 }
 

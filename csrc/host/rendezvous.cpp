@@ -321,8 +321,8 @@ Joined join(const Address& address, const Meeting& meeting, bool pages, const Wa
     const Read read = read_message(socket.get(), &reply, sizeof(reply), &fds);
     if (read == Read::closed) throw lost;
     if (read == Read::cut) {
-      refuse(meeting.what + ": this process may not open the " + std::to_string(expected) +
-             " files that its peers share (ulimit -n)");
+      throw ResourceError(meeting.what + ": this process may not open the " + std::to_string(expected) +
+                          " files that its peers share (ulimit -n)");
     }
     if (read == Read::message) {
       reply.text[sizeof(reply.text) - 1] = '\0';

@@ -21,7 +21,8 @@ namespace {
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL;
 
 [[noreturn]] void fail(const std::string& what, int error) {
-  throw Error("shared memory: " + what + ": " + std::strerror(error));
+  const char* limit = error == EFBIG ? " (ulimit -f)" : error == EMFILE ? " (ulimit -n)" : "";
+  throw ResourceError("shared memory: " + what + ": " + std::strerror(error) + limit);
 }
 
 // The mappings of this process by inode. Private to the process: a forked child starts with an empty table.

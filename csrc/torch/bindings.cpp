@@ -48,6 +48,8 @@ void translate(std::exception_ptr error) {
     set_python_error("Mismatch", py::make_tuple(text_of(e)));
   } catch (const Aborted& e) {
     set_python_error("Aborted", py::make_tuple(text_of(e)));
+  } catch (const ResourceError& e) {
+    set_python_error("ResourceError", py::make_tuple(text_of(e)));
   } catch (const Error& e) {
     set_python_error("Error", py::make_tuple(text_of(e)));
   }

@@ -16,6 +16,10 @@ class Error(RuntimeError):
     """Base of everything that the communication runtime raises."""
 
 
+class ResourceError(Error):
+    """The system refused this process memory or a file: a limit of it (``ulimit``), or there is no more."""
+
+
 class PeerLost(Error):
     """A peer died, left, or ended with an error of its own while an operation needed it; the message says which error.
 
@@ -61,4 +65,4 @@ def user_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
         where = "" if error.filename is None else f"{str(error.filename)!r} cannot be used: "
         return f"{where}{error.strerror}"
-    return str(error) if isinstance(error, (ValueError, FloatingPointError, CheckpointError)) else None
+    return str(error) if isinstance(error, (ValueError, FloatingPointError, CheckpointError, ResourceError)) else None

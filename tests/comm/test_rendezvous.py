@@ -161,15 +161,21 @@ def one_raises(where):
     create = hosts._C.create_host_communicator
     if where == "files":
         replace_in_rank_1("core", raise_file_limit)
+    elif where == "size":
+        if os.environ["RANK"] == "1":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     else:
         replace_in_rank_1(where, fail)
     axo.connect("3x1x1x1")
 
 
-@pytest.mark.parametrize("where", ["core", "split", "files"])
+@pytest.mark.parametrize("where", ["core", "split", "files", "size"])
 def test_a_rank_that_raises_between_meetings_is_lost_to_its_peers_with_its_error(where):
     outcomes = rank_outcomes(one_raises, 3, where)
-    cause = {"files": "Error: rendezvous of 'world': this process may not open"}.get(where, "ValueError: no way")
+    cause = {
+        "files": "ResourceError: rendezvous of 'world': this process may not open",
+        "size": "ResourceError: shared memory: cannot size a segment of ",
+    }.get(where, "ValueError: no way")
     assert f"{outcomes[1].error}: {outcomes[1].message}".startswith(cause), outcomes[1].describe()
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error == "PeerLost" and outcome.seconds < 30, outcome.describe()
