@@ -90,6 +90,15 @@ def ask_the_launcher_to_end() -> None:
     time.sleep(60)
 
 
+def die_when_asked_to_end() -> None:
+    with launch.Termination() as ending:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+        while not ending.asked:
+            time.sleep(0.01)
+        os._exit(3)
+
+
 def launch_badly() -> list[str]:
     told, rank_main = [], launch._rank_main
 
@@ -106,19 +115,25 @@ def launch_badly() -> list[str]:
         (interrupt, "2"),
         (ask_the_launcher_to_end, 2),
         (sys.exit, 2),  # an end like any other
+        (os._exit, 1),
+        (die_when_asked_to_end, 2),
         (time.sleep, 1),
     ):
         launch._rank_main = late if function is time.sleep else rank_main
+        arguments = {time.sleep: [60], os._exit: [3]}.get(function, [])
         try:
-            launch_local(function, ranks, *([60] if function is time.sleep else []), terminate=True)  # type: ignore
+            launch_local(function, ranks, *arguments, terminate=True)  # type: ignore
         except BaseException as error:
-            told.append(f"{type(error).__name__}: {error}")
+            again = ", start again" if getattr(error, "lost", False) else ""
+            told.append(f"{type(error).__name__}: {error}{again}")
     return told
 
 
 def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
-    interrupted, unsendable, none, text, *asked = run_ranks(launch_badly, 1)[0]
-    assert asked == ["Interrupted: SIGTERM"] * 2
+    interrupted, unsendable, none, text, asked, died, died_when_asked, late = run_ranks(launch_badly, 1)[0]
+    assert asked == late == "Interrupted: SIGTERM"
+    assert died == "RankFailed: rank 0 ended with exit code 3, start again"
+    assert re.fullmatch("RankFailed: rank [01] ended with exit code 3", died_when_asked), "nobody wants it back"
     assert interrupted == "Interrupted: SIGINT"
     assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
     assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"

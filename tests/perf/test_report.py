@@ -7,6 +7,7 @@ import csv
 import html
 import io
 import json
+import os
 import shutil
 import subprocess
 from dataclasses import replace
@@ -198,7 +199,8 @@ def on_hosts(ranks: int) -> dict:
 
     torch.distributed.init_process_group("axo")
     workload = gpt("tiny", layers=1, hidden=32, heads=4, vocab=64)
-    profile.find_spec = lambda name: None  # type: ignore[assignment, misc]
+    if os.environ["RANK"] in "23":  # the second host: what one host lacks is measured on none
+        profile.find_spec = lambda name: None  # type: ignore[assignment, misc]
     return profile.measure(axo.connect, ranks, workload, 64, 400_000, 2, node=2, dtype="float32")
 
 
