@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch import nn
 
 import axo
-from axo.checkpoint import consolidate, load, save, writer
+from axo.checkpoint import checksum, consolidate, load, save, writer
 from axo.checkpoint.folder import name_of
 from axo.checkpoint.parts import Parts
 from axo.overlap import optimizer_state
@@ -57,6 +60,34 @@ def test_damage_never_loads_in_silence(tmp_path: Path) -> None:
         for one, two in zip(optimizer.state.values(), fresh.state.values(), strict=True):
             assert all(torch.equal(one[key], two[key]) for key in one)
     assert found >= 30, found
+
+
+@pytest.mark.parametrize("kind", ["crc32", "xxh3"])
+def test_an_older_checkpoints_checksums_are_checked_too(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracles: zlib's CRC-32 and xxhash, of a tensor of several blocks. The first markers did not name XXH3."""
+    monkeypatch.setattr(checksum, "KIND", kind)
+    model = nn.Linear(3, 100_000)
+    path = save(tmp_path, model).path
+    marker = json.loads((path / "axo.json").read_text())
+    if kind == "xxh3":
+        del marker["checksum"]
+        (path / "axo.json").write_text(json.dumps(marker))
+    metadata = (path / ".metadata").read_bytes()
+    data = model.weight.detach().numpy().tobytes()
+    of = {"crc32": lambda data: f"{zlib.crc32(data):08x}", "xxh3": xxhash.xxh3_64_hexdigest}[kind]
+    assert marker["metadata"] == of(metadata) and of(data).encode() in metadata
+    other = nn.Linear(3, 100_000)
+    load(path, other)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    file = path / "__0_0.distcp"
+    flip(file, data[-1000:])
+    assert "__0_0.distcp, model/weight: the checksum" in tell(lambda: load(path, other))
+    (path / "axo.json").write_text(json.dumps(marker | {"checksum": "sha1"}))
+    unknown = f"checkpoint: {path} has checksums 'sha1', and crc32, xxh3 are known here; load it with the version"
+    assert tell(lambda: load(path, other)).startswith(unknown)
+    assert load(path, other, verify=False).step == 0
 
 
 def flip(file: Path, pattern: bytes) -> None:

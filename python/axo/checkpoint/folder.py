@@ -31,6 +31,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from axo.checkpoint import checksum
+
 METADATA = ".metadata"
 MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
@@ -45,19 +47,21 @@ class Marker:
 
     Attributes:
         step: Its step. run: The run that saved it; None: none was named. metadata: Checksum of DCP's metadata.
+        checksum: Which one that is, and those of the entries; the first checkpoints do not say.
     """
 
     step: int = 0
     run: str | None = None
     metadata: str | None = None
+    checksum: str = "xxh3"
 
 
 def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
     try:
         said = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        return Marker(int(said["step"]), said["run"], said["metadata"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -248,7 +252,7 @@ class Part:
         """
         check_place(self.final, self.run)
         with open(self._lock, "wb", closefd=False) as marker:
-            marker.write(json.dumps(asdict(Marker(step, self.run, metadata))).encode())
+            marker.write(json.dumps(asdict(Marker(step, self.run, metadata, checksum.KIND))).encode())
         os.fsync(self._lock)
         _sync(self.path)
         replaced = self.final.with_name(f".{self.final.name}.replaced")

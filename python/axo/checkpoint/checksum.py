@@ -1,0 +1,62 @@
+"""Checksums of what a checkpoint holds: CRC-32, in older ones XXH3 of 64 bits; its marker says which.
+
+CRC-32 by ISA-L (carry-less products of 512 bits) takes 66 to 78 GB/s from a core's own cache, XXH3 47. zlib's is the
+same at 2 GB/s: of processors that ISA-L has no code for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import xxhash
+
+try:
+    from isal.isal_zlib import crc32
+except ImportError:
+    from zlib import crc32
+
+KIND = "crc32"  # of what is written
+
+
+class Hasher(Protocol):
+    """What ``hashlib`` and xxhash have."""
+
+    def update(self, data: memoryview | bytes, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: memoryview | bytes, /) -> None:
+        self._value = crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+_HASHERS: dict[str, Callable[[], Hasher]] = {KIND: _Crc32, "xxh3": xxhash.xxh3_64}
+
+
+def of(data: memoryview | bytes) -> str:
+    """The checksum of what is written."""
+    hasher = _HASHERS[KIND]()
+    hasher.update(data)
+    return hasher.hexdigest()
+
+
+def hasher(kind: str, path: Path) -> Hasher:
+    """To check what was written with checksums of ``kind`` at ``path``.
+
+    Raises:
+        ValueError: No such checksum is known.
+    """
+    if kind not in _HASHERS:
+        raise ValueError(
+            f"checkpoint: {path} has checksums {kind!r}, and {', '.join(_HASHERS)} are known here; load it with the"
+            " version of Axo that wrote it, or with verify=False take it as it is"
+        )
+    return _HASHERS[kind]()
