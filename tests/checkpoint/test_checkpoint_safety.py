@@ -68,7 +68,10 @@ def differ(folder: str) -> list[str]:
         tell(lambda: save(folder, model, name=f"n{rank}", comms=comms)),
         tell(lambda: save(folder, model, extra={"loss": [torch.ones(2), rank]}, comms=comms)),
         tell(lambda: save(folder, model, optimizer if rank else None, comms=comms)),
+        tell(lambda: save(folder, filled(1.0, width=3 + rank), comms=comms)),
+        tell(lambda: save(folder, filled(1.0).double() if rank else model, comms=comms)),
         tell(lambda: load(f"{folder}/two", model, strict=rank == 0, comms=comms)),
+        tell(lambda: load(f"{folder}/two", model, rng=rank == 0, comms=comms)),
         tell(lambda: load(f"{folder}/two/{name_of(1 + rank)}", model, comms=comms)),
         tell(lambda: (load if rank else save)(f"{folder}/two", model, comms=comms)),
     ]
@@ -87,7 +90,10 @@ def test_ranks_that_name_different_places_are_told_who_and_nothing_is_written(tm
             "'n1'",
             "different values of extra",
             "optimizer: rank 0 None, rank 1 'Adam'",
+            "model: rank 0 '4 tensors, ",
+            "model: rank 0 '4 tensors, ",
             "strict: rank 0 True, rank 1 False",
+            "rng: rank 0 True, rank 1 False",
             name_of(2),
         ),
         strict=True,
@@ -360,6 +366,7 @@ def test_bad_arguments_of_save_are_one_line(tmp_path: Path, monkeypatch: pytest.
         lambda: save("a", model, step=True): "step=True is not a step",
         lambda: save("a", model, keep=True): "keep=True is out of range",
         lambda: save("a", model, run=""): "run='' is not an identity",
+        lambda: save("a", model, comms=5): "comms=5 is not what axo.connect returned",  # type: ignore[arg-type]
         lambda: save("file", model): "is a file; give a folder",
         lambda: save("file/below/it", model): "file is a file",
         lambda: save("x" * 300, model): "File name too long",
@@ -395,6 +402,8 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path, monkeypa
         lambda: consolidate(good, ""): "out is empty",
         lambda: consolidate("", tmp_path / "m.pth"): "source is empty",
         lambda: consolidate(good, tmp_path / ("x" * 300)): "cannot be written: File name too long",
+        lambda: consolidate(good, tmp_path / ("x" * 300) / "m.pth"): "cannot be written: File name too long",
+        lambda: consolidate(good, "/proc/m.pth"): "/proc/m.pth cannot be written: ",
         lambda: consolidate(good, "s3://bucket/m.pth"): "is an address",
         lambda: load("s3://bucket/run", model): "is an address",
         lambda: load(tmp_path, model): "holds no checkpoint (good/ in it does); give",
@@ -407,6 +416,11 @@ def test_bad_paths_of_load_and_consolidate_are_one_line(tmp_path: Path, monkeypa
         patch.setattr(storage, "open", lambda *args, **options: os.open(good / "none", os.O_RDONLY), raising=False)
         for call in (lambda: load(good, model), lambda: consolidate(good, tmp_path / "m.pth")):
             assert tell(call) == f"checkpoint: {good}/__0_0.distcp cannot be read: No such file or directory"
+    with whole_file(tmp_path / "m.pth") as unfinished:
+        unfinished.write_text("another one's")
+        busy = tell(lambda: consolidate(good, tmp_path / "m.pth"))
+        assert busy.endswith("m.pth cannot be written: another process is writing it"), busy
+    assert (tmp_path / "m.pth").read_text() == "another one's"
     consolidate(good, tmp_path / "m.pth")
     assert "is a file; give a folder" in tell(lambda: consolidate(tmp_path / "m.pth", tmp_path / "readme"))
     assert names_in(tmp_path) == ["dangling", "empty.pth", "fifo", "good", "m.pth", "readme"]

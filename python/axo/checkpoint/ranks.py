@@ -51,6 +51,8 @@ def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
                 f"checkpoint: {dist.get_world_size()} ranks, and the model has no parallel layer; pass comms="
             )
         return None
+    if not hasattr(comms, "everyone"):
+        raise ValueError(f"checkpoint: comms={comms!r} is not what axo.connect returned; pass that, or None")
     return comms.checkpoint_group if comms.everyone.size > 1 else None
 
 

@@ -86,7 +86,7 @@ def load(
     except (ValueError, OSError) as error:
         problem = _said(given or path, error)
     # Rank 0's: another rank might find a newer one.
-    found = agree(group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict)
+    found = agree(group, problem, found, path=given, optimizer=state.kind_of(optimizer), strict=strict, rng=rng)
     others = _Elsewhere.of(model, optimizer, comms, group)
     try:
         work = _open(found, model, optimizer, strict, verify, others)
@@ -124,7 +124,7 @@ class _Elsewhere:
         if comms is None or comms.stages == 1:
             return cls()
         entries, aliases = state.model_entries(model)
-        shapes = _shapes(entries, state.MODEL)
+        shapes = {name: tuple(value.size()) for name, value in state.parts(entries).items()}
         shapes |= {alias: shapes[name] for alias, name in aliases.items()}
         optimized: set[str] = set()
         if optimizer is not None:
@@ -183,7 +183,7 @@ class _Folder:
         self.entries, aliases = state.model_entries(model)
         saved = shapes_of(self.metadata, state.MODEL)
         saved |= {alias: saved[name] for alias, name in self.head["aliases"].items() if name in saved}
-        wanted = _shapes(self.entries, state.MODEL)
+        wanted = {name: tuple(value.size()) for name, value in state.parts(self.entries).items()}
         wanted |= {alias: wanted[name] for alias, name in aliases.items()}
         compare(path, "the model", saved, {**others.shapes, **wanted}, strict)
         parts = {entry: value.local for entry, value in self.entries.items() if isinstance(value, Parts)}
@@ -276,14 +276,6 @@ def shapes_of(metadata: Metadata, kind: str) -> dict[str, tuple[int, ...]]:
         entry.removeprefix(f"{kind}/"): tuple(saved.size)
         for entry, saved in metadata.state_dict_metadata.items()
         if entry.startswith(f"{kind}/") and isinstance(saved, TensorStorageMetadata)
-    }
-
-
-def _shapes(entries: Mapping[str, Any], kind: str) -> dict[str, tuple[int, ...]]:
-    return {
-        entry.removeprefix(f"{kind}/"): tuple(value.size())
-        for entry, value in entries.items()
-        if isinstance(value, Parts)
     }
 
 

@@ -156,6 +156,15 @@ def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:
     return entries, aliases
 
 
+def parts(entries: Mapping[str, Any]) -> dict[str, Parts]:
+    """Name -> what this rank has of each tensor of a model."""
+    return {
+        entry.removeprefix(f"{MODEL}/"): value
+        for entry, value in entries.items()
+        if entry.startswith(f"{MODEL}/") and isinstance(value, Parts)
+    }
+
+
 def set_extra_state(model: nn.Module, loaded: dict[str, Any]) -> None:
     """Hand what is no tensor (``get_extra_state`` of modules) back."""
     for entry, value in loaded.items():
@@ -287,7 +296,7 @@ def join_optimizers(of_stages: list[dict[str, Any]]) -> dict[str, Any]:
                 same[0]["params"] += [name for name in group["params"] if name not in same[0]["params"]]
             else:
                 groups.append(options | {"params": list(group["params"])})
-    return {"groups": groups, "values": values}
+    return {"kind": of_stages[0]["kind"], "groups": groups, "values": values}
 
 
 def set_optimizer(model: nn.Module, optimizer: Optimizer, loaded: dict[str, Any]) -> None:

@@ -118,13 +118,15 @@ def save(
     comms = comms if comms is not None else state.communicators(model)
     group = checkpoint_group(comms)
     entries: dict[str, Any] = {}
-    problem, digest, part, final = "", "", None, Path()
+    problem, digest, tensors, part, final = "", "", "", None, Path()
     try:
         _check_arguments(folder, name, step, extra, keep, run)
         final = Path(folder).absolute() / (name or folders.name_of(step))
         folders.check_place(final, run)
         entries = _entries(model, optimizer, step, extra, comms)
         digest = state.digest(extra)
+        of_model = [(name, value.shape, value.local.dtype) for name, value in state.parts(entries).items()]
+        tensors = f"{len(of_model)} tensors, {state.digest(of_model)}"
     except ValueError as error:
         problem = str(error)
     except RecursionError:
@@ -133,7 +135,8 @@ def save(
         problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
     staged = comms is not None and comms.stages > 1  # a stage may know what another does not
     told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
-    told |= {"optimizer": state.kind_of(optimizer), "extra": "" if staged else digest}
+    told |= {"optimizer": state.kind_of(optimizer)}
+    told |= {} if staged else {"model": tensors, "extra": digest}
     agree(group, problem, **told)
     if staged:
         _join_stages(entries, group)
