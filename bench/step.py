@@ -134,6 +134,8 @@ def contestants(case: str, sizes: models.Sizes, comms: Any, device: torch.device
     yield from models.rivals(case, sizes, groups, device)
     for name, overlap in switched(case, sizes):
         yield models.axo_contestant(f"Axo {grid} {name}", sizes, comms, overlap)
+    if case == "x":
+        yield models.axo_contestant(f"Axo {grid} q, k, v apart", sizes, comms, shares=False)
     yield models.alone(case, comms.everyone.size, sizes, device)
 
 

@@ -31,6 +31,7 @@ from axo.comm.connect import Communicators
 from axo.matmul.algorithm import accumulator, add_product, ahead
 from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
 from axo.matmul.products import compute_dtype
+from axo.matmul.shared_input import InputSum
 from axo.overlap.events import Pending, span
 from axo.overlap.exchange import Done, Sum
 from axo.overlap.gradients import SKIP
@@ -64,7 +65,10 @@ def layer_matmul(
 class BlockMatmul(DistributedMatmul):
     """What one layer's product needs to know; holds communicators, never a tensor."""
 
-    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def __call__(
+        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, input_sum: InputSum | None = None
+    ) -> torch.Tensor:
+        assert input_sum is None  # dI is not summed by an all-reduce
         if self.exchange.comms.grid.world_size == 1:
             return self.products.alone(input, weight, bias)
         return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())

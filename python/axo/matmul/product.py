@@ -28,11 +28,12 @@ import torch
 
 from axo.comm.connect import Communicators
 from axo.matmul.products import LayerProducts, compute_dtype
+from axo.matmul.shared_input import InputSum
 from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathered, version_of
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.gradients import LATER, SKIP, how, wanted
 from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight
 from axo.placement import Placement
@@ -72,12 +73,18 @@ class DistributedMatmul:
         self.in_axis = in_axis
         self.out_axis = out_axis
 
-    def __call__(self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """(..., k/Gin) -> (..., n/Gout)."""
+    def __call__(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        input_sum: InputSum | None = None,
+    ) -> torch.Tensor:
+        """(..., k/Gin) -> (..., n/Gout). ``input_sum`` sums dI over ranks, with that of other layers; None: alone."""
         alone = self.exchange.comms.grid.world_size == 1 and self.exchange.weight_phase is None
         if alone and not isinstance(weight, QuantizedWeight):  # autograd would keep what is made dense
             return self.products.alone(input, weight, bias)
-        return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
+        return _Product.apply(input, weight, bias, self, torch.is_grad_enabled(), input_sum)
 
 
 class _Product(torch.autograd.Function):
@@ -89,6 +96,7 @@ class _Product(torch.autograd.Function):
         bias: torch.Tensor | None,
         matmul: DistributedMatmul,
         recording: bool,
+        input_sum: InputSum | None,
     ) -> torch.Tensor:
         dtype = compute_dtype(input)
         exchange, products = matmul.exchange, matmul.products
@@ -112,6 +120,7 @@ class _Product(torch.autograd.Function):
                 with hidden():
                     output += bias_cast
         keep_for_backward(ctx, matmul, input, rows, weight, bias, held)
+        ctx.input_sum = input_sum
         # not a view: an operation in place (``nn.ReLU(inplace=True)``) may come next, and torch forbids that on a view
         return _unsafe_view(output, [*input.shape[:-1], output.shape[-1]])
 
@@ -120,21 +129,24 @@ class _Product(torch.autograd.Function):
         grad, rows, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange, products = ctx.matmul, ctx.matmul.exchange, ctx.matmul.products
         weight, bias, events = ctx.weight, ctx.bias, exchange.engine.events
+        input_sum: InputSum | None = ctx.input_sum
+        out_axis = matmul.out_axis if input_sum is None else None
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
             if ctx.needs_input_grad[0] and wanted(ctx, 0):
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
                 with span(events, "compute", "dI", "", exchange.name):
-                    grad_input = products.start_fused_grad_input(grad, block, matmul.out_axis)
+                    grad_input = products.start_fused_grad_input(grad, block, out_axis)
                     partial = products.grad_input(grad, block) if grad_input is None else None
                 if partial is not None:
-                    grad_input = exchange.start_reduce(partial, matmul.out_axis)
+                    grad_input = exchange.start_reduce(partial, out_axis)
                 del block
                 ctx.held = None
                 exchange.release_block()
             if how_weight != SKIP:
+                behind = input_sum if grad_input is not None and _is_last(ctx) else None
                 grad_weight = exchange.gradient(
-                    how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows)
+                    how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows), behind
                 )
             if how_bias != SKIP:
                 grad_bias = exchange.gradient(
@@ -146,7 +158,13 @@ class _Product(torch.autograd.Function):
             grad_bias,
             None,
             None,
+            None,
         )
+
+
+def _is_last(ctx: Any) -> bool:
+    """Whether, of the layers that share its input, this one's backward comes last, and ``.grad`` is all it fills."""
+    return ctx.input_sum is not None and ctx.input_sum.first is ctx.matmul and how(ctx, 1) == LATER
 
 
 def keep_for_backward(

@@ -12,6 +12,7 @@ from axo.nn.init import init_weights
 from axo.nn.linear import Features, Linear
 from axo.nn.loss import CrossEntropyLoss, cross_entropy
 from axo.nn.norm import LayerNorm, RMSNorm
+from axo.nn.shared_input import share_input
 
 __all__ = [
     "Conv2d",
@@ -26,4 +27,5 @@ __all__ = [
     "clip_grad_norm_",
     "cross_entropy",
     "init_weights",
+    "share_input",
 ]

@@ -28,7 +28,7 @@ _KEEPS_FEATURES = frozenset(
         *("MaskedFill", "Alias"),
     )
     for number in (0, 1)
-)
+) | {"_SumOverRanksBackward"}  # of an input that several layers take
 
 
 def leave(output: torch.Tensor, layer: ParallelLayer) -> None:

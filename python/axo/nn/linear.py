@@ -27,6 +27,7 @@ from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost, engine_cost
 from axo.matmul.blocks import layer_matmul
 from axo.matmul.cost import Call
+from axo.matmul.shared_input import SharedInput
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
@@ -149,6 +150,8 @@ class Linear(ParallelLayer, nn.Linear):
             gather_cache=gather_cache,
         )
         self.exchanges = (self.matmul.exchange,)
+        self.shared_input: SharedInput | None = None
+        self.sums_input_grad = True  # of those that share one input, the first
         if not bias:
             self.register_parameter("bias", None)
         self._add_parameters(default_device(device, comms), dtype)
@@ -193,8 +196,14 @@ class Linear(ParallelLayer, nn.Linear):
         weight = self._matrix()
         if input.dtype is not weight.dtype:
             self._check_dtype(input, weight)
-        if self.scatter_input and self.in_axis is not None and input.dim():
-            input = cut_features(input, self.comms, self.in_axis, self.in_features)
+        input_sum = None
+        if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled() and input.dim():
+            input, input_sum = self.shared_input.take(self.matmul, input, self._cut)
+            first = input_sum.first is self.matmul
+            if first is not self.sums_input_grad:
+                self.sums_input_grad = first
+        elif input.dim():
+            input = self._cut(input)
         if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
             raise ValueError(
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {weight.shape[1]}, this rank's"
@@ -204,7 +213,7 @@ class Linear(ParallelLayer, nn.Linear):
         if self.scatters_tokens:
             output = scatter_sequence(self.matmul(input, weight, None), self.comms, owner=self.label())
             return output if self.bias is None else add_bias(output, self.bias, self.matmul.exchange)
-        output = self.matmul(input, weight, self.bias)
+        output = self.matmul(input, weight, self.bias, input_sum)
         if self.as_table and self.out_axis is not None:
             output = cut_features(output, self.comms, self.out_axis, self.out_features)
         if self.first_pass:
@@ -214,6 +223,12 @@ class Linear(ParallelLayer, nn.Linear):
                 output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
             )
         return output
+
+    def _cut(self, input: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the features, where the layer takes all of them."""
+        if not self.scatter_input or self.in_axis is None:
+            return input
+        return cut_features(input, self.comms, self.in_axis, self.in_features)
 
     def cost(
         self,
@@ -231,7 +246,8 @@ class Linear(ParallelLayer, nn.Linear):
             itemsize: Bytes an element of the dtype that it computes in; the bias is reduced in its own.
             input_itemsize: Bytes an element of the input, as which the gradient of one that is cut here is gathered;
                 None: as ``itemsize``.
-            input_grad: Whether the input needs a gradient.
+            input_grad: Whether the input needs a gradient. Where layers share the input (``share_input``), it counts
+                for the one that takes it first: the first one named, and after a pass the one that did.
             recompute: The forward runs again before backward (activation checkpointing).
         """
         if self.as_table:
@@ -251,6 +267,7 @@ class Linear(ParallelLayer, nn.Linear):
                 *self._reduced(calls),
                 *cost.relayout(self.comms.grid, 0, after, itemsize=itemsize, arrangement=self.comms.arrangement),
             ]
+        sums = input_grad and self.sums_input_grad
         copied = [
             block for block, copies in zip(self.out_blocks or (), self.out_copies or (), strict=False) if copies > 1
         ]
@@ -270,7 +287,7 @@ class Linear(ParallelLayer, nn.Linear):
             bias_itemsize=4 if self.bias is None else self.bias.dtype.itemsize,
             recompute=recompute,
             gathers=self._gathers(input_grad or recompute),
-            input_grad=input_grad,
+            input_grad=sums,
             copied_features=sum(copied),
             copies=max(self.out_copies or (1,)) if copied else 1,
             sequence_parallel=self.scatters_tokens or self.matmul.out_axis != self.out_axis,
@@ -278,9 +295,9 @@ class Linear(ParallelLayer, nn.Linear):
             coords=coords,
         )
         mine = cost.rows_of(arrangement, grid, rows, coords)
-        before = mine * self.in_features if self.scatter_input and input_grad else 0
+        before = mine * self.in_features if self.scatter_input and sums else 0
         after = self._gathered(mine)
-        given = itemsize if input_itemsize is None else input_itemsize
+        given = itemsize if input_itemsize is None or self.shared_input is not None else input_itemsize
         return [
             *self._reduced(calls),
             *cost.relayout(grid, before, 0, transposed=transposed, itemsize=given, arrangement=arrangement),

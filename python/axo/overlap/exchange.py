@@ -36,6 +36,12 @@ class Sum(Protocol):
         """The sum, complete."""
 
 
+class PutsOff(Protocol):
+    """What runs the product of a weight's gradient when there is something to hide behind it."""
+
+    def put_off(self, weight: torch.Tensor, product: Product) -> None: ...
+
+
 class Exchange(Route):
     """The collectives of one layer.
 
@@ -149,15 +155,23 @@ class Exchange(Route):
         silent = not self.stages_of(sum_over) and self.vector_copies is None
         return wants.NOW if found == wants.LATER and silent else found
 
-    def gradient(self, how: str, parameter: torch.Tensor, product: Product) -> torch.Tensor | None:
+    def gradient(
+        self, how: str, parameter: torch.Tensor, product: Product, behind: PutsOff | None = None
+    ) -> torch.Tensor | None:
         """The gradient of ``parameter``, by ``product``; None: it comes to .grad later.
 
-        Where the backward pass under way is the input phase of two, the product runs in the weight phase.
+        Where the backward pass under way is the input phase of two, the product runs in the weight phase; else
+        ``behind`` runs it, if there is one.
         """
         if self.weight_phase is not None and (how == wants.LATER or not self.vector_stages):
             if self.weight_phase.take(parameter, product):
                 return None
-        return product()
+        if behind is None or (how != wants.LATER and wants.has_hooks(parameter)):  # autograd would run them with None
+            return product()
+        if how == wants.LATER:
+            self.engine.gradients.expect(parameter)
+        behind.put_off(parameter, product)
+        return None
 
     def gradient_buffer(
         self, how: str, weight: torch.Tensor, columns: int, like: torch.Tensor

@@ -51,6 +51,11 @@ def how(node: torch.autograd.graph.Node, index: int) -> str:
     return LATER if type(into).__name__ == "AccumulateGrad" else NOW
 
 
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether a gradient that comes to ``parameter`` runs hooks."""
+    return any(getattr(parameter, name) for name in _HOOKS)
+
+
 def wanted(node: torch.autograd.graph.Node, index: int) -> bool:
     """Whether the backward pass under way wants the gradient of input ``index`` of ``node`` at all.
 
@@ -154,14 +159,18 @@ class Gradients:
     def _begin(self, parameter: torch.Tensor) -> None:
         if not in_backward():
             return  # the weight phase of a pipeline's micro-batch: nothing of autograd is under way
-        self._engine.arm()
         self._count += 1
-        # Autograd would run hooks now, with None; they run on the complete gradient. It looks into these very dicts.
+        self.expect(parameter)
+
+    def expect(self, parameter: torch.Tensor) -> None:
+        """A gradient of the backward pass under way comes later, so autograd gets None for it now."""
+        self._engine.arm()
+        # It would run hooks with that; they run on the complete gradient. It looks into these very dicts.
         self._take_hooks(parameter)
 
     def _take_hooks(self, parameter: torch.Tensor) -> None:
-        tables = [getattr(parameter, name) for name in _HOOKS]
-        if any(tables):
+        if has_hooks(parameter):
+            tables = [getattr(parameter, name) for name in _HOOKS]
             self._hooks[id(parameter)] = [(table, dict(table or {})) for table in tables]
             for table in tables:
                 if table:

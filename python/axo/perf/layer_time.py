@@ -203,7 +203,7 @@ def calls_of(
             itemsize=run.itemsize,
             recompute=checkpointed,
             gathers=gathers,
-            input_grad=layer.input_grad,
+            input_grad=layer.input_grad and (arrangement.square or not layer.shares_input),  # summed with the first's
             copied_features=layer.kv_features if copies > 1 else 0,
             copies=copies,
             sequence_parallel=split,

@@ -407,9 +407,11 @@ def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     if layer.kind == "embedding":
         return 8.0 * my_rows
     if layer.kind == "linear":
-        # Tokens that are gathered come in the dtype of products, once for all that read them; else each casts its own.
+        # Tokens that are gathered come in the dtype of products, once for all that read them; an input whose gradients
+        # are added up and summed over x is cast once; else each casts its own.
         split = run.sequence_parallel
-        if layer.shares_input and not (split and layer.gathers) and (split or run.stream == run.itemsize):
+        once = split or grid.x > 1 or run.stream == run.itemsize
+        if layer.shares_input and not (split and layer.gathers) and once:
             return 0.0
         return run.itemsize * my_rows * chunk(layer.in_features, grid.x if layer.transposed else grid.y)
     if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's

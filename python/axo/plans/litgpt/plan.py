@@ -58,7 +58,9 @@ from axo.errors import Refused
 from axo.grid import Grid
 from axo.nn import RMSNorm
 from axo.nn.layer import ParallelLayer
+from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
+from axo.nn.shared_input import share_input
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import softcapped
@@ -118,6 +120,12 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
         _replace_attention(block, f"transformer.h.{index}.attn", replacer)
         if hasattr(block.mlp, "experts"):
             replace_mixture(block.mlp, f"transformer.h.{index}.mlp", replacer)
+        if block.config.shared_attention_norm and block.config.parallel_residual:  # attention and MLP read one norm
+            readers = [
+                getattr(block.attn, "qkv", None),
+                *(getattr(block.mlp, fc, None) for fc in ("fc", "fc_1", "fc_2")),
+            ]
+            share_input(*(layer for layer in readers if isinstance(layer, Linear)))
         if replacer.sequence_parallel:
             for part in (block.attn, block.mlp):
                 part.register_forward_pre_hook(GatherTokens(comms))

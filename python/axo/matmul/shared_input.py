@@ -1,0 +1,114 @@
+"""Several layers that take one input, such as q, k and v: the gradient of the input is summed over ranks once.
+
+By Algorithm 1 each layer would all-reduce its own dI over its out axis. The sum is the same, and less travels, where
+the partial dI of all of them are added up on each rank first (what a column-parallel product of fused weights does):
+
+    forward    I is cast to the compute dtype, and cut where layers take whole features, once for all
+    backward   each layer leaves dI = dO @ W a partial sum, autograd adds them up;  dI = all-reduce_out(their sum),
+               and behind it dW of the layer that came first, whose backward comes last
+
+Which layers may share is said before (``axo.nn.share_input``); that they do is seen in each pass: the input of one is
+the very tensor that another has taken. One that takes another tensor sums its dI by itself.
+
+Not here: algorithms that do not sum dI by an all-reduce; sequence parallelism, which sums it once as it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from axo.matmul.products import compute_dtype
+from axo.overlap.weight_phase import Product, WeightPhase, Work
+
+if TYPE_CHECKING:
+    from axo.matmul.product import DistributedMatmul
+
+
+class InputSum:
+    """The sum of the gradients of one input, of one forward pass. Holds no tensor: nodes of the graph hold it.
+
+    Args:
+        first: The product that took the input first.
+    """
+
+    def __init__(self, first: DistributedMatmul) -> None:
+        self.first = first
+        self._work: list[tuple[int, Work]] = []
+
+    def put_off(self, weight: torch.Tensor, product: Product) -> None:
+        """Compute ``product``, which fills ``weight.grad``, when the sum of this backward pass is under way."""
+        self._work.append((torch._C._current_graph_task_id(), [(weight, product)]))
+
+    def reduce(self, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Sum the partial dI over ranks; what was put off runs meanwhile."""
+        under_way = None if grad is None else self.first.exchange.start_reduce(grad, self.first.out_axis)
+        now, work, self._work = torch._C._current_graph_task_id(), self._work, []
+        for task, products in work:
+            if task == now:  # not of a pass that an exception has ended
+                WeightPhase.run(products)
+        return None if under_way is None else under_way.wait()
+
+
+class SharedInput:
+    """What layers hold that may take one input: finds out in each pass which of them do.
+
+    Args:
+        layers: How many.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._last: _Taken | None = None  # until all layers have come, or another input
+
+    def take(
+        self, matmul: DistributedMatmul, input: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[torch.Tensor, InputSum]:
+        """What ``matmul`` is to multiply instead of ``input``, and where its dI is summed.
+
+        Args:
+            cut: Takes this rank's features out of ``input``.
+        """
+        last, dtype = self._last, compute_dtype(input)
+        if last is None or not last.serves(matmul, input, dtype):
+            sum = InputSum(matmul)
+            tensor: torch.Tensor = _SumOverRanks.apply(cut(input.to(dtype)), sum)
+            last = self._last = _Taken(weakref.ref(input), input._version, tensor, sum, set())
+        last.by.add(matmul)
+        if len(last.by) == self._layers:
+            self._last = None
+        return last.tensor, last.sum
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
+        new = memo[id(self)] = SharedInput(self._layers)
+        return new
+
+
+class _Taken(NamedTuple):
+    """An input, what stands for it, and who has taken it so far."""
+
+    input: weakref.ref[torch.Tensor]
+    version: int
+    tensor: torch.Tensor
+    sum: InputSum
+    by: set[DistributedMatmul]
+
+    def serves(self, matmul: DistributedMatmul, input: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether ``matmul`` takes the same tensor, unchanged, and for the first time."""
+        same = self.input() is input and self.version == input._version and self.tensor.dtype == dtype
+        return same and matmul not in self.by
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, sum: InputSum) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.sum = sum
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        return ctx.sum.reduce(grad), None
