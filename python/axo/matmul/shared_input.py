@@ -33,10 +33,12 @@ class InputSum:
 
     Args:
         first: The product that took the input first.
+        shared: Where others find it.
     """
 
-    def __init__(self, first: DistributedMatmul) -> None:
+    def __init__(self, first: DistributedMatmul, shared: SharedInput) -> None:
         self.first = first
+        self._shared = weakref.ref(shared)
         self._work: list[tuple[int, Work]] = []
 
     def put_off(self, weight: torch.Tensor, product: Product) -> None:
@@ -45,6 +47,9 @@ class InputSum:
 
     def reduce(self, grad: torch.Tensor | None) -> torch.Tensor | None:
         """Sum the partial dI over ranks; what was put off runs meanwhile."""
+        shared = self._shared()
+        if shared is not None:
+            shared.close(self)
         under_way = None if grad is None else self.first.exchange.start_reduce(grad, self.first.out_axis)
         now, work, self._work = torch._C._current_graph_task_id(), self._work, []
         for task, products in work:
@@ -62,7 +67,7 @@ class SharedInput:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._last: _Taken | None = None  # until all layers have come, or another input
+        self._last: _Taken | None = None  # until all layers have come, or another input, or backward
 
     def take(
         self, matmul: DistributedMatmul, input: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]
@@ -74,13 +79,18 @@ class SharedInput:
         """
         last, dtype = self._last, compute_dtype(input)
         if last is None or not last.serves(matmul, input, dtype):
-            sum = InputSum(matmul)
+            sum = InputSum(matmul, self)
             tensor: torch.Tensor = _SumOverRanks.apply(cut(input.to(dtype)), sum)
             last = self._last = _Taken(weakref.ref(input), input._version, tensor, sum, set())
         last.by.add(matmul)
         if len(last.by) == self._layers:
             self._last = None
         return last.tensor, last.sum
+
+    def close(self, sum: InputSum) -> None:
+        """No layer comes any more: hold the tensor no longer."""
+        if self._last is not None and self._last.sum is sum:
+            self._last = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SharedInput:
         new = memo[id(self)] = SharedInput(self._layers)
