@@ -16,7 +16,6 @@ from axo.comm.connect import Communicators, check_comms
 from axo.nn.init import init_weights
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
-from axo.nn.shared_input import share_inputs
 from axo.offload import Offload
 from axo.overlap import Overlap, attach
 from axo.overlap.gradients import REDUCE_DTYPES
@@ -132,7 +131,6 @@ def parallelize(
         from axo.plans.auto import plan as auto
 
         model = auto.apply(model, replacer, {} if isinstance(plan, str) else plan)
-    share_inputs(model)
     if fp8 is not None:
         for module in model.modules():
             if isinstance(module, Linear):

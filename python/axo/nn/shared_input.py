@@ -19,8 +19,9 @@ from axo.nn.linear import Linear
 def share_input(*layers: Linear) -> None:
     """Let layers that take one tensor add up their gradients of it before these are summed over ranks.
 
-    In a pass where one takes another tensor it sums its gradient by itself. Nothing changes where nothing is summed: on
-    an axis of one rank, with sequence parallelism (once in any case), with Tesseract.
+    The same holds for what is cut for them, where they take whole features. In a pass where one takes another tensor it
+    sums its gradient by itself. Nothing changes where nothing is summed: on an axis of one rank, with sequence
+    parallelism (once in any case), with Tesseract.
 
     Args:
         layers: In the order of their calls.
@@ -59,6 +60,7 @@ def _takes(layer: Linear) -> object:
 
 
 def _sums(layer: Linear) -> bool:
-    """Whether it sums the gradient of its input by an all-reduce."""
-    axis = layer.matmul.out_axis
-    return type(layer.matmul) is DistributedMatmul and axis is not None and layer.comms.grid.size(axis) > 1
+    """Whether ranks all-reduce the gradient of its input, or gather it from their cuts."""
+    axes = (layer.matmul.out_axis, layer.in_axis if layer.scatter_input else None)
+    several = any(axis is not None and layer.comms.grid.size(axis) > 1 for axis in axes)
+    return several and type(layer.matmul) is DistributedMatmul and not layer.as_table

@@ -20,7 +20,7 @@ whose statistics would be of each rank's own rows.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from torch import nn
@@ -32,8 +32,10 @@ from axo.grid import Grid
 from axo.nn import Dropout, Features
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
+from axo.nn.linear import Linear
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
+from axo.nn.shared_input import share_inputs
 from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Candidate, Choice, decide
@@ -116,6 +118,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
     SharedRandomness(comms, arrangement.rows).attach(model)
+    share_inputs(model)
+    report.layers = [replace(one, backward_bytes=0) if _shares(model, one) else one for one in report]
     kept: Any = model
     kept._axo_plan_report = report
     _warn(report)
@@ -363,6 +367,12 @@ def _line(candidate: Candidate, choice: Choice, grid: Grid, arrangement: Arrange
     return LayerPlan(
         candidate.name, kind, choice.kind, choice.split_in, choice.split_out, forward, backward, choice.why
     )
+
+
+def _shares(model: nn.Module, line: LayerPlan) -> bool:
+    """Whether another layer, which comes first, gathers the gradient of its input too."""
+    layer = model.get_submodule(line.name)
+    return isinstance(layer, Linear) and not layer.sums_input_grad
 
 
 def _warn(report: PlanReport) -> None:

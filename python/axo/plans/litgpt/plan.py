@@ -60,7 +60,7 @@ from axo.nn import RMSNorm
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
-from axo.nn.shared_input import share_input
+from axo.nn.shared_input import share_input, share_inputs
 from axo.plans.heads import kv_copies
 from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import softcapped
@@ -130,6 +130,7 @@ def apply(model: nn.Module, replacer: Replacer, *, gather_logits: bool = False) 
             for part in (block.attn, block.mlp):
                 part.register_forward_pre_hook(GatherTokens(comms))
         block.register_load_state_dict_pre_hook(_reassemble_legacy_qkv)
+    share_inputs(model)
     if replacer.sequence_parallel:
         gpt.transformer.ln_f.register_forward_hook(GatherTokens(comms))
     if tied:
