@@ -29,6 +29,7 @@ limits on a busy machine.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -310,6 +311,11 @@ class Zygote:
         return outcomes
 
 
+_IMPORTED = (
+    *("pytest", "torch", "torch.distributed.fsdp", "torch.utils.serialization.config", "axo.comm.connect"),
+    *("axo.parallelize", "litgpt.pretrain", "axo.integrations.fabric.strategy", "axo.integrations.litgpt.auto_grid"),
+    *("axo.integrations.litgpt.command", "axo.integrations.litgpt.patches", "axo.plans.auto.plan", "axo.train.runner"),
+)
 _zygote: Zygote | None = None
 _largest = 0  # of the zygote's memory, in KiB, when it was last moved
 
@@ -322,24 +328,10 @@ def zygote_main() -> None:
     requests, answers = os.fdopen(os.dup(0), "rb", buffering=0), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)  # what ranks and imports print must not reach the answers
-    import pytest  # noqa: F401
-    import torch
-    import torch.distributed.fsdp  # noqa: F401
-
-    import axo.comm.connect
-
+    for name in _IMPORTED:
+        with contextlib.suppress(ImportError):  # LitGPT is an extra; the tests that need it say so
+            importlib.import_module(name)
     _rewrite_asserts()
-    try:
-        import litgpt.pretrain  # noqa: F401
-
-        import axo.integrations.fabric.strategy
-        import axo.integrations.litgpt.auto_grid
-        import axo.integrations.litgpt.command
-        import axo.integrations.litgpt.patches
-        import axo.plans.auto.plan
-        import axo.train.runner  # noqa: F401  # with LitGPT, the layers, plans and checkpoints
-    except ImportError:
-        pass  # LitGPT is an extra; the tests that need it say so
     _make_forks_cheap()
     keepers: set[int] = set()
     while (request := _receive(requests)) is not None:
@@ -420,6 +412,10 @@ def _import_before_the_fork(name: str) -> None:
 
 def _make_forks_cheap() -> None:
     """Spare each rank 50 ms: what it inherits is neither searched for garbage nor taken down at its end."""
+    from torch import cuda, mtia, xpu
+
+    if not cuda.is_available():  # else each seed is kept for them, with the stack that it came from
+        cuda.random._lazy_call = xpu.random._lazy_call = mtia._lazy_call = lambda *_, **__: None
     gc.collect()
     gc.freeze()
     gc.enable()
