@@ -65,17 +65,19 @@ def waits_of_torch():
     return True
 
 
-def other_handlers_run():
+def other_handlers_run(handled):
     comm = axo.connect("2x1x1x1", timeout=60).x
     if comm.rank == 0:
         seen = []
-        signal.signal(signal.SIGUSR1, lambda *_: seen.append(time.monotonic()))
+        signal.signal(signal.SIGUSR1, lambda *_: (seen.append(time.monotonic()), handled.touch()))
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
         comm.barrier()
-        return time.monotonic() - seen[0]  # the handler ran during the wait, not after it
-    time.sleep(3)
+        return time.monotonic() - seen[0]
+    while not handled.exists():  # the handler runs during the wait of rank 0, which ends after it
+        time.sleep(0.05)
+    time.sleep(0.6)
     comm.barrier()
-    return 3.0
+    return 0.6
 
 
 def connects_alone():
@@ -91,8 +93,8 @@ def test_ctrl_c_ends_a_wait(check):
     assert all(run_ranks(check, 2))
 
 
-def test_a_handler_that_returns_runs_while_the_call_goes_on():
-    assert run_ranks(other_handlers_run, 2)[0] > 0.5
+def test_a_handler_that_returns_runs_while_the_call_goes_on(tmp_path):
+    assert run_ranks(other_handlers_run, 2, tmp_path / "handled")[0] > 0.5
 
 
 def test_ctrl_c_ends_the_rendezvous():
