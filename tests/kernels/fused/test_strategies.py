@@ -190,6 +190,7 @@ def check_silent_peer():
     from axo_kernels import SignalTimeout, all_gather_matmul
 
     comm = communicator("gloo", timeout=1.0)
+    store = torch.distributed.distributed_c10d._get_default_store()
     x, w = torch.ones(4, 8), torch.ones(6, 8)
     all_gather_matmul(x, w, comm, strategy="signal", chunks=2)
     if comm.rank == 0:
@@ -199,8 +200,9 @@ def check_silent_peer():
         assert time.monotonic() - started < 20
         message = str(caught.value)
         assert "rank 0 of 2 waited 1 s for chunk 0 (rows of rank 1) of epoch 2; its flag stands at 1" in message
+        store.set("reported", "")
         return "reported"
-    time.sleep(2.5)
+    store.wait(["reported"])
     return "silent"
 
 
