@@ -1,5 +1,6 @@
 """AxoStrategy in Lightning Fabric, against the same program on one rank with Fabric's own strategy."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -75,6 +76,12 @@ def train(
     return losses, sums, {name: value.clone() for name, value in weights.items()}, fabric.world_size
 
 
+@functools.cache
+def serially(**options):
+    """The oracle: the program on Fabric's single device."""
+    return train("auto", devices=1, **options)
+
+
 def train_on_grid(grid, options):
     from axo.integrations.fabric.strategy import AxoStrategy
 
@@ -98,7 +105,7 @@ def test_training_equals_one_rank(grid, options):
     """Oracle: the program on Fabric's single device. fp32, 4 steps: losses to 1e-5, the model to 1e-5."""
     results = run_ranks(train_on_grid, eval(grid.replace("x", "*")), grid, options, env=ELASTIC, timeout=90)
     serial_options = {key: value for key, value in options.items() if key != "strategy"}
-    losses, sums, weights, _ = train("auto", devices=1, **serial_options)
+    losses, sums, weights, _ = serially(**serial_options)
     x, y, z, data = map(int, grid.split("x"))
     own = x if options.get("strategy", {}).get("algorithm") == "tesseract" else 1  # x has rows of its own there
     lines = [results[x * y * (line // own) + line % own] for line in range(own * z * data)]  # one rank of each
@@ -115,7 +122,7 @@ def test_training_equals_one_rank(grid, options):
 
 def test_a_checkpoint_of_fabric_goes_on_elsewhere(tmp_path):
     """Two steps on 2x1x1x2 with ZeRO, two more on 1x2x1x1 and on Fabric's single device, against four: 1e-5."""
-    whole = train("auto", devices=1)
+    whole = serially()
     options = {"steps": 2, "save_to": tmp_path / "half.ckpt", "strategy": {"zero": 1}}
     run_ranks(train_on_grid, 4, "2x1x1x2", options, env=ELASTIC)
     options = {"resume_from": tmp_path / "half.ckpt"}
@@ -130,7 +137,7 @@ def test_a_checkpoint_of_fabric_goes_on_elsewhere(tmp_path):
 def test_precisions(precision):
     """Oracle: one device in fp32, within 1%. 16-mixed scales losses, and all ranks skip the same steps."""
     results = run_ranks(train_in, 4, "2x1x2x1", precision, env=ELASTIC)
-    losses = train("auto", devices=1)[0]
+    losses = serially()[0]
     assert mean([results[0][0], results[2][0]]) == pytest.approx(losses, rel=0.01)
     assert all(result[1] == results[0][1] for result in results)
     assert results[0][1] == ({2.0**15} if precision == "16-mixed" else {None})
