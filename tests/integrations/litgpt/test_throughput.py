@@ -52,7 +52,7 @@ def speak(folder, out, grid):
     litgpt.pretrain.measure_flops = lambda *args: counted.append(stock(*args)) or counted[0] * 10**8
     throughput.get_available_flops = lambda *_: PEAK
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        pretrain(folder, out, {}, grid)
+        pretrain(folder, out, {"flops": True}, grid)
     return len(counted), re.findall(r"Measured TFLOPs: ([\d.]+)", printed.getvalue())
 
 
@@ -116,8 +116,8 @@ def test_flops_of_experts_are_those_of_a_real_pass(fields):
 def test_pretraining_a_mixture_of_experts_equals_serial_litgpt(folder, grid):
     """Oracle: ``litgpt.pretrain`` on one device, without its count of flops, at which it stops. fp32, losses to 1e-4,
     the model after 10 steps to 1e-5."""
-    stock = run(folder, f"stock-experts-{grid}", None, config=EXPERTS, flops=False)
-    losses, sums, state = run(folder, f"experts-{grid}", grid, config=EXPERTS)
+    stock = run(folder, f"stock-experts-{grid}", None, config=EXPERTS)
+    losses, sums, state = run(folder, f"experts-{grid}", grid, config=EXPERTS, flops=True)
     assert len(losses) == STEPS and stock[0][-1] < stock[0][0] - 0.1
     assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
     assert distance(state["model"], stock[2]["model"]) < 1e-5
