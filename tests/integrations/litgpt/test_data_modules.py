@@ -194,7 +194,8 @@ def compare(stock, litdata, prepared, folder, grid, names, stop=0):
     return results
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+# A grid of x alone shows nothing that one of x and y does not.
+@pytest.mark.parametrize("grid", [pytest.param(g, marks=[pytest.mark.soak] * (g == "2x1x1x1")) for g in GRIDS])
 def test_an_epoch_reads_what_stock_litgpt_reads(stock, litdata, prepared, folder, grid):
     """Oracle: stock LitGPT on as many ranks as there are data ranks: the same samples, rank by rank."""
     results = compare(stock, litdata, prepared, folder, grid, (*STREAMS, "LocalText", *FINETUNING))
