@@ -162,8 +162,8 @@ class Communicator:
         ``scale`` multiplies this rank's input first, in the same operation: the result is the sum of scale * tensor.
         """
         if out is None and scale is None:
-            code = OPS.get(op, -1) if op.__class__ is str else -1
-            if (found := self._issue_plain(_ALL_REDUCE, (tensor, code), tensor, async_op)) is not None:
+            code = OPS.get(op, -1) if type(op) is str else -1
+            if (found := self._issue_plain(_ALL_REDUCE, tensor, code, tensor, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "all_reduce")
         code = self._op("all_reduce", op, source, scale)
@@ -180,7 +180,7 @@ class Communicator:
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
         """Concatenate the ranks' tensors ``(n0, ...)`` along dim 0, in rank order: ``(size * n0, ...)``."""
         if out is not None:
-            if (found := self._issue_plain(_ALL_GATHER, (tensor, out), out, async_op)) is not None:
+            if (found := self._issue_plain(_ALL_GATHER, tensor, out, out, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "all_gather")
         target, result = self._whole("all_gather", source, tensor, out)
@@ -199,8 +199,12 @@ class Communicator:
         ``scale`` is that of :meth:`all_reduce`.
         """
         if out is not None and scale is None:
-            code = OPS.get(op, -1) if op.__class__ is str else -1
-            if (found := self._issue_plain(_REDUCE_SCATTER, (tensor, out, code), out, async_op)) is not None:
+            code = OPS.get(op, -1) if type(op) is str else -1
+
+            def plain(core: Any, whole: Any, part: Any, blocking: bool, limit: int) -> Any:
+                return _REDUCE_SCATTER(core, whole, part, code, blocking, limit)
+
+            if (found := self._issue_plain(plain, tensor, out, out, async_op)) is not None:
                 return found
         source = self._tensor(tensor, "reduce_scatter")
         code = self._op("reduce_scatter", op, source, scale)
@@ -216,7 +220,7 @@ class Communicator:
     def broadcast(self, tensor: Any, root: int = 0, async_op: bool = False) -> Any:
         """Copy the root's values to every rank, in place."""
         self._check_rank("broadcast", "root", root)
-        if (found := self._issue_plain(_BROADCAST, (tensor, root), tensor, async_op)) is not None:
+        if (found := self._issue_plain(_BROADCAST, tensor, root, tensor, async_op)) is not None:
             return found
         target = self._tensor(tensor, "broadcast")
         if self._core is None:
@@ -420,7 +424,7 @@ class Communicator:
         for sibling in self._siblings:
             sibling.abort(f"on axis {self.axis!r}: {error}")
 
-    def _issue_plain(self, call: Any, args: tuple, result: Any, async_op: bool) -> Any:
+    def _issue_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
         """As ``_issue``, of arguments that nobody has looked at; None where they are to be looked at closely.
 
         So are those of operations that somebody counts or watches, and of blocking ones in a group.
@@ -428,10 +432,10 @@ class Communicator:
         if self._core is None or counting.blocks or watch.issued is not None:
             return None
         if async_op:
-            work = call(self._core, *args, False, self._timeout_ms)
+            work = call(self._core, tensor, other, False, self._timeout_ms)
             return work and self._pending(Work(self, work, result, ()), result, async_op)
         try:
-            spent = call(self._core, *args, True, self._timeout_ms)
+            spent = call(self._core, tensor, other, True, self._timeout_ms)
         except Mismatch as error:
             self._spread(error)
             raise

@@ -125,7 +125,7 @@ class DeviceCommunicator(Communicator):
 
     _after_caller = True
 
-    def _issue_plain(self, call: Any, args: tuple, result: Any, async_op: bool) -> Any:
+    def _issue_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:
         return None  # what the core looks at lies on the host
 
     @cached_property
