@@ -56,3 +56,13 @@ def test_a_layer_on_meta_may_be_of_any_size():
     assert axo.nn.Linear(10**6, 10**6, comms=COMMS, device="meta").weight.is_meta
     with torch.device("meta"):
         assert axo.nn.Linear(10**6, 10**6, comms=COMMS).weight.is_meta
+
+
+def test_a_parameter_put_in_the_place_of_another_says_where_it_lies():
+    """Without a placement one rank's shard would be saved as the whole."""
+    made = axo.nn.Linear(8, 4, comms=COMMS, name="fc")
+    placement = made.weight.placement
+    made.weight = nn.Parameter(torch.zeros(4, 8))
+    assert made.weight.placement == placement and made.full_weight().shape == (4, 8)
+    with pytest.raises(ValueError, match=r"Linear 'fc': weight of shape \(8, 4\) must be this rank's shard, \(4, 8\)"):
+        made.weight = nn.Parameter(torch.zeros(8, 4))

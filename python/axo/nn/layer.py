@@ -91,6 +91,23 @@ class ParallelLayer(nn.Module):
             self.register_parameter(name, nn.Parameter(tensor))
         self._tag()
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Take a parameter, also one put in the place of another: this rank's shard, which then says where it lies.
+
+        Raises:
+            ValueError: It is not of the shard's shape.
+        """
+        placement = self.placements.get(name)
+        if placement is not None and param is not None and not hasattr(param, "placement"):
+            shape = placement.local_shape(self.comms.grid, self.comms.coords)
+            if tuple(param.shape) != shape:
+                raise ValueError(
+                    f"{self.label()}: {name} of shape {tuple(param.shape)} must be this rank's shard, {shape};"
+                    " axo.shard(whole, layer.placements[name]) cuts it"
+                )
+            param.placement = placement  # type: ignore[attr-defined]
+        super().register_parameter(name, param)
+
     def _tag(self) -> None:
         for name, placement in self.placements.items():
             parameter = getattr(self, name)
