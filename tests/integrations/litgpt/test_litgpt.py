@@ -105,6 +105,7 @@ def test_goldfish_masks_training_and_not_validation():
     asked = Options(grid=Grid(), goldfish=(2, 5))
     with patched(Run(module, Grid(), asked, strategy=LitGPTStrategy("1x1x1x1"))):
         loss = module.chunked_cross_entropy
+    torch.manual_seed(3)  # of some draws, one in 1,500, both losses are within 1e-4
     logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
     trained = loss(logits, targets)
     with torch.no_grad():
