@@ -224,6 +224,20 @@ def test_operations_keep_their_own_time_limit():
     assert run_ranks(limits_after_connect, 2) == [([500, 500, 400], 500)] * 2
 
 
+def limits_itself():
+    dist.init_process_group("axo")
+    comms = axo.connect("2x1x1x1", timeout=500)  # over the process group's world, whose limit is another
+    assert comms.world.set_timeout(0.2) == 500 and comms.world.set_timeout(0.2) == 0.2
+    if comms.rank == 0:
+        with pytest.raises(Timeout, match="all_reduce"):
+            comms.world.all_reduce(torch.ones(1))
+    comms.x.barrier()  # has its own limit; the peer lives until here
+
+
+def test_a_limit_that_is_set_holds_for_operations():
+    run_ranks(limits_itself, 2)
+
+
 def port_of_nobody():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return str(listener.getsockname()[1])

@@ -74,8 +74,8 @@ def test_every_product_of_a_gpt_goes_through_the_kernels(mode):
     for calls, found, measured in run_ranks(count_products, size, grid, mode):
         assert calls == ALL_THREE
         assert found == (mode or "cached")
-        # qkv, proj, fc (fc_1 and fc_2 are alike), mlp.proj and the head: three products each, two with an all-reduce, but
-        # one of fc
+        # qkv, proj, fc (fc_1 and fc_2 are alike), mlp.proj and the head: three products each, two with an all-reduce,
+        # but one of fc
         assert measured == {None: 0, "first-step": 24, "off": None}[mode]
 
 

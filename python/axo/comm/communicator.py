@@ -141,6 +141,13 @@ class Communicator:
 
     def set_timeout(self, seconds: float) -> float:
         """Set the time limit of operations and splits that begin from here on; return the one before, in seconds."""
+        before = self.limit_core(seconds)
+        if self._timeout is not None:  # its own limit, which it gives with each operation
+            before, self._timeout, self._timeout_ms = self._timeout, seconds, int(seconds * 1000)
+        return before
+
+    def limit_core(self, seconds: float) -> float:
+        """Set the limit of the core alone, which splits have, and operations that are given none; the one before."""
         return 0.0 if self._core is None else self._core.set_timeout(int(seconds * 1000)) / 1000
 
     def __reduce_ex__(self, protocol: Any) -> Any:

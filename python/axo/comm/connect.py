@@ -419,7 +419,7 @@ def connect(
             device_options or DeviceOptions(),
             meeting=left(),
         )
-    before = everyone.set_timeout(left())
+    before = everyone.limit_core(left())
     try:
         comms = Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
     except Exception as error:
@@ -427,7 +427,7 @@ def connect(
         raise
     for line in (comms.world, comms.pipeline, comms.x, comms.y, comms.z, comms.data):
         line.set_timeout(seconds)
-    everyone.set_timeout(before)
+    everyone.limit_core(before)
     return comms
 
 
