@@ -92,21 +92,23 @@ class ParallelLayer(nn.Module):
         self._tag()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter, also one put in the place of another: this rank's shard, which then says where it lies.
+        """Take a parameter; one that is put in the place of another is this rank's shard, and says then where it lies.
 
         Raises:
             ValueError: It is not of the shard's shape.
         """
-        placement = self.placements.get(name)
-        if placement is not None and param is not None and not hasattr(param, "placement"):
+        before, placement = self._parameters.get(name), self.placements.get(name)
+        told = hasattr(param, "placement")
+        if before is not None and param is not None and placement is not None and not told:
             shape = placement.local_shape(self.comms.grid, self.comms.coords)
             if tuple(param.shape) != shape:
                 raise ValueError(
                     f"{self.label()}: {name} of shape {tuple(param.shape)} must be this rank's shard, {shape};"
                     " axo.shard(whole, layer.placements[name]) cuts it"
                 )
-            param.placement = placement  # type: ignore[attr-defined]
         super().register_parameter(name, param)
+        if before is not None and param is not None and not told:
+            self._tag()
 
     def _tag(self) -> None:
         for name, placement in self.placements.items():
