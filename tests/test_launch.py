@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
+import torch
 
 from axo import launch
 from axo.errors import CheckpointError, user_message
@@ -138,3 +139,21 @@ def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
     assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
     assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"
     assert "ranks='2' is no number" in text
+
+
+@pytest.mark.parametrize(("given", "asked", "found"), [("1", 0, 1), ("", 2, 2), ("3", 2, 2)])
+def test_threads_stay_below_the_limit_of_openmp(
+    monkeypatch: pytest.MonkeyPatch, given: str, asked: int, found: int
+) -> None:
+    """With fewer threads than it has asked for, what torch computes is wrong: logits were not finite."""
+    taken: list[int] = []
+    monkeypatch.setenv("OMP_THREAD_LIMIT", given)
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    launch.set_threads(asked, 1)
+    assert taken == [found]
+
+
+def test_more_threads_than_openmp_may_have_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
+    with pytest.raises(ValueError, match="threads=4 is above OMP_THREAD_LIMIT=3: take fewer"):
+        launch.set_threads(4, 1)

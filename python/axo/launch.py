@@ -127,10 +127,21 @@ def let_the_cause_end_first() -> None:
 
 
 def set_threads(threads: int, local_ranks: int) -> None:
-    """Give this rank ``threads`` CPU threads; 0: its share of the cores, at least one. Call before any operation."""
+    """Give this rank ``threads`` CPU threads; 0: its share of the cores, at least one. Call before any operation.
+
+    Never more than OMP_THREAD_LIMIT allows: a product that gets fewer threads than torch has asked for leaves parts of
+    its result as they were in memory (seen with oneDNN's bf16 products on AMX).
+
+    Raises:
+        ValueError: ``threads`` is above that limit.
+    """
     import torch
 
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // local_ranks))
+    given = os.environ.get("OMP_THREAD_LIMIT", "").strip()
+    limit = int(given) if given.isdecimal() and int(given) else sys.maxsize
+    if threads > limit:
+        raise ValueError(f"threads={threads} is above OMP_THREAD_LIMIT={given}: take fewer, or unset that variable")
+    torch.set_num_threads(threads or min(limit, max(1, len(os.sched_getaffinity(0)) // local_ranks)))
 
 
 class Termination:
