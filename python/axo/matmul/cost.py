@@ -128,7 +128,8 @@ def linear(
         recompute: The forward runs again before backward (activation checkpointing).
         gathers: How often the weight is gathered over z in a step. 1: kept until backward. 2: once more, in the
             recomputation where there is one, else before the backward products (ZeRO-3).
-        input_grad: False for a first layer whose input needs no gradient.
+        input_grad: False for a first layer whose input needs no gradient, and for one whose gradient is summed with
+            that of another layer that takes the same input (``axo.matmul.shared_input``).
         copied_features: How many of the n, the last, are cut into fewer parts than the out axis has ranks (heads of
             keys and values), each part held by ``copies`` neighbours, who add up its gradient.
         sequence_parallel: Tokens are split over x between layers: a normal layer leaves dI a partial sum, for

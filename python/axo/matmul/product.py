@@ -144,7 +144,7 @@ class _Product(torch.autograd.Function):
                 ctx.held = None
                 exchange.release_block()
             if how_weight != SKIP:
-                behind = input_sum if grad_input is not None and _is_last(ctx) else None
+                behind = input_sum if grad_input is not None and _hides_sum(ctx) else None
                 grad_weight = exchange.gradient(
                     how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows), behind
                 )
@@ -162,8 +162,8 @@ class _Product(torch.autograd.Function):
         )
 
 
-def _is_last(ctx: Any) -> bool:
-    """Whether, of the layers that share its input, this one's backward comes last, and ``.grad`` is all it fills."""
+def _hides_sum(ctx: Any) -> bool:
+    """Whether dW runs behind the sum: this one took the shared input first, so its backward comes last."""
     return ctx.input_sum is not None and ctx.input_sum.first is ctx.matmul and how(ctx, 1) == LATER
 
 

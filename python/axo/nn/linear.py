@@ -202,7 +202,7 @@ class Linear(ParallelLayer, nn.Linear):
             first = input_sum.first is self.matmul
             if first is not self.sums_input_grad:
                 self.sums_input_grad = first
-        elif input.dim():
+        elif self.scatter_input and input.dim():
             input = self._cut(input)
         if input.dim() == 0 or input.shape[-1] != weight.shape[1]:
             raise ValueError(

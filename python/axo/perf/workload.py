@@ -56,7 +56,7 @@ class Layer:
         kv_features, kv_groups: Of a layer of queries, keys and values: how many of out_features, the last, are keys and
             values, and of how many groups; neighbours along x share a group where there are fewer groups than ranks.
             Of attention: the groups.
-        shares_input: Its input is that of an earlier layer, which keeps it.
+        shares_input: Its input is that of an earlier layer, which keeps it and sums its gradient for both.
         kept: Of a pointwise layer: tensors of its width that it keeps for backward.
         of_product: Of a norm: its input is a product's result, in the dtype of products.
         gathers: Of a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
