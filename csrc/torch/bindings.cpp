@@ -8,7 +8,6 @@
 
 #include "base/flight_recorder.h"
 #include "device/nccl_api.h"
-#include "memory/copy.h"
 #include "memory/reduce.h"
 #include "memory/shared_buffers.h"
 #include "torch/bindings_calls.h"
@@ -139,15 +138,6 @@ void bind_shared_memory(py::module_& m) {
       });
 }
 
-void stream_bytes(const py::buffer& to, const py::buffer& from) {
-  const py::buffer_info out = to.request(true), in = from.request();
-  const auto bytes = static_cast<std::size_t>(in.size * in.itemsize);
-  AXO_CHECK(out.size * out.itemsize == in.size * in.itemsize, "stream: bytes of the destination",
-            out.size * out.itemsize, std::to_string(bytes));
-  py::gil_scoped_release release;
-  stream(out.ptr, in.ptr, bytes);
-}
-
 template <class Code>
 std::vector<std::string> names_of(int count) {
   std::vector<std::string> names;
@@ -173,7 +163,6 @@ PYBIND11_MODULE(_C, m) {
   axo::bind_work(m);
   axo::bind_communicator(m);
   axo::bind_shared_memory(m);
-  m.def("stream", &axo::stream_bytes);
   m.def("group_start", &axo::group_start, py::call_guard<py::gil_scoped_release>());
   m.def("group_end", &axo::group_end, py::call_guard<py::gil_scoped_release>());
   m.attr("DTYPES") = axo::names_of<axo::DType>(axo::kDTypeCount);  // in the order of their codes

@@ -3,9 +3,7 @@
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
 into the parameter where the whole part lies together in it. Other entries, and checkpoints that have no checksums, are
-read with ``torch.load``. Writing has a second thread hash what is being written. Reading goes through a buffer that
-stays in the core's cache: there a block is hashed many times faster than it is read, and from there it is written
-around the caches, which saves about the time that the hash takes. A second thread would take it from memory.
+read with ``torch.load``. A second thread hashes what is being written, and what has been read while more is read.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -15,7 +13,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections import deque
+from concurrent import futures
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
@@ -35,9 +34,8 @@ from torch.futures import Future
 from axo.checkpoint import checksum, state
 from axo.checkpoint import folder as folders
 from axo.checkpoint.parts import LoadPlanner
-from axo.comm.extension import _C
 
-_BLOCK = 512 << 10  # bytes that are read, then hashed and copied: a core's own cache still holds them
+_PIECE = 16 << 20  # bytes that are read, then hashed while the next are read: a cache that cores share still holds them
 _SMALL = 256 << 10  # bytes that are hashed at once: they are in the cache, and a hand-over takes longer
 _WRONG = (
     "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
@@ -51,7 +49,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
         try:
-            with open(Path(self.path) / name, "wb") as file, ThreadPoolExecutor(1) as beside:
+            with open(Path(self.path) / name, "wb") as file, futures.ThreadPoolExecutor(1) as beside:
                 results = [_write(file, name, item, planner.resolve_data(item), beside) for item in plan.items]
                 file.flush()
                 os.fsync(file.fileno())
@@ -91,7 +89,7 @@ class _Locate:
 
 
 def _write(
-    file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO, beside: Executor
+    file: BinaryIO, name: str, item: WriteItem, data: torch.Tensor | io.BytesIO, beside: futures.Executor
 ) -> WriteResult:
     start = file.tell()
     if isinstance(data, io.BytesIO):
@@ -198,8 +196,8 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
         requests.setdefault(item.storage_index, []).append(item)
     places = [(metadata.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
-    reader = _Reader(path, verify)
-    with torch.no_grad():
+    with torch.no_grad(), futures.ThreadPoolExecutor(1) as beside:
+        reader = _Reader(path, verify, beside)
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             try:
                 with open(path / name, "rb", buffering=0) as file:
@@ -208,6 +206,7 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
                         _read(reader, file, info, metadata, planner, requests[index])
             except OSError as error:
                 raise ValueError(f"checkpoint: {path / name} cannot be read: {error.strerror}") from None
+        reader.check()
 
 
 class _Reader:
@@ -217,11 +216,12 @@ class _Reader:
         ValueError: Bytes are missing, or are not those that were written; names file and entry.
     """
 
-    def __init__(self, path: Path, verify: bool) -> None:
+    def __init__(self, path: Path, verify: bool, beside: futures.Executor) -> None:
         self._path, self._verify = path, verify
+        self._beside: futures.Executor | None = beside
         self._entry = ""
         self._kind = (folders.read_marker(path) or folders.Marker()).checksum
-        self._block = np.empty(_BLOCK, np.uint8).data
+        self._hashed: deque[tuple[str, checksum.Hasher, str, futures.Future[object] | None]] = deque()
 
     def begin(self, file: str, index: MetadataIndex) -> None:
         """What is read from here on belongs to this entry."""
@@ -229,21 +229,45 @@ class _Reader:
         self._entry = f"{file}, {index.fqn}{at}"
 
     def fill(self, file: io.RawIOBase, position: int, view: memoryview, expected: str | None) -> None:
-        """Read into ``view``."""
+        """Read into ``view``, and compare the checksum of what was read before; ``check`` compares this one's."""
         hasher = checksum.hasher(self._kind, self._path) if self._verify and expected is not None else None
-        done = 0
+        done, last = 0, None
         file.seek(position)
         while done < len(view):
-            into = view[done:] if hasher is None else self._block[: len(view) - done]
-            count = file.readinto(into)
+            piece = view[done : done + _PIECE]
+            count = file.readinto(piece)
             if not count:
                 raise self.damaged("the file ends within it")
             if hasher is not None:
-                hasher.update(into[:count])
-                _C.stream(view[done : done + count], into[:count])
+                last = self._update(hasher, piece[:count], last)
             done += count
-        if hasher is not None and hasher.hexdigest() != expected:
-            raise self.damaged(_WRONG)
+        self.check()
+        if hasher is not None and expected is not None:
+            self._hashed.append((self._entry, hasher, expected, last))
+
+    def _update(
+        self, hasher: checksum.Hasher, data: memoryview, last: futures.Future[object] | None
+    ) -> futures.Future[object] | None:
+        """Hash in the second thread, which takes pieces in turn; at once what is small, or where there is no thread."""
+        if self._beside is not None and (last is not None or len(data) > _SMALL):
+            try:
+                return self._beside.submit(hasher.update, data)
+            except RuntimeError:  # the system gives no thread; one that it gave later would hash the piece again
+                self._beside = None
+        if last is not None:
+            last.result()
+        hasher.update(data)
+        return None
+
+    def check(self) -> None:
+        """Compare the checksums of all that was read."""
+        while self._hashed:
+            entry, hasher, expected, last = self._hashed.popleft()
+            if last is not None:
+                last.result()
+            if hasher.hexdigest() != expected:
+                self._entry = entry
+                raise self.damaged(_WRONG)
 
     def damaged(self, why: str) -> ValueError:
         return ValueError(f"checkpoint: {self._path} is damaged: {self._entry}: {why}")
@@ -262,6 +286,7 @@ def _read(
     if position == info.offset:
         data = np.empty(size, np.uint8)
         reader.fill(file, position, data.data, expected)
+        reader.check()
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
@@ -280,5 +305,6 @@ def _read(
             return
         value = torch.empty(sizes, dtype=saved.properties.dtype, device="cpu")  # whatever torch's default device is
         reader.fill(file, position, _bytes_of(value), expected)
+        reader.check()
     for item in items:
         planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
