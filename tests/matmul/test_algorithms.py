@@ -4,6 +4,7 @@ Oracles: torch's serial product in fp64; ``tests/matmul/simulator.py``, which mo
 ``axo.count_collectives``.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import axo
 from axo.grid import Grid
@@ -67,6 +69,8 @@ ALGORITHMS = {
     "axonn": Row("2x2x1 2x1x2 2x2x2 1x3x2", gather(whole_activations=True), Grid, padded=True),
 }
 SHAPES = [Shape(16, 12, 20), Shape(24, 40, 8), Shape(13, 7, 11), Shape(3, 2, 5)]  # the last leaves shards empty
+CASES = [(name, grid) for name, row in ALGORITHMS.items() for grid in row.grids.split()]
+CASES.sort(key=lambda case: Grid.parse(case[1]).world_size)  # those of one size run one after another
 BIGGEST = {"agarwal": "3x3x3", "tesseract": "4x4x1"}
 
 
@@ -101,7 +105,21 @@ def run(grid, name, shapes, dtypes):
             parts = [(slices[2], c), (slices[0], grad_a), (slices[1], grad_b)]
             counts = {"forward": dict(forward), "backward": dict(backward)}
             found.append((shape, dtype, parts, counts, algorithm.memory(comms.grid, shape, comms.coords)))
+    comms.close()
     return found
+
+
+def run_all(cases):
+    """``run`` of each (name, grid)."""
+    dist.init_process_group("axo")  # one for all grids
+    return [run(grid, name, SHAPES, [torch.float32, torch.bfloat16]) for name, grid in cases]
+
+
+@functools.cache
+def results_of(world_size):
+    """{(name, grid): what ``run`` returned on each rank} of all grids with so many ranks, which start once for them."""
+    cases = [case for case in CASES if Grid.parse(case[1]).world_size == world_size]
+    return dict(zip(cases, zip(*run_ranks(run_all, world_size, cases), strict=True), strict=True))
 
 
 def check_numbers(name, grid, results):
@@ -163,10 +181,10 @@ def check_counts(name, grid, results):
             assert result[index][4] == held, (name, grid, shape, rank)
 
 
-@pytest.mark.parametrize("name, grid", [(name, grid) for name, row in ALGORITHMS.items() for grid in row.grids.split()])
+@pytest.mark.parametrize("name, grid", CASES)
 def test_equal_to_serial_and_to_its_cost(name, grid):
     parsed = Grid.parse(grid)
-    results = run_ranks(run, parsed.world_size, grid, name, SHAPES, [torch.float32, torch.bfloat16])
+    results = results_of(parsed.world_size)[name, grid]
     check_numbers(name, parsed, results)
     check_counts(name, parsed, results)
 
