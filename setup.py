@@ -228,12 +228,14 @@ setup(
         *find_packages(".", include=["axo_kernels", "axo_kernels.*"]),
         "axo_bench",
         "axo_bench.lib",
+        "axo_bench.papers",
     ],
     package_dir={"axo": "python/axo", "axo_kernels": "axo_kernels", "axo_bench": "bench"},
     include_package_data=False,  # only what stands here: the source distribution holds bench/tools, a wheel does not
     package_data={
         "axo": ["py.typed", "*.pyi", "**/*.json", "**/*.yaml", "**/*.csv", "**/*.txt"],
         "axo_kernels": ["py.typed", "**/*.json"],
+        "axo_bench": ["papers/*.yaml"],
     },
     ext_modules=[Extension("axo._C", [str(path.relative_to(ROOT)) for path in SOURCES], language="c++")],
     cmdclass={"build_ext": BuildCore, "build_py": BuildPackages},

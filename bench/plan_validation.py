@@ -30,7 +30,6 @@ import torch
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.perf import machine, model, profile, readers, simulator, tesseract
-from axo.perf.calibrate import spearman
 from axo.perf.layer_time import Run
 from axo.perf.stages import Timing, planned
 from axo.perf.workload import Workload
@@ -39,6 +38,7 @@ from axo.train.data import rank_rows
 from .lib.arguments import Parser
 from .lib.link import rate
 from .lib.table import Table, environment
+from .papers.calibrate import spearman
 
 RANKS, A_HOST, STAGES = 8, 2, 2
 CONFIG = {

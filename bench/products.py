@@ -129,10 +129,10 @@ def rows(options: argparse.Namespace, shapes: dict[str, Shape]) -> list[dict[str
 def measure(options: argparse.Namespace, shapes: dict[str, Shape], header: dict[str, Any]) -> int:
     """Time every algorithm on its grids; return how many elements were wrong."""
     from axo.launch import launch_local
-    from axo.perf.calibrate import spearman
 
     from .lib import product_times as clock
     from .lib.table import Table
+    from .papers.calibrate import spearman
 
     cases = []
     for shape in shapes.values():

@@ -9,7 +9,7 @@ from torch import nn
 
 import axo
 from axo.matmul import cost
-from axo.perf import model
+from bench.papers.equations import layer_times, ring_seconds
 from tests.launcher import run_ranks
 
 ROWS = 16  # of one data-parallel group
@@ -117,8 +117,8 @@ def equations(grid):
     for transposed in (False, True):
         layer = axo.nn.Linear(32, 48, bias=False, comms=comms, transposed=transposed)
         calls = layer.cost(64, itemsize=1)
-        found = sum(model.ring_seconds(c.op, comms.grid.size(c.axis), c.elements, 1.0) for c in calls)
-        expected = model.layer_times(comms.grid, 64, 32, 48, 1.0, transposed=transposed).total
+        found = sum(ring_seconds(c.op, comms.grid.size(c.axis), c.elements, 1.0) for c in calls)
+        expected = layer_times(comms.grid, 64, 32, 48, 1.0, transposed=transposed).total
         assert found == pytest.approx(expected, rel=1e-12)
     return True
 

@@ -8,9 +8,10 @@ import pytest
 
 from axo.grid import AXES, Grid
 from axo.matmul import cost
-from axo.perf import flops, layer_time, machine, model, readers
+from axo.perf import flops, layer_time, machine, readers
 from axo.perf.machine import Machine
 from axo.perf.workload import gpt
+from bench.papers import equations
 
 EXACT = 1e-12
 
@@ -21,7 +22,7 @@ def on(gpus_per_node: int, inter: float, intra: float) -> Machine:
 
 
 def test_one_layer_moves_what_the_equations_say() -> None:
-    times = model.layer_times(Grid(2, 2, 2, 1), 16, 32, 48, 1.0)
+    times = equations.layer_times(Grid(2, 2, 2, 1), 16, 32, 48, 1.0)
     assert times.ag_z == pytest.approx(192, rel=EXACT)
     assert times.rs_z == pytest.approx(192, rel=EXACT)
     assert times.ar_y == pytest.approx(192, rel=EXACT)
@@ -33,7 +34,7 @@ def test_one_layer_moves_what_the_equations_say() -> None:
 def test_every_term_by_hand_on_an_uneven_grid() -> None:
     """Gx, Gy, Gz, Gd = 2, 3, 4, 5; m, k, n = 60, 36, 24; a bandwidth for each axis."""
     b = {"x": 2.0, "y": 4.0, "z": 8.0, "data": 16.0}
-    times = model.layer_times(Grid(2, 3, 4, 5), 60, 36, 24, b)
+    times = equations.layer_times(Grid(2, 3, 4, 5), 60, 36, 24, b)
     assert times.ag_z == pytest.approx(3 * (36 * 24 / 24) / 8, rel=EXACT)
     assert times.rs_z == pytest.approx(3 / 4 * (36 * 24 / 6) / 8, rel=EXACT)
     assert times.ar_y == pytest.approx(2 * 2 / 3 * (60 * 24 / 8) / 4, rel=EXACT)
@@ -44,22 +45,22 @@ def test_every_term_by_hand_on_an_uneven_grid() -> None:
 def test_a_transposed_layer_swaps_sizes_and_bandwidths_of_x_and_y() -> None:
     b = {"x": 2.0, "y": 4.0, "z": 8.0, "data": 16.0}
     swapped = {**b, "x": b["y"], "y": b["x"]}
-    normal = model.layer_times(Grid(3, 2, 4, 5), 60, 36, 24, swapped)
-    transposed = model.layer_times(Grid(2, 3, 4, 5), 60, 36, 24, b, transposed=True)
+    normal = equations.layer_times(Grid(3, 2, 4, 5), 60, 36, 24, swapped)
+    transposed = equations.layer_times(Grid(2, 3, 4, 5), 60, 36, 24, b, transposed=True)
     assert transposed == pytest.approx(normal, rel=EXACT)
 
 
 @pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
 def test_one_rank_sends_nothing(op: str) -> None:
-    assert model.ring_seconds(op, 1, 100, 5.0) == 0
+    assert equations.ring_seconds(op, 1, 100, 5.0) == 0
 
 
 def test_ring_equations() -> None:
-    assert model.ring_seconds("all_gather", 5, 100, 4.0) == pytest.approx(100, rel=EXACT)
-    assert model.ring_seconds("reduce_scatter", 5, 100, 4.0) == pytest.approx(20, rel=EXACT)
-    assert model.ring_seconds("all_reduce", 5, 100, 4.0) == pytest.approx(40, rel=EXACT)
+    assert equations.ring_seconds("all_gather", 5, 100, 4.0) == pytest.approx(100, rel=EXACT)
+    assert equations.ring_seconds("reduce_scatter", 5, 100, 4.0) == pytest.approx(20, rel=EXACT)
+    assert equations.ring_seconds("all_reduce", 5, 100, 4.0) == pytest.approx(40, rel=EXACT)
     with pytest.raises(ValueError, match="op='broadcast' has no ring equation"):
-        model.ring_seconds("broadcast", 5, 100, 4.0)
+        equations.ring_seconds("broadcast", 5, 100, 4.0)
 
 
 @pytest.mark.parametrize(
@@ -135,9 +136,9 @@ def test_cost_and_equations_agree_where_sizes_divide() -> None:
     for grid in Grid.all(16):
         for transposed in (False, True):
             calls = cost.linear(grid, 64, 32, 48, False, transposed=transposed, itemsize=1)
-            found = sum(model.ring_seconds(c.op, grid.size(c.axis), c.elements, 1.0) for c in calls)
+            found = sum(equations.ring_seconds(c.op, grid.size(c.axis), c.elements, 1.0) for c in calls)
             assert found == pytest.approx(
-                model.layer_times(grid, 64, 32, 48, 1.0, transposed=transposed).total, rel=EXACT
+                equations.layer_times(grid, 64, 32, 48, 1.0, transposed=transposed).total, rel=EXACT
             )
 
 

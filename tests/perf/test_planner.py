@@ -389,7 +389,7 @@ def test_closed_form_and_simulation_agree(grid: str, overlap: tuple[str, ...]) -
 
 def test_agreement_with_simulation_ranks_alike() -> None:
     """The order of the best twelve grids by the closed form is nearly that of the simulator."""
-    from axo.perf.calibrate import spearman
+    from bench.papers.calibrate import spearman
 
     made = planner.plan(request(gather="drop"))
     best = made.ranked[:12]

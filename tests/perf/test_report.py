@@ -21,9 +21,10 @@ from axo.cli import main as cli
 from axo.grid import Grid
 from axo.perf import machine, output, planner, plots, profile, readers, simulator
 from axo.perf.command import command_line, gather_cache
-from axo.perf.lines import Group, Line
 from axo.perf.workload import gpt
 from axo.train.config import TrainConfig
+from bench.papers import report
+from bench.papers.lines import Group, Line
 from tests.launcher import run_ranks
 
 
@@ -134,7 +135,7 @@ def test_text_in_a_page_is_escaped() -> None:
 
 
 def test_a_range_has_no_error() -> None:
-    _, rows = output.group_table(Group("g", [Line("a", "13 to 45", 20.0, "%"), Line("b", 10, 11.0, "%")]))
+    _, rows = report.group_table(Group("g", [Line("a", "13 to 45", 20.0, "%"), Line("b", 10, 11.0, "%")]))
     assert [row[4] for row in rows] == ["", "+10.0%"]
 
 
@@ -147,13 +148,13 @@ def test_a_reproduction_has_one_table_of_rows_and_a_picture_for_each_figure() ->
         ),
         Group("second", [Line("d", "a plot", 1.0, "x")]),
     ]
-    header, rows = output.rows_table(groups)
+    header, rows = report.rows_table(groups)
     assert len(header) == len(rows[0]) and [row[0] for row in rows] == ["first"] * 3 + ["second"]
     assert [row[-1] for row in rows] == ["held out", "no error", "calibrated", "no error"] and rows[0][5] == "+50.0%"
-    drawn = {group.title: plots.group_plot(group) for group in groups}
-    page = output.reproduction_page(groups, ["a note"], drawn)
+    drawn = {group.title: report.group_plot(group) for group in groups}
+    page = report.reproduction_page(groups, ["a note"], drawn)
     assert page.count("<img") == 2 and "All rows" in page
-    assert next(csv.DictReader(io.StringIO(output.groups_csv(groups))))["standing"] == "held out"
+    assert next(csv.DictReader(io.StringIO(report.groups_csv(groups))))["standing"] == "held out"
 
 
 def test_commands_write_what_they_say(tmp_path: Path) -> None:

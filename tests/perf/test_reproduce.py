@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from axo.grid import Grid
-from axo.perf import calibrate, figures, machine, mechanisms, planner, readers, reproduce
-from axo.perf import lines as lines_of
-from axo.perf.calibrate import Row
+from axo.perf import machine, planner, readers
+from bench.papers import calibrate, figures, mechanisms, reproduce
+from bench.papers import lines as lines_of
+from bench.papers.calibrate import Row
 from examples.unet.model import UNet
 
 
@@ -46,9 +47,9 @@ def test_frontier_is_ranked_as_measured(plans: dict[Row, planner.Plan]) -> None:
 
 def test_gain_over_one_dimension_and_hsdp_at_80b() -> None:
     """13 to 45%, with 5 points of slack on both sides."""
-    gain, note = figures.baseline_gain(Row("frontier", 8192, "gpt-80b"), machine.load("frontier"))
-    assert 13 - 5 <= gain <= 45 + 5
-    assert note.startswith("8x1x")
+    base, best = figures.without_overlap(Row("frontier", 8192, "gpt-80b"), machine.load("frontier"))
+    assert 13 - 5 <= 100 * (1 - best.seconds / base.seconds) <= 45 + 5
+    assert (base.grid.x, base.grid.y) == (8, 1)
 
 
 def test_overlap_gain_at_80b_is_near_the_papers_two_figures(plans: dict[Row, planner.Plan]) -> None:
@@ -59,8 +60,8 @@ def test_overlap_gain_at_80b_is_near_the_papers_two_figures(plans: dict[Row, pla
 
 def test_grids_are_ranked_against_measured_times_not_against_the_model_itself() -> None:
     """Oracle: the seconds that bench/plan_validation measured, of all 20 grids of eight ranks."""
-    seconds = readers.measured()["seconds"]
-    assert sorted(seconds) == sorted(str(grid) for grid in Grid.all(8))
+    seconds, *_ = reproduce.measured_steps()
+    assert set(seconds) == set(Grid.all(8)) and len(seconds) == 20
     lines = {line.what: line for line in reproduce.rankings().lines}
     aware, agnostic = (lines[f"8 ranks, {name}"] for name in ("equation (10), placement-aware", "placement-agnostic"))
     assert aware.predicted > agnostic.predicted and aware.error is None

@@ -2,7 +2,8 @@
 
 import pytest
 
-from axo.perf import machine, reproduce, tesseract_tables
+from axo.perf import machine
+from bench.papers import reproduce, tesseract_tables
 
 
 def test_rows_and_what_the_paper_draws_from_them():

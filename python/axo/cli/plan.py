@@ -259,8 +259,8 @@ def reproduce(
     html: HtmlOut = None,
 ) -> None:
     """Print the papers' numbers beside the model's, with the error, and what it cannot predict."""
-    from axo.perf import lines, output, plots
-    from axo.perf import reproduce as papers
+    from axo_bench.papers import report
+    from axo_bench.papers import reproduce as papers
 
     if what != "papers":
         raise ValueError(f"{what!r} is not known; use papers")
@@ -269,11 +269,11 @@ def reproduce(
     notes = papers.calibration_notes(check_fit)
     if not _stdout_taken(json_out, csv_out):
         for group in groups:
-            show_table(group.title, output.group_table(group))
+            show_table(group.title, report.group_table(group))
             if group.note:
                 say(f"  {group.note}\n")
-        show_table("All rows", output.rows_table(groups))
-        show_table("All groups", output.summary_table(lines.summaries(groups)))
+        show_table("All rows", report.rows_table(groups))
+        show_table("All groups", report.summary_table(report.summaries(groups)))
         for title, texts in (
             ("How it was calibrated", notes),
             ("What cannot be predicted", papers.CANNOT),
@@ -283,18 +283,18 @@ def reproduce(
             for text in texts:
                 say(f"  - {text}")
     values = {
-        "groups": [output.group_json(group) for group in groups],
-        "summary": [asdict(one) for one in lines.summaries(groups)],
+        "groups": [report.group_json(group) for group in groups],
+        "summary": [asdict(one) for one in report.summaries(groups)],
         "calibration": list(notes),
         "cannot": list(papers.CANNOT),
         "contradictions": list(papers.CONTRADICTIONS),
     }
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
-        drawn = {group.title: plots.group_plot(group) for group in groups}
-        return drawn, lambda: output.reproduction_page(groups, notes, drawn)
+        drawn = {group.title: report.group_plot(group) for group in groups}
+        return drawn, lambda: report.reproduction_page(groups, notes, drawn)
 
-    _write_outputs(json_out, values, csv_out, lambda: output.groups_csv(groups), plot, html, draw)
+    _write_outputs(json_out, values, csv_out, lambda: report.groups_csv(groups), plot, html, draw)
 
 
 def profile(

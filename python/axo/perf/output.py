@@ -1,4 +1,4 @@
-"""Plans, simulations and reproductions as tables, JSON, CSV and one self-contained HTML page.
+"""Plans and simulations as tables, JSON, CSV and one self-contained HTML page.
 
 One writer for each form. The HTML page holds its style and its plots (PNG, base64); it loads nothing from the network.
 """
@@ -23,7 +23,6 @@ from axo.perf.planner import Candidate, Plan
 from axo.perf.stages import Stages
 
 if TYPE_CHECKING:
-    from axo.perf.lines import Group, Summary
     from axo.perf.simulator import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
@@ -260,16 +259,6 @@ def traffic_table(made: Plan, candidate: Candidate) -> Table:
     return ["axis", "ranks", "GB/s a ring", "where", "traffic s", "exposed s"], rows
 
 
-def summary_table(found: Sequence[Summary]) -> Table:
-    """Return the closing table of a reproduction: a line for each group."""
-    header = ["figure or table", "rows", "held out, with a number", "mean |error|", "worst"]
-    rows = [
-        [one.title, str(one.rows), str(one.held_out), "" if one.mean is None else f"{100 * one.mean:.1f}%", one.worst]
-        for one in found
-    ]
-    return header, rows
-
-
 def simulation_table(simulation: Simulation) -> Table:
     """Return busy and exposed seconds by stream."""
     rows = [
@@ -278,37 +267,6 @@ def simulation_table(simulation: Simulation) -> Table:
         if busy
     ]
     return ["stream", "busy s", "products wait s"], rows
-
-
-def group_table(group: Group) -> Table:
-    """Return the lines of a reproduction as text."""
-    rows = []
-    for line in group.lines:
-        paper = line.paper if isinstance(line.paper, str) else f"{line.paper:.4g}"
-        error = "" if line.error is None else f"{100 * line.error:+.1f}%"
-        rows.append([line.what, paper, f"{line.predicted:.4g}", line.unit, error, line.note])
-    return ["what", "paper", "predicted", "unit", "error", "note"], rows
-
-
-def rows_table(groups: Sequence[Group]) -> Table:
-    """Return every line of a reproduction in one table."""
-    rows = []
-    for group in groups:
-        for row, line in zip(group_table(group)[1], group.lines, strict=True):
-            rows.append([group.title, *row[:5], line.standing])
-    return ["figure or table", "what", "paper", "predicted", "unit", "error", "standing"], rows
-
-
-def group_json(group: Group) -> dict[str, Any]:
-    """Return a reproduction group as plain data."""
-    lines = [asdict(line) | {"error": line.error, "standing": line.standing} for line in group.lines]
-    return {"title": group.title, "note": group.note, "lines": lines}
-
-
-def groups_csv(groups: Sequence[Group]) -> str:
-    """Return reproduction groups as CSV."""
-    rows = [{"group": group.title} | line for group in groups for line in group_json(group)["lines"]]
-    return as_csv(rows, ["group", "what", "paper", "predicted", "unit", "error", "standing", "note"])
 
 
 # ------------------------------------------------------------------------------------------------------------- HTML
@@ -392,19 +350,3 @@ def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: 
         (f"Left out: {len(made.left_out)} grids", [bullets(reasons)]),
     ]
     return page(title, sections)
-
-
-def reproduction_page(groups: Sequence[Group], notes: Sequence[str], plots: dict[str, bytes]) -> str:
-    """Return the reproduction as a page; ``plots`` has a picture for each title of a group."""
-    from axo.perf.lines import summaries  # planning needs none of it
-    from axo.perf.reproduce import CANNOT, CONTRADICTIONS
-
-    sections = [("How it was calibrated", [bullets(notes)])]
-    for group in groups:
-        pictures = [image(plots[group.title], group.title)] if group.title in plots else []
-        sections.append((group.title, [*pictures, html_table(group_table(group)), paragraph(group.note)]))
-    sections.append(("All groups", [html_table(summary_table(summaries(list(groups))))]))
-    sections.append(("All rows", [html_table(rows_table(groups))]))
-    sections.append(("What cannot be predicted", [bullets(CANNOT)]))
-    sections.append(("Where the papers contradict", [bullets(CONTRADICTIONS)]))
-    return page("The papers' numbers beside the model's", sections)

@@ -1,4 +1,4 @@
-"""Plots of a plan, a step and a reproduction, as PNG bytes. The only file here that needs matplotlib."""
+"""Plots of a plan and a step, as PNG bytes. The only file here that needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 from axo.grid import AXES
 from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
-from axo.perf.lines import Group
 from axo.perf.memory import GIB
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
 from axo.perf.planner import Plan
 from axo.perf.simulator import Simulation
 
-_COLORS = {
+COLORS = {
     "products": "#3b6fb6",
     "slowed": "#9dbbe0",
     "x": "#d1495b",
@@ -27,12 +26,12 @@ _COLORS = {
     "compute": "#3b6fb6",
 }
 _PARTS = {
-    "products": _COLORS["products"],
-    "computation": _COLORS["products"],
-    "products slowed by hidden communication": _COLORS["slowed"],
-    "communication that shows": _COLORS["x"],
-    "optimizer": _COLORS["optimizer"],
-    **{f"waiting for {axis}": _COLORS[axis] for axis in AXES},
+    "products": COLORS["products"],
+    "computation": COLORS["products"],
+    "products slowed by hidden communication": COLORS["slowed"],
+    "communication that shows": COLORS["x"],
+    "optimizer": COLORS["optimizer"],
+    **{f"waiting for {axis}": COLORS[axis] for axis in AXES},
 }
 _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "dI": "#9a9a2e", "dW": "#8c5a44"}
 _MOST_BARS = 2000  # drawn one by one
@@ -41,66 +40,22 @@ _MOST_BARS = 2000  # drawn one by one
 def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, bytes]:
     """Return the plots of a plan: rank against time, stacked breakdown, roofline; the step's streams and memory."""
     plots = {
-        "Step time of every grid, best first": _png(_ranking(made)),
-        "Where the time goes, best grids": _png(_breakdown(made)),
-        "Roofline of the best grid's products": _png(_roofline(made)),
+        "Step time of every grid, best first": png(_ranking(made)),
+        "Where the time goes, best grids": png(_breakdown(made)),
+        "Roofline of the best grid's products": png(_roofline(made)),
     }
     if simulation is not None:
         plots["One simulated step"] = timeline([span for span in simulation.spans if span.rank == 0])
-        plots["Memory held over the step"] = _png(_memory(simulation, made.request.machine.memory_gib))
+        plots["Memory held over the step"] = png(_memory(simulation, made.request.machine.memory_gib))
     return plots
-
-
-def group_plot(group: Group) -> bytes:
-    """Return any group as a plot: its bars, else for each line the paper's number and the prediction; a range is a bar.
-
-    Lines of several units share a logarithmic scale.
-    """
-    if group.bars:
-        return _png(_bars([one.what for one in group.bars], {
-            "computation": [one.products for one in group.bars],
-            "communication that shows": [one.shown for one in group.bars],
-        }))  # fmt: skip
-    figure, axes = new_figure(9, 0.32 * len(group.lines) + 1.4)
-    for place, line in enumerate(group.lines):
-        ends = _ends(line.paper)
-        if len(ends) == 2:
-            axes.plot(ends, (place, place), "-", lw=6, color="#c9d3e0", solid_capstyle="butt")
-        elif ends:
-            axes.plot(ends, (place,), "o", color=_COLORS["x"])
-        axes.plot((line.predicted,), (place,), "s", color=_COLORS["products"], mfc="white", mew=1.5)
-        if line.calibrated:
-            axes.plot((line.predicted,), (place,), "x", color="black", ms=5)
-    axes.set_yticks(range(len(group.lines)), [f"{line.what} ({line.unit})" for line in group.lines], fontsize=7)
-    axes.invert_yaxis()
-    values = [value for line in group.lines for value in (*_ends(line.paper), line.predicted)]
-    if values and min(values) > 0 and max(values) > 20 * min(values):
-        axes.set_xscale("log")
-        _plain_log(axes.xaxis)
-    for marker, color, name in (("o", _COLORS["x"], "paper"), ("s", _COLORS["products"], "predicted"),
-                                ("x", "black", "calibrated on")):  # fmt: skip
-        axes.plot([], [], marker, color=color, mfc="white" if marker == "s" else color, label=name)
-    axes.legend(fontsize=8, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
-    return _png(figure)
-
-
-def _ends(paper: float | str) -> tuple[float, ...]:
-    """What the paper gives: a number, the ends of "13 to 45", or nothing."""
-    if not isinstance(paper, str):
-        return (float(paper),)
-    first, to, last = paper.partition(" to ")
-    try:
-        return (float(first), float(last)) if to else (float(first),)
-    except ValueError:
-        return ()
 
 
 def _ranking(made: Plan) -> Any:
     figure, axes = new_figure(8.5, 3.8)
     times = [candidate.time.total for candidate in made.ranked if candidate.time]
-    axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=_COLORS["products"])
+    axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=COLORS["products"])
     axes.set(xlabel="rank of the grid", ylabel="predicted step time, s", yscale="log", xlim=(0, len(times) + 1))
-    _plain_log(axes.yaxis)
+    plain_log(axes.yaxis)
     for number, candidate in enumerate(made.ranked[:1], 1):
         axes.annotate(
             f"{candidate.grid}, {times[0]:.2f} s",
@@ -120,10 +75,10 @@ def _breakdown(made: Plan) -> Any:
     parts["products slowed by hidden communication"] = [time.contention for time in times]
     parts |= {f"waiting for {axis}": [time.exposed[axis] for time in times] for axis in AXES}
     parts["optimizer"] = [time.optimizer for time in times]
-    return _bars([str(candidate.grid) for candidate in best], parts)
+    return bars([str(candidate.grid) for candidate in best], parts)
 
 
-def _bars(names: list[str], parts: dict[str, list[float]]) -> Any:
+def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
     """A bar for each name, put together from parts (seconds)."""
     figure, axes = new_figure(8.5, 0.9 + 0.32 * len(names))
     left = [0.0] * len(names)
@@ -161,14 +116,14 @@ def _roofline(made: Plan) -> Any:
     axes.axhline(machine.peak_tflops, color="#566173", ls="--", label="advertised peak")
     near: dict[int, list[str]] = {}
     for name, (intensity, reached) in seen.items():
-        axes.plot(intensity, reached, "o", color=_COLORS["x"], ms=5)
+        axes.plot(intensity, reached, "o", color=COLORS["x"], ms=5)
         near.setdefault(round(4 * math.log10(intensity)), []).append(name)
     for number, names in enumerate(near.values()):
         text = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
         offset = (0, -14 - 12 * (number % 3))
         axes.annotate(text, seen[names[0]], xytext=offset, textcoords="offset points", fontsize=8, ha="right", va="top")
     axes.set(xlabel="flops a byte moved", ylabel="TFLOP/s a GPU", xscale="log", yscale="log")
-    _plain_log(axes.yaxis)
+    plain_log(axes.yaxis)
     axes.legend(fontsize=8, loc="lower right")
     axes.set_title(f"forward products of {best.grid}", fontsize=10)
     return figure
@@ -183,7 +138,7 @@ def timeline(spans: list[Span], title: str = "") -> bytes:
     for lane, stream in enumerate(lanes):
         bars: dict[str, list[tuple[float, float]]] = {}  # by colour; "": waits
         for span in sorted((span for span in spans if span.stream == stream), key=lambda span: span.start):
-            colour = "" if span.waits else _PHASES.get(span.name.rpartition(" ")[2], _COLORS.get(stream, "#9aa3ad"))
+            colour = "" if span.waits else _PHASES.get(span.name.rpartition(" ")[2], COLORS.get(stream, "#9aa3ad"))
             bars.setdefault(colour, []).append((1e3 * (span.start - first), 1e3 * (span.end - span.start)))
         for colour, of_colour in bars.items():
             axes.broken_barh(
@@ -198,7 +153,7 @@ def timeline(spans: list[Span], title: str = "") -> bytes:
     axes.invert_yaxis()
     axes.set(xlabel="ms", xlim=(0, total))
     axes.set_title(title, fontsize=10, loc="left")
-    return _png(figure)
+    return png(figure)
 
 
 def _merge(spans: list[tuple[float, float]], total: float) -> list[tuple[float, float]]:
@@ -216,8 +171,8 @@ def _memory(simulation: Simulation, limit: float) -> Any:
     figure, axes = new_figure(8.5, 2.8)
     times = [when for when, _ in simulation.memory]
     axes.step([*times, simulation.seconds], [h / GIB for _, h in simulation.memory] + [simulation.memory[-1][1] / GIB],
-              where="post", color=_COLORS["products"], lw=1)  # fmt: skip
-    axes.axhline(limit, color=_COLORS["x"], ls="--", lw=1, label="a GPU's memory")
+              where="post", color=COLORS["products"], lw=1)  # fmt: skip
+    axes.axhline(limit, color=COLORS["x"], ls="--", lw=1, label="a GPU's memory")
     axes.set(xlabel="seconds", ylabel="GiB held", xlim=(0, simulation.seconds), ylim=(0, None))
     axes.legend(fontsize=8)
     return figure
@@ -254,7 +209,7 @@ def pipeline_timeline(found: Timeline, title: str = "") -> bytes:
         if kind in drawn:
             axes.broken_barh([], (0, 0), facecolors=shades[kind][0], label=name)
     axes.legend(fontsize=8, ncols=4, loc="upper right", bbox_to_anchor=(1, 1 + 0.75 / (0.5 * found.ranks)))
-    return _png(figure)
+    return png(figure)
 
 
 def new_figure(width: float, height: float, rows: Sequence[int] = (1,)) -> tuple[Any, ...]:
@@ -270,7 +225,7 @@ def new_figure(width: float, height: float, rows: Sequence[int] = (1,)) -> tuple
     return figure, *every
 
 
-def _plain_log(axis: Any) -> None:
+def plain_log(axis: Any) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
@@ -278,7 +233,7 @@ def _plain_log(axis: Any) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def _png(figure: Any) -> bytes:
+def png(figure: Any) -> bytes:
     out = io.BytesIO()
     figure.savefig(out, format="png")
     return out.getvalue()

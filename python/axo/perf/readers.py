@@ -27,7 +27,6 @@ import yaml
 from axo.perf.workload import ACTIVATION, Block, Experts, Layer, Workload, gpt, unet
 
 _DATA = Path(__file__).parent / "data"
-MEASURED = _DATA / "plan_validation"  # grids whose steps were measured, and the machine
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _POST_NORMS = ("olmo2", "gemma2", "gemma3", "gemma3_text")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -37,18 +36,6 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 def papers() -> dict[str, Any]:
     """Return the papers' numbers (``data/papers.yaml``)."""
     return yaml.load((_DATA / "papers.yaml").read_text(), Loader=_LOADER)
-
-
-@lru_cache(maxsize=1)
-def measured() -> dict[str, Any]:
-    """Return the measured steps of all grids of eight ranks (``data/plan_validation/grids.yaml``)."""
-    return yaml.load((MEASURED / "grids.yaml").read_text(), Loader=_LOADER)
-
-
-def measured_workload() -> Workload:
-    """Return the model of those steps."""
-    numbers = measured()
-    return from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
 
 
 def known() -> list[str]:

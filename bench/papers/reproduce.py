@@ -8,15 +8,22 @@ group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import yaml
 
 from axo.grid import Grid
-from axo.perf import calibrate, figures, machine, mechanisms, model, planner, readers
-from axo.perf import tesseract_tables as tables
-from axo.perf.calibrate import BATCH, Row
+from axo.perf import machine, model, planner, readers
 from axo.perf.layer_time import Run
-from axo.perf.lines import Group, Line, held_out
 from axo.perf.planner import DAY, Plan, Request
+from axo.perf.workload import Workload
 
+from . import calibrate, equations, figures, mechanisms
+from . import tesseract_tables as tables
+from .calibrate import BATCH, Row
+from .lines import Group, Line, held_out
+
+HERE = Path(__file__).parent
 MONTH, YEAR = 30.44 * DAY, 365.25 * DAY
 
 
@@ -140,15 +147,14 @@ def rankings() -> Group:
 
     The papers' own measured times (figure 7 of "A 4D Hybrid Algorithm") are a plot; these are Axo's.
     """
-    measured, on, run = _measured()
+    measured, workload, on, run = measured_steps()
     grids = list(measured)
     real = [measured[grid] for grid in grids]
     fastest = min(real)
     fast = sorted(grids, key=lambda grid: measured[grid])
-    workload = readers.measured_workload()
     models: dict[str, Callable[[Grid], float]] = {
-        "equation (10), placement-aware": lambda grid: model.communication_seconds(workload, grid, on, run),
-        "placement-agnostic": lambda grid: model.communication_seconds(workload, grid, on, run, aware=False),
+        "equation (10), placement-aware": lambda grid: equations.communication_seconds(workload, grid, on, run),
+        "placement-agnostic": lambda grid: equations.communication_seconds(workload, grid, on, run, aware=False),
         "the whole model": lambda grid: model.predict(workload, grid, on, run).total,
     }
     hits = dict(zip(models, readers.papers()["axonn4d_text"]["top5_hits_aware_vs_agnostic"], strict=False))
@@ -177,12 +183,13 @@ def rankings() -> Group:
     )
 
 
-def _measured() -> tuple[dict[Grid, float], machine.Machine, Run]:
-    """Measured seconds by grid, the machine on which they were measured, and how the steps ran."""
-    numbers = readers.measured()
+def measured_steps() -> tuple[dict[Grid, float], Workload, machine.Machine, Run]:
+    """Seconds of a step by grid (``grids.yaml``); the model, the machine on which it ran, and how the steps ran."""
+    numbers = yaml.safe_load((HERE / "grids.yaml").read_text())
     run = Run(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0)
     seconds = {Grid.parse(grid): float(value) for grid, value in numbers["seconds"].items()}
-    return seconds, machine.load(str(readers.MEASURED / "machine.yaml")), run
+    workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
+    return seconds, workload, machine.load(str(HERE / "machine.yaml")), run
 
 
 def _agnostic_choice(size: str, gpus: int, tokens: int, batch: str) -> Line:
@@ -190,7 +197,7 @@ def _agnostic_choice(size: str, gpus: int, tokens: int, batch: str) -> Line:
     made = planner.plan(asked)
     first = min(
         made.ranked,
-        key=lambda c: model.communication_seconds(asked.workload, c.grid, asked.machine, c.run, aware=False),
+        key=lambda c: equations.communication_seconds(asked.workload, c.grid, asked.machine, c.run, aware=False),
     )
     number = made.ranked.index(first) + 1
     note = f"{first.grid}, number {number} of {len(made.ranked)}; the whole model's first is {made.best.grid}"

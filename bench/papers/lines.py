@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axo.perf.calibrate import mean_error
+from .calibrate import mean_error
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from axo.grid import Grid
-from axo.perf import calibrate, machine, model, planner, readers
-from axo.perf.calibrate import Row
+from axo.perf import machine, model, planner, readers
 from axo.perf.layer_time import Run
-from axo.perf.lines import Bar, Group, Line
 from axo.perf.model import StepTime
 from axo.perf.planner import Candidate, Plan, Request
+
+from . import calibrate
+from .calibrate import Row
+from .lines import Bar, Group, Line
 
 PLOT = "a plot"
 BATCH = 2**22  # "4M tokens"
@@ -122,7 +124,8 @@ def grid_and_overlap(plans: dict[Row, Plan]) -> Group:
     for links in (72, 144):
         usual = machine.load("frontier")
         other = replace(usual, intra_gbs={key: max(gbs, links) for key, gbs in usual.intra_gbs.items()})
-        gain, _ = baseline_gain(largest, other)
+        base, best = without_overlap(largest, other)
+        gain = _less(base.seconds, best.seconds)
         what = f"{largest}: gain of the grid, {links} GB/s inside a node"
         lines.append(Line(what, grids, gain, "% less", "sensitivity; 36 assumed"))
     first, last = without_overlap(largest, machine.load("frontier"))[0], plans[largest].best
@@ -149,12 +152,6 @@ def without_overlap(row: Row, on: machine.Machine) -> tuple[Candidate, Candidate
     asked = calibrate.request(row, on, overlap=())
     one_d = [grid for grid in Grid.all(row.gpus) if grid.x == on.gpus_per_node and grid.y == 1]
     return planner.plan(asked, one_d).best, planner.plan(asked).best
-
-
-def baseline_gain(row: Row, on: machine.Machine) -> tuple[float, str]:
-    """Return (percent less time, the two grids) of the best grid against x = a node, y = 1, both without overlap."""
-    base, best = without_overlap(row, on)
-    return _less(base.seconds, best.seconds), f"{base.grid} to {best.grid}"
 
 
 # ------------------------------------------------------------------------------------------------ against frameworks

@@ -14,10 +14,12 @@ from dataclasses import replace
 from functools import cache
 
 from axo.grid import Grid
-from axo.perf import calibrate, machine, planner, readers
-from axo.perf.calibrate import BATCH, Row
+from axo.perf import machine, planner, readers
 from axo.perf.machine import Machine
 from axo.perf.planner import DAY, Plan, Request
+
+from . import calibrate
+from .calibrate import BATCH, Row
 
 TOKENS = 2e12
 MONTH = 30.44 * DAY
