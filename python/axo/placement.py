@@ -299,3 +299,9 @@ class Placement:
             grid = self.communicators.grid if grid is None else grid
             coords = self.communicators.coords if coords is None else coords
         return grid, coords
+
+
+def placement_of(tensor: object) -> Placement | None:
+    """How a tensor lies on its grid; None: nobody has said, so it is whole on every rank."""
+    placement = getattr(tensor, "placement", None)
+    return placement if isinstance(placement, Placement) else None

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES, Coords
-from axo.placement import Placement, local_ranges
+from axo.placement import Placement, local_ranges, placement_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -78,7 +78,7 @@ def unshard_grad(parameter: torch.Tensor) -> torch.Tensor:
     grad = parameter.grad
     if grad is None:
         raise ValueError("unshard_grad: the parameter has no gradient; call it after backward")
-    where = getattr(grad, "placement", None) or getattr(parameter, "placement", None)  # ZeRO-2's has its own
+    where = placement_of(grad) or placement_of(parameter)  # ZeRO-2's has its own
     if where is None:
         raise ValueError("unshard_grad: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     return unshard(grad, where)
@@ -289,8 +289,8 @@ def to_dtensor(parameter: torch.Tensor) -> DTensor:
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    placement = getattr(parameter, "placement", None)
-    if not isinstance(placement, Placement) or placement.comms is None:
+    placement = placement_of(parameter)
+    if placement is None or placement.comms is None:
         raise ValueError("to_dtensor: the tensor has no placement on a grid; pass a parameter of a parallel layer")
     comms = placement.comms
     if parameter.device.type != comms.device.type:

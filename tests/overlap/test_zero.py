@@ -22,6 +22,7 @@ from axo.perf import layer_time, readers
 from tests import gpt
 from tests.launcher import run_ranks
 from tests.nn.support import mean_over_data_ranks, my_rows, seed_apart
+from tests.perf.support import step_calls
 
 # Sizes that divide over every grid here; a bias; one key-value head for both ranks of x where x is 2.
 EVEN = gpt.LLAMA | {"n_layer": 1, "padded_vocab_size": 104, "n_query_groups": 1, "bias": True}
@@ -134,7 +135,7 @@ def counted(grid: str) -> bool:
                 optimizer.step()
             run = layer_time.Run(gpt.BATCH * gpt.TOKENS, itemsize=4, cached_gathers=1.0, bucket_bytes=limit)
             workload = readers.from_litgpt(config, seq_length=gpt.TOKENS).with_checkpointing(False)
-            calls = layer_time.step_calls(workload, comms.grid, run, comms.coords)
+            calls = step_calls(workload, comms.grid, run, comms.coords)
             if stage == 2:
                 calls = engine_cost.scatter_gradients(calls, comms.grid)
             shapes = [tuple(parameter.shape) for parameter in model.parameters()]

@@ -17,6 +17,7 @@ from axo.grid import Grid
 from axo.matmul import cost
 from axo.perf import layer_time, readers
 from tests.launcher import run_ranks
+from tests.perf.support import step_calls
 
 RANKS = 8
 
@@ -124,7 +125,7 @@ def predict(case: dict, rank: int) -> dict:
         bucket_bytes=case["bucket"],
         sequence_parallel=case.get("split", False),
     )
-    calls = layer_time.step_calls(workload, grid, run, grid.coords(rank))
+    calls = step_calls(workload, grid, run, grid.coords(rank))
     return {key: tuple(value) for key, value in cost.total(calls).items()}
 
 

@@ -26,10 +26,11 @@ from axo.overlap.events import Pending
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathers
 from axo.overlap.gradients import Gradients
-from axo.perf import layer_time, machine, readers, schedule
+from axo.perf import machine, readers, schedule
 from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import Run
 from tests.launcher import run_ranks
+from tests.perf.support import step_calls
 
 RANKS, SEQUENCES, LENGTH = 8, 8, 4
 CONFIG = {
@@ -214,7 +215,7 @@ def simulated(case: Case) -> list[Seen]:
 def buckets(case: Case) -> list[int]:
     """Bytes of each bucket that goes over data, in no order."""
     workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
-    calls = layer_time.step_calls(workload, Grid.parse(case.grid), run_of(case))
+    calls = step_calls(workload, Grid.parse(case.grid), run_of(case))
     return sorted(call.bytes for call in calls if call.axis == "data")
 
 

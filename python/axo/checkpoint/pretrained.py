@@ -28,8 +28,9 @@ from torch import nn
 from axo.checkpoint import safetensors
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
-from axo.checkpoint.state import communicators, placement_of
+from axo.checkpoint.state import communicators
 from axo.nn.elsewhere import is_stage
+from axo.placement import placement_of
 from axo.sharding import unshard
 
 _INDEX = "model.safetensors.index.json"

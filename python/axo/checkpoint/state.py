@@ -27,7 +27,7 @@ from axo.comm.connect import Communicators
 from axo.nn.dropout import Dropout
 from axo.nn.elsewhere import renamed
 from axo.overlap import optimizer_state
-from axo.placement import Placement
+from axo.placement import Placement, placement_of
 
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
@@ -124,12 +124,6 @@ def _placed(model: nn.Module) -> Iterator[tuple[str, Placement]]:
         placement = placement_of(parameter)
         if placement is not None:
             yield name, placement
-
-
-def placement_of(tensor: torch.Tensor) -> Placement | None:
-    """How a tensor lies on its grid; None: whole on every rank."""
-    placement = getattr(tensor, "placement", None)
-    return placement if isinstance(placement, Placement) else None
 
 
 def model_entries(model: nn.Module) -> tuple[dict[str, Any], dict[str, str]]:

@@ -377,15 +377,12 @@ def _request(
     sequence_parallel: bool = False,
 ) -> planner.Request:
     from axo.perf import machine, planner, readers
-    from axo.perf.layer_time import OVERLAPS
 
     wanted = frozenset() if overlap.strip() in ("", "none") else frozenset(part.strip() for part in overlap.split(","))
     on = machine.load(machine_name or machine.measured_here())
     if network:
         on = on.with_network(network)
     workload = readers.read(model, seq_length=seq, checkpointed=checkpoint)
-    if unknown := wanted - set(OVERLAPS):
-        raise ValueError(f"overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none")
     batch = tokens_of(batch_tokens, batch=True)
     budget = float(tokens_of(tokens, batch=False))
     if recompute_keeps not in ("nothing", "products"):

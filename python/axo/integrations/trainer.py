@@ -201,7 +201,8 @@ class AxoStrategy(ParallelStrategy):
         if not self.sharded:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        sharded_checkpoint.save(filepath, {**_plain(checkpoint), **self._sharded_parts()}, self.comms)
+        plain = {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}
+        sharded_checkpoint.save(filepath, plain | self._sharded_parts(), self.comms)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read what any number of ranks wrote, whole or sharded, or a run without Axo; each rank takes its parts."""
@@ -269,8 +270,3 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
                     " and each child is split by itself; put both into one child module"
                 )
     return children
-
-
-def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """What a Trainer's checkpoint holds beside the module and the optimizer."""
-    return {key: value for key, value in checkpoint.items() if key not in ("state_dict", "optimizer_states")}

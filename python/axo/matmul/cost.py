@@ -34,6 +34,8 @@ from typing import NamedTuple
 from axo.arrangement import AXONN, Arrangement
 from axo.comm.counting import Count
 from axo.grid import Coords, Grid
+from axo.placement import chunk_bounds
+from axo.placement import chunk_size as chunk
 
 FORWARD, RECOMPUTE, BACKWARD = "forward", "recompute", "backward"
 FIRST = Coords(0, 0, 0, 0)  # the rank with the largest shards
@@ -68,15 +70,10 @@ class Call(NamedTuple):
         return self.elements * self.itemsize * self.calls
 
 
-def chunk(size: int, parts: int) -> int:
-    """Return the largest shard of ``size`` items over ``parts`` ranks (``torch.chunk``: ceil)."""
-    return -(-size // parts)
-
-
 def part(size: int, parts: int, index: int) -> int:
     """Return the shard of rank ``index``; the last ranks' may be short or empty."""
-    step = -(-size // parts)
-    return max(0, min(step, size - index * step))
+    low, high = chunk_bounds(size, parts, index)
+    return high - low
 
 
 def total(calls: Iterable[Call]) -> dict[tuple[str, str], Count]:

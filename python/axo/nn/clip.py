@@ -19,7 +19,7 @@ import torch
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES
-from axo.placement import Placement
+from axo.placement import Placement, placement_of
 
 
 def clip_grad_norm_(
@@ -96,8 +96,7 @@ def total_norm(
 
 
 def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communicators | None:
-    placements = [getattr(p, "placement", None) for p in parameters]
-    found = [placement.communicators for placement in placements if placement is not None]
+    found = [placement.communicators for p in parameters if (placement := placement_of(p)) is not None]
     if any(comms is not found[0] for comms in found):
         raise ValueError(f"{caller}: the parameters lie on different grids; clip each grid by itself")
     return found[0] if found else None
@@ -105,8 +104,7 @@ def _communicators(parameters: Iterable[torch.Tensor], caller: str) -> Communica
 
 def _placement(parameter: torch.Tensor, grad: torch.Tensor) -> Placement | None:
     """How the gradient lies: as the parameter, or (ZeRO-2) cut once more, over data."""
-    own = getattr(grad, "placement", None)
-    placement = getattr(parameter, "placement", None)
+    own, placement = placement_of(grad), placement_of(parameter)
     if own is None and placement is not None and grad.shape != parameter.shape:
         return placement.state
     return placement if own is None else own

@@ -122,11 +122,9 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         self.reset_parameters()
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        return nn.utils.skip_init(nn.Conv2d, *self._arguments(), device=device, dtype=dtype)
-
-    def _arguments(self) -> tuple[Any, ...]:
         sizes = (self.in_channels, self.out_channels, self.kernel_size, self.stride, self.padding, self.dilation)
-        return (*sizes, self.groups, self.bias is not None, self.padding_mode)
+        more = (self.groups, self.bias is not None, self.padding_mode)
+        return nn.utils.skip_init(nn.Conv2d, *sizes, *more, device=device, dtype=dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Convolve: (N, C/Gin, H, W) or (C/Gin, H, W) -> the same with out_channels/Gout.

@@ -23,7 +23,7 @@ from axo.comm.connect import Communicators
 from axo.matmul import cost, engine_cost
 from axo.nn import torch_utils
 from axo.overlap.exchange import Exchange
-from axo.placement import Placement
+from axo.placement import Placement, placement_of
 
 
 class Replicated:
@@ -140,7 +140,7 @@ def replicate(
     placements = {
         name: Placement(tuple(parameter.shape), comms=comms)
         for name, parameter in own.items()
-        if getattr(parameter, "placement", None) is None
+        if placement_of(parameter) is None
     }
     if not placements:
         return module

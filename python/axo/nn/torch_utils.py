@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, convert_parameters
 
 from axo.nn.clip import total_norm
-from axo.placement import Placement
+from axo.placement import placement_of
 
 
 class _TotalNorm:
@@ -52,8 +52,8 @@ class _TotalNorm:
 
 
 def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> int:
-    placement = getattr(param, "placement", None)
-    if isinstance(placement, Placement) and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes):
+    placement = placement_of(param)
+    if placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes):
         raise ValueError(
             f"parameters_to_vector, vector_to_parameters: a parameter of shape {placement.global_shape} is split over"
             " ranks, so its vector would not be the model's; gather it by axo.unshard(p, p.placement), or write the"

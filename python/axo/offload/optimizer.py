@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 from axo.offload.lane import Done, Lane, Pair
 from axo.offload.parameters import home_of
 from axo.offload.tier import RUN, Tier, tier_for
-from axo.placement import Placement
+from axo.placement import placement_of
 
 PIECE = 1 << 21  # elements; a multiple of any vector
 _ALIGNED = 64  # bytes
@@ -408,7 +408,7 @@ def _state_dtype(p: torch.Tensor) -> torch.dtype:
 
 
 def _state_shape(p: torch.Tensor) -> tuple[int, ...]:
-    placement = getattr(p, "placement", None)
-    if isinstance(placement, Placement) and placement.zero is not None:
+    placement = placement_of(p)
+    if placement is not None and placement.zero is not None:
         return placement.state.local_shape()
     return tuple(p.shape)

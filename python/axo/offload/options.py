@@ -17,7 +17,7 @@ from axo.offload.activations import Activations, blocks_of
 from axo.offload.optimizer import OffloadedAdamW
 from axo.offload.parameters import computed_on, home_of, move_in
 from axo.offload.tier import Runs, Tier, tier_for
-from axo.placement import Placement
+from axo.placement import placement_of
 
 
 @dataclass(frozen=True)
@@ -152,5 +152,5 @@ class Offload:
 
 def _on_z(parameter: torch.Tensor) -> bool:
     """Whether the parameter's grid has an axis z that cuts weights, be it others than this."""
-    placement = getattr(parameter, "placement", None)
-    return isinstance(placement, Placement) and placement.comms is not None and placement.comms.grid.z > 1
+    placement = placement_of(parameter)
+    return placement is not None and placement.comms is not None and placement.comms.grid.z > 1

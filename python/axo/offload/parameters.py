@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from axo.offload.tier import PAGE, Tier
-from axo.placement import Placement
+from axo.placement import placement_of
 
 
 class Home:
@@ -102,8 +102,8 @@ def move_in(parameters: Iterable[torch.Tensor], tier_of: Callable[[torch.device]
 
 def _is_gathered(parameter: torch.Tensor) -> bool:
     """Whether a product wants more rows of the parameter than this rank keeps."""
-    placement = getattr(parameter, "placement", None)
-    if not isinstance(placement, Placement) or placement.comms is None or type(parameter) is not nn.Parameter:
+    placement = placement_of(parameter)
+    if placement is None or placement.comms is None or type(parameter) is not nn.Parameter:
         return False
     comms = placement.comms
     if not any(axis in comms.arrangement.rows and comms.grid.size(axis) > 1 for axis in placement.splits[0]):

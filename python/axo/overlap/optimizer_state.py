@@ -15,7 +15,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from axo.grid import AXES
-from axo.placement import Placement
+from axo.placement import placement_of
 
 KEY = "axo_shards"  # in each group of a state dict
 
@@ -25,8 +25,8 @@ def shards_of(optimizer: Optimizer) -> str:
     found = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            placement = getattr(parameter, "placement", None)
-            if isinstance(placement, Placement) and placement.comms is not None:
+            placement = placement_of(parameter)
+            if placement is not None and placement.comms is not None:
                 comms = placement.comms
                 for axis in (axis for axes in placement.state.splits for axis in axes):
                     if comms.grid.size(axis) > 1:

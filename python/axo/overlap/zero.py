@@ -27,7 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from axo.overlap.step_hooks import Arguments, after_steps, before_steps
-from axo.placement import chunk_bounds, chunk_size
+from axo.placement import chunk_bounds, chunk_size, placement_of
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -75,7 +75,7 @@ class Zero:
 
     def mine(self, parameter: torch.Tensor) -> bool:
         """Whether this cuts the state of ``parameter``."""
-        placement = getattr(parameter, "placement", None)
+        placement = placement_of(parameter)
         return placement is not None and placement.zero is self and parameter.dim() > 0
 
     # --- the step -------------------------------------------------------------------------------------------------

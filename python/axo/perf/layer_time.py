@@ -18,7 +18,7 @@ from axo.grid import AXES, Coords, Grid
 from axo.matmul import cost
 from axo.perf.flops import seen
 from axo.perf.machine import Machine
-from axo.perf.workload import NORM, Layer, Workload
+from axo.perf.workload import NORM, Layer
 
 T = TypeVar("T")
 OVERLAPS = ("oar", "ors", "oag")
@@ -236,26 +236,6 @@ def calls_of(
     if layer.kind == "loss":
         return cost.cross_entropy(grid, rows, arrangement=arrangement, coords=coords)
     return []
-
-
-def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.FIRST) -> list[cost.Call]:
-    """Return every collective of one step of one micro-batch on the rank at ``coords``.
-
-    Gradients come in the order of backward, since that decides which share a bucket.
-    """
-    rows = run.group_rows(grid)
-    calls = []
-    for block in reversed(workload.blocks):
-        gathers = 1 if run.keeps else 2
-        for _ in range(block.repeat):
-            for layer in reversed(block.layers):
-                issued = calls_of(
-                    layer, grid, rows, run, checkpointed=block.checkpointed, gathers=gathers, coords=coords
-                )
-                if run.sequence_parallel and layer is ends_block(block.layers):
-                    issued = [one for one in issued if (one.phase, one.op) != (cost.RECOMPUTE, "reduce_scatter")]
-                calls += layer.experts * issued
-    return cost.in_buckets(calls, run.bucket_bytes)
 
 
 def ends_block(layers: tuple[Layer, ...]) -> Layer | None:

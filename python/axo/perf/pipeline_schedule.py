@@ -283,32 +283,15 @@ def simulate(
 
 
 def estimate(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    forward_s: Sequence[float],
-    backward_input_s: Sequence[float],
-    backward_weight_s: Sequence[float],
-    message_s: float = 0.0,
+    schedule: str, ranks: int, microbatches: int, groups: Sequence[tuple[int, Sequence[float]]], message_s: float = 0.0
 ) -> float:
-    """Return about the seconds that ``simulate`` finds, by the closed form; times of each stage as there.
+    """Return about the seconds that ``simulate`` finds, by the closed form.
 
     The slowest rank works through all micro-batches; every other adds its part of the bubble.
+
+    Args:
+        groups: (how many ranks, seconds of F, I and W of one micro-batch on all stages of each).
     """
-    kind = known(schedule)
-    stages = ranks * kind.stages_per_rank
-    totals = [[0.0, 0.0, 0.0] for _ in range(ranks)]
-    for stage in range(stages):
-        mine = totals[rank_of(stage, stages, ranks, kind.order)]
-        for i, each in enumerate((forward_s, backward_input_s, backward_weight_s)):
-            mine[i] += each[stage]
-    return estimate_of_ranks(schedule, ranks, microbatches, [(1, each) for each in totals], message_s)
-
-
-def estimate_of_ranks(
-    schedule: str, ranks: int, microbatches: int, groups: Sequence[tuple[int, Sequence[float]]], message_s: float
-) -> float:
-    """Return what ``estimate`` does. ``groups``: (how many ranks, seconds of F, I and W of all stages of each)."""
     slowest = max((seconds for _, seconds in groups), key=sum)
     if ranks == 1:
         return microbatches * sum(slowest)

@@ -99,7 +99,9 @@ class Request:
             raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         unknown = self.overlap - set(OVERLAPS)
         if unknown:
-            raise ValueError(f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)}")
+            raise ValueError(
+                f"plan: overlap {', '.join(sorted(unknown))} is not known; use {', '.join(OVERLAPS)} or none"
+            )
 
     @property
     def sequences(self) -> int:

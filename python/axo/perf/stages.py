@@ -305,7 +305,7 @@ class Timing:
     def _estimate(self, stages: Stages, ranks: list[tuple[int, Blocks, Part]]) -> float:
         groups = [(count, (part.forward, part.inputs, part.weights)) for count, _, part in ranks]
         pieces = self.run.micro_batches
-        return schedules.estimate_of_ranks(stages.schedule, stages.ranks, pieces, groups, self._message)
+        return schedules.estimate(stages.schedule, stages.ranks, pieces, groups, self._message)
 
     def simulate(self, stages: Stages) -> schedules.Timeline:
         """Run all micro-batches against the clock, without what is once a step."""

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from axo.checkpoint.folder import whole_file
 from axo.integrations.fabric.stages import Stages
 from axo.overlap import optimizer_state as shards_said
-from axo.placement import Placement
+from axo.placement import Placement, placement_of
 from axo.sharding import unshard
 
 Keep = Callable[[torch.Tensor], Any]
@@ -52,7 +52,7 @@ def module_state(
         stages: Of a module that is this rank's part of a pipeline.
     """
     every = module.state_dict(keep_vars=True).items()
-    own = {name: (it, getattr(it, "placement", None)) for name, it in every if wanted is None or wanted(name, it)}
+    own = {name: (it, placement_of(it)) for name, it in every if wanted is None or wanted(name, it)}
     return dict(_kept(own, keep, None if stages is None else stages.entries, stages))
 
 
@@ -154,7 +154,7 @@ def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any], stages: S
 
 def state_placement(parameter: torch.Tensor) -> Placement | None:
     """How the optimizer's state of a parameter lies: with ZeRO cut over data too."""
-    placement: Placement | None = getattr(parameter, "placement", None)
+    placement = placement_of(parameter)
     return None if placement is None else placement.state
 
 

@@ -38,7 +38,7 @@ from axo.launch import Rank
 from axo.nn.generator import source_generator
 from axo.nn.goldfish import goldfish_mask
 from axo.nn.quantize import quantize
-from axo.placement import Placement
+from axo.placement import placement_of
 
 
 @dataclass
@@ -262,8 +262,8 @@ def count_parameters(module: nn.Module, requires_grad: bool | None = None) -> in
     total = 0
     for parameter in module.parameters():
         if requires_grad in (None, parameter.requires_grad):
-            placement = getattr(parameter, "placement", None)
-            if isinstance(placement, Placement):
+            placement = placement_of(parameter)
+            if placement is not None:
                 total += math.prod(placement.global_shape)
             else:
                 total += math.prod(getattr(parameter, "quant_state", parameter).shape)

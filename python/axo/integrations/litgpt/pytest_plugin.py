@@ -29,7 +29,7 @@ import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations.fabric.compile import keep_out_of_graphs
-from axo.placement import Placement
+from axo.placement import placement_of
 from axo.sharding import cut_features, gather_features
 
 # Tests that look into one rank's part of the model, or at the last bits of fp32: name -> (the axes that make them
@@ -163,8 +163,8 @@ def _copy_whole(config: Any) -> None:
     copy = torch.Tensor.copy_
 
     def copy_whole(self: torch.Tensor, source: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-        placement = getattr(source, "placement", None)
-        if isinstance(placement, Placement) and self.shape == placement.global_shape:
+        placement = placement_of(source)
+        if placement is not None and self.shape == placement.global_shape:
             source = axo.unshard(source.detach(), placement)
         return copy(self, source, *args, **options)
 
