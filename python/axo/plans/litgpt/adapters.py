@@ -17,6 +17,7 @@ Not here: sequence parallelism (refused).
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,6 +33,23 @@ from axo.placement import Placement, chunk_bounds
 from axo.plans.gradient import sum_gradient
 from axo.plans.replace import Replacer
 from axo.sharding import gather_features
+
+
+def own_gradients(layer: ParallelLayer, itemsize: int) -> list[cost.Call]:
+    """The reductions of the gradients of a layer's own small parameters: over rows, and over who holds a copy."""
+    calls: list[cost.Call] = []
+    arrangement = layer.comms.arrangement
+    for name, exchange in zip(layer.placements, layer.exchanges, strict=True):
+        parameter: Any = getattr(layer, name)
+        if parameter.requires_grad:
+            calls += cost.replicated_grad(parameter.numel(), itemsize, arrangement)
+            row, copies = math.prod(parameter.shape[1:]), exchange.vector_copies
+            calls += [
+                cost.Call(cost.BACKWARD, "all_reduce", arrangement.inner, (b - a) * row, itemsize,
+                          cost.REDUCE_WEIGHT_GRAD)
+                for a, b in (copies.rows if copies else ())
+            ]  # fmt: skip
+    return calls
 
 
 class _OwnParameters(ParallelLayer):
@@ -51,18 +69,7 @@ class _OwnParameters(ParallelLayer):
 
     def cost(self, rows: int, *, itemsize: int = 4) -> list[cost.Call]:
         """Count the reductions of this module's own gradients on this rank in one step, whatever ``rows``."""
-        calls: list[cost.Call] = []
-        inner = self.comms.arrangement.inner
-        for name, exchange in zip(self.placements, self.exchanges, strict=True):
-            parameter: Any = getattr(self, name)
-            if parameter.requires_grad:
-                calls += cost.replicated_grad(parameter.numel(), itemsize, self.comms.arrangement)
-                copies = exchange.vector_copies
-                calls += [
-                    cost.Call(cost.BACKWARD, "all_reduce", inner, b - a, itemsize, cost.REDUCE_WEIGHT_GRAD)
-                    for a, b in (copies.rows if copies else ())
-                ]
-        return cost.issued(self._reduced(calls), self.comms.grid)
+        return cost.issued(self._reduced(own_gradients(self, itemsize)), self.comms.grid)
 
 
 class Prompt(_OwnParameters):

@@ -34,6 +34,7 @@ from axo.nn.layer import ParallelLayer
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement
+from axo.plans.litgpt.adapters import own_gradients
 from axo.sharding import gather_features, unshard
 
 
@@ -173,18 +174,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         ]
         if self.out_axis:
             calls.append(cost.Call(cost.BACKWARD, "all_reduce", self.out_axis, mid, itemsize, cost.REDUCE_INPUT_GRAD))
-        for name, exchange in zip(self.placements, self.exchanges, strict=True):
-            parameter = getattr(self, name)
-            calls += cost.replicated_grad(parameter.numel(), itemsize, arrangement)
-            copies = exchange.vector_copies
-            calls += [
-                cost.Call(
-                    cost.BACKWARD, "all_reduce", str(self.out_axis), (b - a) * self.r, itemsize,
-                    cost.REDUCE_WEIGHT_GRAD,
-                )
-                for a, b in (copies.rows if copies else ())
-            ]  # fmt: skip
-        return cost.issued(self._reduced(calls), grid)
+        return cost.issued(self._reduced(calls + own_gradients(self, itemsize)), grid)
 
     def extra_repr(self) -> str:
         return f"r={self.r}, scaling={self.scaling}, enabled={self.enable_lora}, grid={self.comms.grid}"
