@@ -41,7 +41,7 @@ class Ran:
         operation: ``"all_gather_matmul"``, ``"matmul_all_reduce"`` or ``"matmul_reduce_scatter"``.
         strategy: ``"serial"``, ``"split"`` or ``"signal"``.
         chunks: Pieces in which the rows travelled.
-        layout: Of the product.
+        layout: The layout of the product.
         engine: Who multiplied: ``"torch"``, ``"triton"``, ``"interpreter"``, or ``"tuned"``: what was chosen for the
             plain product.
     """

@@ -247,7 +247,7 @@ def default_config(target: Target, dtype: torch.dtype, descriptors: bool, purpos
 
     Args:
         target: The device.
-        dtype: Of the operands.
+        dtype: That of the operands.
         descriptors: Whether operands and result allow tensor descriptors.
         purpose: ``"plain"``; ``"wide"``: the epilogue reads a tile too (accumulating, a gate); ``"fused"``: the kernel
             that waits or signals.

@@ -31,7 +31,7 @@ def tune_model(layers: list[Layer], tuner: Tuner, *, dtype: torch.dtype, device:
     """Measure each product of a model's layers once and write the tuner's cache; yields one row a product.
 
     Args:
-        layers: Of one block, as one rank sees them (``model_shapes.layers``).
+        layers: Those of one block, as one rank sees them (``model_shapes.layers``).
         tuner: In mode ``first-step``, or ``cached`` to read what was measured.
         dtype, device: Of the operands.
     """

@@ -60,7 +60,7 @@ class Communicators:
         stages, stage: How many grids follow one another in a pipeline, and which is this rank's.
         pipeline: Among the ranks that stand where this one does in the grids of all stages, by stage.
         everyone: Among the ranks of all stages.
-        timeout: Of each operation, in seconds.
+        timeout: The time limit of each operation, in seconds.
     """
 
     def __init__(
@@ -346,7 +346,7 @@ def connect(
             ``pipeline`` asks for several.
         device: What to move: ``"cpu"``, or ``"cuda"`` for NVIDIA's and AMD's GPUs. Without an index it is the GPU that
             LOCAL_RANK names; it becomes torch's current device.
-        timeout: Of each operation, in seconds.
+        timeout: The time limit of each operation, in seconds.
         meeting_timeout: How long this call waits for other ranks, in all that it does, in seconds; at most ``timeout``.
         device_options: How the communicators of GPUs are made: thread blocks, priorities, timing, checks.
         pipeline: Stages: the world then has ``pipeline`` times the ranks of the grid, stage after stage.

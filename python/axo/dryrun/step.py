@@ -63,7 +63,7 @@ class Record:
         issued: Its collectives, in order.
         peak: The fullest moment; peaks: that of each phase.
         held: Bytes of weights and of the optimizer's state, which are always there.
-        most: Of each kind, the most that there was.
+        most: The most bytes that there were of each kind.
         saved: Bytes that are kept for backward when it begins, buffers of gathered weights beside.
         seconds: How long the dry run took.
     """

@@ -131,7 +131,7 @@ def linear(
             keys and values), each part held by ``copies`` neighbours, who add up its gradient.
         sequence_parallel: Tokens are split over x between layers: a normal layer leaves dI a partial sum, for
             :func:`gather_sequence`, and a transposed one reduce-scatters its output.
-        arrangement: Of the algorithm.
+        arrangement: Where the algorithm puts rows and features.
         coords: The rank that counts; the first holds the largest shards.
     """
     in_axis, out_axis = arrangement.features(transposed)
@@ -248,7 +248,7 @@ def conv2d(
         batch: Samples of one data-parallel group; rows are ``batch * pixels``.
         kernel_area: Height times width of the kernel; k is in_channels times that.
         in_pixels, out_pixels: Height times width of what the kernel is moved over, and of the output.
-        in_pixels_whole: Of the layer's input before padding, where that happens outside the kernel.
+        in_pixels_whole: Pixels of the layer's input before padding, if padding happens outside the kernel.
         scatter_input, gather_output: Activations are whole outside the layer (``relayout``).
 
     All else as for :func:`linear`.

@@ -178,5 +178,5 @@ def _fused(choice: Choice | None) -> Choice | None:
 
 
 def published(entries: dict[str, Any]) -> dict[str, Any]:
-    """Of what a cache holds, that which all ranks must see alike."""
+    """The entries of a cache that all ranks must see alike."""
     return {name: entry for name, entry in entries.items() if name.split(" ", 1)[0] in FUSED}

@@ -19,7 +19,7 @@ each other's choices; they may run different numbers of steps. The measurement i
 On a grid of one rank torch's autograd runs the layer unless a product is to be computed differently. What is compiled
 by torch.compile, and dtypes that axo_kernels does not take, are torch's own too.
 
-Not here: communication of products (``axo.matmul.product``), but for fused ones (``axo.matmul.fused``).
+Not here: communication of products (``axo.matmul.product``, fused ones ``axo.matmul.fused``).
 """
 
 from __future__ import annotations

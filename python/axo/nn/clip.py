@@ -74,7 +74,8 @@ def total_norm(
         owned: (parameter, its gradient); or (parameter, the parameter itself).
         norm_type, error_if_nonfinite: As for :func:`clip_grad_norm_`.
         caller: How messages call what is computed.
-        comms: Of the grid; None: that of the parameters. Where no parameter is on a grid, this rank's norm.
+        comms: The communicators of the grid; None: those of the parameters. If no parameter is on a grid, the norm is
+            of this rank alone.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:

@@ -11,7 +11,7 @@ from axo.overlap.quantized import QuantizedWeight, largest_of_rows
 
 
 def quantize(model: nn.Module, kind: str) -> None:
-    """Quantize the weight of each linear layer on this rank, but for one that is an embedding's too.
+    """Quantize the weight of each linear layer on this rank, except one that is an embedding's too.
 
     An optimizer may hold the dense parameters: they are left empty.
 

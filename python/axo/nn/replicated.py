@@ -83,7 +83,7 @@ class ReduceGradient:
     """A gradient hook: the mean (or sum) over the data ranks; in a pipeline's step of all micro-batches together.
 
     Args:
-        exchange: Of the parameter's placement.
+        exchange: The exchange for the parameter's placement.
         parameter: What the hook is registered on.
     """
 

@@ -76,8 +76,8 @@ class Activations:
     """Takes what a model saves for backward out and brings it back.
 
     Args:
-        device: Of the computation.
-        folder: Of the lower tier, for CPU ranks.
+        device: Where the computation runs.
+        folder: Where the lower tier lies, for CPU ranks.
 
     Raises:
         ValueError: The lower tier cannot be used.

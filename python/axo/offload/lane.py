@@ -48,7 +48,7 @@ class Lane:
     """A stream of copies; see the module.
 
     Args:
-        device: Of the computation.
+        device: Where the computation runs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -80,7 +80,7 @@ class OffloadedAdamW(torch.optim.AdamW):
 
     Args:
         params, lr, betas, eps, weight_decay, maximize: As of ``torch.optim.AdamW``.
-        folder: Of the lower tier, for CPU ranks.
+        folder: Where the lower tier lies, for CPU ranks.
 
     Attributes:
         offloaded_bytes: What lies on the lower tier.
@@ -378,7 +378,7 @@ def _tensors(p: torch.Tensor) -> int:
 
 
 def _aligned_bytes(p: torch.Tensor) -> int:
-    """Of one tensor of its state."""
+    """Bytes of one tensor of its state."""
     return -(-math.prod(_state_shape(p)) * _state_dtype(p).itemsize // _ALIGNED) * _ALIGNED
 
 

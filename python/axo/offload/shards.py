@@ -27,7 +27,7 @@ class Shards:
     """The ways of one model's shards between the host and a device.
 
     Args:
-        device: Of the computation.
+        device: Where the computation runs.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -20,7 +20,7 @@ class Deferred:
     """A gradient of micro-batches that were not synchronised: unreduced, and how to reduce it.
 
     Args:
-        route: Of the layer whose gradient it is.
+        route: The route of the layer whose gradient it is.
         parameter: What it is the gradient of, or of whose block.
         grad: That of the first micro-batch; halves are added up in fp32.
         stages: What it is reduced over, for what z replicates; None: the gradient of a block.

@@ -2,8 +2,8 @@
 
 A program runs its batch in pieces, one after the other (accumulation). Without stages these are the planner's
 micro-batches. Where there are stages each piece fills and empties the pipeline anew, so a step takes pieces * (the step
-of one piece, ``axo.perf.stages``). That counts optimizer and reduction of gradients once too often for each further
-piece: stages have to win clearly.
+of one piece, ``axo.perf.stages``). That counts the optimizer and the reduction of gradients in each piece, and they
+happen once a step. So stages are chosen only if they win clearly.
 
 Not here: programs; what a grid costs (``axo.perf.planner``).
 """
@@ -53,7 +53,7 @@ class Choice:
 
     Attributes:
         best: The grid, and the stages if they are faster.
-        seconds: Of a step of the whole batch.
+        seconds: How long a step of the whole batch takes.
         plan: That ``best`` is of: grids that run the batch in as many pieces.
         fit, missed: Grids that suit the batch, in as many stages: how many fit in memory, how many do not.
         others: The fastest of each other number of stages: its name, seconds of a step, and what most of the
@@ -85,7 +85,7 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     """Find the fastest grid of the request's GPUs.
 
     Args:
-        request: Of the whole batch; its ``micro_batches`` do not count.
+        request: Asks for the whole batch; its ``micro_batches`` do not count.
         pieces: In how many pieces a step runs its batch on a grid; 0: the batch does not suit it.
         micro_batches: Of stages, in each piece; 0: those that are fastest.
 

@@ -29,7 +29,7 @@ class Span:
         name: What.
         start, end: Seconds, of one clock a rank.
         rank: Whose.
-        bytes: Of a collective; 0: not known.
+        bytes: How many a collective moves; 0: not known.
         blocked: The rank waited meanwhile.
         layer: Whose it is, where that is known.
     """
@@ -53,7 +53,7 @@ def write(path: Path, spans: Iterable[Span], ranks: list[int], memory: Iterable[
     """Write a trace to ``path`` (JSON).
 
     Args:
-        spans: Of all ranks; ``rank`` is a place in ``ranks``. Times are shown from the first span of each rank.
+        spans: Those of all ranks; ``rank`` is a place in ``ranks``. Times are shown from the first span of each rank.
         ranks: What the processes are called.
         memory: (seconds, bytes held) of the first, in time order.
     """

@@ -371,7 +371,7 @@ class Costs:
         return self._networks[grid]
 
     def _number(self, layer: Layer) -> int:
-        """The same of layers that are alike but for their names."""
+        """A number that layers share if they differ in their names only."""
         if id(layer) not in self._numbers:
             same = replace(layer, name="")
             self._numbers[id(layer)] = self._alike.setdefault(same, len(self._alike))

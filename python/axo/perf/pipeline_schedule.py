@@ -110,8 +110,8 @@ class Timeline:
         """Return the most that each rank holds of what forward passes keep for backward.
 
         Args:
-            kept: Of one micro-batch on each stage, in any unit (1: micro-batches are counted). It is there from F
-                until B, or until W where backward is split.
+            kept: What one micro-batch keeps on each stage, in any unit (1: micro-batches are counted). It is there from
+                F until B, or until W where backward is split.
         """
         each = _of_stages(kept, self.stages)
         now, most = [0.0] * self.ranks, [0.0] * self.ranks
@@ -239,8 +239,8 @@ def simulate(
 
     Args:
         schedule: One of ``KINDS``.
-        ranks: Of the pipeline (``axo.connect(pipeline=)``); each has ``KINDS[schedule].stages_per_rank`` stages.
-        microbatches: Of the step.
+        ranks: Ranks of the pipeline (``axo.connect(pipeline=)``); each has ``KINDS[schedule].stages_per_rank`` stages.
+        microbatches: Micro-batches of the step.
         forward_s, backward_input_s, backward_weight_s: Seconds of one micro-batch on one stage: one figure for all
             stages, or one for each. A backward pass that is not split takes the sum of the two.
         message_s: Seconds from the end of an action until its result is on another rank; the sender does not wait.

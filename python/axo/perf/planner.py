@@ -12,7 +12,7 @@ fastest that fits counts.
 With ``pipeline`` each number of stages is tried with all grids of its share of the GPUs, cut by flops, with each of
 ``schedules`` and the smallest micro-batches.
 
-It measures nothing and knows no network weather; ``axo.perf.simulator`` looks at one grid more closely.
+It measures nothing and does not know what else uses the network; ``axo.perf.simulator`` looks at one grid more closely.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Plan:
 
 
 def cause(time: model.StepTime, best: model.StepTime, times: float = 1.0) -> str:
-    """Name what costs most in a step that is slower than another; ``times``: so many of it make one step."""
+    """Name what costs most in a step that is slower than another; ``times``: how many of it make one step."""
     lost = {f"exposed {axis}": times * time.exposed[axis] - best.exposed[axis] for axis in AXES}
     lost["products"] = times * time.compute - best.compute
     lost["products slowed by hidden communication"] = times * time.contention - best.contention

@@ -85,13 +85,13 @@ def measure(
 
     Args:
         connect: Gives the communicators of a grid, on ``device``: ``axo.connect``.
-        ranks: Of the world.
+        ranks: How many ranks the world has.
         workload: Whose products are timed.
         rows: Rows of the products before z shards them.
         message: Bytes of the large message.
         repeats: Of every measurement.
         node: Ranks of a host; 0: all of them are on one.
-        dtype: Of the products, and of those in the layers that are timed on CPU ranks.
+        dtype: What products compute in, also those of the layers that are timed on CPU ranks.
         device: "cpu" or "cuda".
 
     Raises:
@@ -281,11 +281,11 @@ def _layer(comms: Communicators, repeats: int, dtype: str) -> float:
 
 def _memory_gib(device: str, node: int) -> float:
     """Memory of one rank's device, or its share of the host's."""
-    if device == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB / node
     import torch
 
-    return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory) / GIB
+    from axo.comm.memory import physical_memory
+
+    return (physical_memory(torch.device(device)) or 0) / GIB / (node if device == "cpu" else 1)
 
 
 def _what(device: str) -> str:

@@ -68,7 +68,7 @@ def simulate(
 
     Args:
         straggle: Standard deviation of the ranks' speeds (0.02: two percent); 0: all alike.
-        seed: Of the ranks' speeds.
+        seed: For drawing the ranks' speeds.
 
     Raises:
         ValueError: ``straggle`` is not between 0 and 1.

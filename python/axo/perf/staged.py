@@ -119,7 +119,7 @@ def _fastest(request: Request, found: list[Staged], best: Candidate | None) -> C
 
 
 def _lacks_least(request: Request, every: list[Staged]) -> Candidate:
-    """Of ways that do not fit the one that needs least, and of those that need the same the fastest."""
+    """The way that needs the least memory, if none fits; if several need the same, the fastest of them."""
     nearest: tuple[float, float, int] | None = None
     sized: dict[int, tuple[Timing, memory.Memory]] = {}
     for size, number in sorted((one.least(), number) for number, one in enumerate(every)):

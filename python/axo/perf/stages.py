@@ -40,7 +40,7 @@ class Stages:
     """How a model is cut into stages.
 
     Attributes:
-        ranks: Of the pipeline, each of them a grid.
+        ranks: How many ranks the pipeline has, each of them a grid.
         schedule: One of ``pipeline_schedule.KINDS``.
         bounds: The first block of each stage, and how many there are.
     """
@@ -225,14 +225,14 @@ class Timing:
             of_rank = [self._blocks(stages, stages.of(rank)) for rank in range(stages.ranks)]
             groups = [(count, blocks) for blocks, count in Counter(of_rank).items()]
             full = []
-            # Of ranks with the same blocks the first has the most in flight.
+            # Among ranks with the same blocks, the first has the most micro-batches in flight.
             firsts = {blocks: rank for rank, blocks in reversed(list(enumerate(of_rank)))}.values()
             for rank in sorted({*firsts, min(1, stages.ranks - 1), stages.ranks - 1}):
                 parameters = sum(times * self.layout.parameters[kind] for kind, times in of_rank[rank])
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))
             found = Cut(of_stage, groups, full)
-            self.known._cuts[id(stages)] = found, stages  # which so keeps its id
+            self.known._cuts[id(stages)] = found, stages  # kept, so that no other object gets its id
         return found
 
     def _blocks(self, stages: Stages, which: list[int]) -> Blocks:

@@ -42,14 +42,14 @@ class Layer:
         bias: A linear layer's bias.
         transposed: x and y swap roles (Algorithm 1). An ``attention`` or ``pointwise`` layer that is transposed has its
             features split over y, else over x.
-        rows: Rows a token: 1, but for convolutions at a lower resolution and for experts, whose rows are fewer.
+        rows: Rows a token: 1, but fewer for convolutions at a lower resolution and for experts.
         norm: "layernorm" or "rmsnorm".
-        over: Of a norm: the axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so
-            that only its weight, of ``out_features`` values, is anybody else's business.
-        moves: Of a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
-        heads: Of an attention layer, and of what takes queries, keys and values apart for it.
+        over: For a norm: the axis that splits what it normalises, "y" or "x"; "": it normalises each head by itself, so
+            that only its weight, of ``out_features`` values, concerns other ranks.
+        moves: For a pointwise layer: bytes moved to and from memory, forward and backward, for every row and feature.
+        heads: How many heads an attention layer has, and the layer that takes queries, keys and values apart for it.
         scores: Of attention whose scores are capped, so that they are kept: tokens of a sequence.
-        capped: Of a loss whose logits are capped.
+        capped: For a loss: whether its logits are capped.
         input_grad: False for a layer whose input needs no gradient.
         uneven: out_features need not divide over its axis (a head over a vocabulary).
         experts: So many equal layers beside each other, each with ``rows`` rows a token.
@@ -57,9 +57,9 @@ class Layer:
             values, and of how many groups; neighbours along x share a group where there are fewer groups than ranks.
             Of attention: the groups.
         shares_input: Its input is that of an earlier layer, which keeps it and sums its gradient for both.
-        kept: Of a pointwise layer: tensors of its width that it keeps for backward.
-        of_product: Of a norm: its input is a product's result, in the dtype of products.
-        gathers: Of a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
+        kept: For a pointwise layer: tensors of its width that it keeps for backward.
+        of_product: For a norm: its input is a product's result, in the dtype of products.
+        gathers: For a linear layer: the first of those that read the same tokens, which sequence parallelism gathers.
     """
 
     kind: str

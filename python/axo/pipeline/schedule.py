@@ -81,7 +81,7 @@ def stages(
         modules: Its modules.
         comms: As for ``split``.
         rows, tokens: Of one micro-batch on this rank, as the model takes them.
-        dtype: Of the residual stream; default: that of the parameters.
+        dtype: The dtype of the residual stream; default: that of the parameters.
         forward_context: Entered around each forward pass (autocast).
 
     Raises:
@@ -162,7 +162,7 @@ def schedule(
         name: One of :data:`SCHEDULES`.
         stages: What :func:`stages` returned; of modules of your own, in the order of their indices.
         microbatches: Parts that a step's rows are cut into; at least as many as stages.
-        loss: Of one micro-batch: (output of the last stage, its targets) -> a scalar.
+        loss: The loss of one micro-batch: (output of the last stage, its targets) -> a scalar.
         mean: The loss of a step is the mean of those of its micro-batches, each as often as it has rows; else their
             sum. What ``losses`` gets are its summands.
         rows: Of a step on this rank; default: ``microbatches`` times what the stages were made for. Where the

@@ -56,12 +56,12 @@ class PlanReport:
 
     @property
     def forward_bytes(self) -> int:
-        """Of one row through all layers."""
+        """For one row, through all layers."""
         return sum(layer.forward_bytes for layer in self.layers)
 
     @property
     def backward_bytes(self) -> int:
-        """Of one row through all layers."""
+        """For one row, through all layers."""
         return sum(layer.backward_bytes for layer in self.layers)
 
     def __str__(self) -> str:

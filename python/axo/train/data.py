@@ -155,7 +155,7 @@ class TokenCorpus:
         path: The ids.
         dtype: ``uint16`` or ``uint32``.
         vocab_size: Ids are below this.
-        digest: Of the text, see :func:`digest`.
+        digest: The hash of the text, see :func:`digest`.
     """
 
     def __init__(self, path: Path, dtype: str, vocab_size: int, digest: str = "") -> None:

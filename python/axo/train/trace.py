@@ -40,7 +40,7 @@ class StepTrace:
 
     Args:
         model: Its modules name the compute spans.
-        stages: Of a pipeline, on this rank.
+        stages: The stages of a pipeline that this rank has.
     """
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage] = ()) -> None:

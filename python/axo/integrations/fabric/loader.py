@@ -1,7 +1,7 @@
 """A data loader whose batches are the same on all ranks along x and y, whatever data module is behind it.
 
-Of the Gx*Gy ranks of a data rank the first (x = y = 0, of the first stage) reads; its batch goes to the others over x,
-then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
+A data rank is Gx*Gy ranks. The first of them (x = y = 0, in the first stage) reads; its batch goes to the others over
+x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
 nothing depends on equal random state, equal workers or equal file systems, and one rank's error is every peer's error.
 The reader draws random numbers from a generator state of its own: the ranks' generators, which must stay equal among
 those that share a batch (generation samples with them), do not see who reads.

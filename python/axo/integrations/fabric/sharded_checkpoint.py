@@ -3,7 +3,7 @@
     step-00001000/lit_model.pth/        where a whole checkpoint is a file, a sharded one is a folder (axo.checkpoint)
     axo consolidate out/final whole/    a folder that stock LitGPT reads, made by one process, tensor by tensor
 
-Of what ``fabric.save`` is given, the module and its optimizer are sharded; everything else (counters, schedulers, the
+The module and the optimizer that ``fabric.save`` is given are sharded; everything else (counters, schedulers, the
 position in the data) is kept as rank 0 has it.
 
 Not here: several modules or optimizers in one checkpoint (refused by name).

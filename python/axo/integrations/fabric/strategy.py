@@ -92,7 +92,7 @@ class AxoStrategy(ParallelStrategy):
         like_one_device: Start from what one device would start from: values as the model's constructors draw them, not
             ``reset_parameters``; samples in the order of the loader's own sampler, not of a DistributedSampler.
         step_agreement: Has all ranks agree before each optimizer step that their losses are finite, or raises on all.
-        timeout: Of the rendezvous and of each operation.
+        timeout: The time limit of the rendezvous and of each operation.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: As in Fabric's own strategies.
 
     Attributes:

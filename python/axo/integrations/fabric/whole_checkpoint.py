@@ -49,7 +49,7 @@ def module_state(
         module: Holds Axo's layers; what else it holds is replicated.
         keep: What becomes of each whole tensor on this rank; None: it is dropped and the result is empty.
         wanted: Leave out what it is false for; must answer alike on all ranks.
-        stages: Of a module that is this rank's part of a pipeline.
+        stages: The stages, if the module is this rank's part of a pipeline.
     """
     every = module.state_dict(keep_vars=True).items()
     own = {name: (it, placement_of(it)) for name, it in every if wanted is None or wanted(name, it)}
@@ -178,7 +178,7 @@ def save(
         storage_options: For another CheckpointIO.
         filters: As in ``Fabric.save``.
         writes: Whether this rank writes.
-        stages: Of a module that is this rank's part of a pipeline.
+        stages: The stages, if the module is this rank's part of a pipeline.
     """
     if type(io) is not TorchCheckpointIO or "://" in str(path) or storage_options is not None:
         tree = _convert(state, keep_all if writes else None, filters, stages)

@@ -24,7 +24,7 @@ class Lines:
     """Stands for ``input`` on every rank of a run.
 
     Args:
-        fabric: Of the run, after its model is set up.
+        fabric: The run's Fabric, after its model is set up.
     """
 
     def __init__(self, fabric: Any) -> None:

@@ -19,7 +19,7 @@ def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any
     """Split every model that the harness loads in the body. Rank 0 enters at once, the others when it loads one.
 
     Args:
-        fabric: Of the run, launched.
+        fabric: The run's Fabric, launched.
         alone: Lets a function run without the environment of a rank, by which the harness would share its samples out.
     """
     from lm_eval.models import huggingface

@@ -52,7 +52,7 @@ class Run:
 
     Attributes:
         agreement: What the ranks agree with before each step.
-        strategy: Of the run's Fabric, once there is one.
+        strategy: The strategy of the run's Fabric, once there is one.
         quantized: What linear layers are quantized to, such as "nf4"; "": they are not.
         fabric, figures: Once the loop has begun.
     """

@@ -151,7 +151,7 @@ def _listen(port: int) -> socket.socket:
 
 
 class _Requests(queue.Queue):  # type: ignore[type-arg]
-    """Of the HTTP thread to the main thread of rank 0, which tells the other ranks that it waits."""
+    """What the HTTP thread hands to the main thread of rank 0, which tells the other ranks that it waits."""
 
     def __init__(self, tell: Callable[[], Any]) -> None:
         super().__init__()

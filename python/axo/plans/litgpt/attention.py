@@ -3,7 +3,7 @@
     scores = softcap(q k^T * scale) + mask,   mask = 0 where a query may look, the lowest number elsewhere
 
 With a cache LitGPT hands a boolean mask to that sum, where it counts as 0 or 1: queries then look at places of the
-cache that are not filled yet, and generation differs from Hugging Face's (Gemma 2). Here the mask is a mask.
+cache that are not filled yet, and generation differs from Hugging Face's (Gemma 2). Here such a mask hides them.
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ def check_sizes(owner: str, config: Mapping[str, Any], widths: Mapping[str, int]
     """Refuse sizes that do not divide.
 
     Args:
-        owner: Of whom messages speak.
+        owner: The model, as messages call it.
         config: Fields of the model's ``litgpt.Config``.
-        widths: Of its MLPs, by the name of the field.
+        widths: The widths of its MLPs, by the name of the field.
         grid: The grid.
         inner: The axis that splits heads and MLPs (``axo.arrangement``).
 
