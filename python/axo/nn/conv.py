@@ -37,7 +37,7 @@ from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
 from axo.placement import Placement, check_divides
-from axo.sharding import cut_features, gather_features
+from axo.sharding import cut_features
 
 Pair = int | tuple[int, int]
 PaddingMode = Literal["zeros", "reflect", "replicate", "circular"]
@@ -151,8 +151,7 @@ class Conv2d(ParallelLayer, nn.Conv2d):
             output = _Convolution.apply(batch, self.weight, self.bias, self, padding, torch.is_grad_enabled())
         if self.first_pass:
             self._first_pass(input, output)
-        if self.gather_output and self.out_axis is not None:
-            output = gather_features(output, self.comms, self.out_axis, self.out_channels, dim=-3)
+        output = self._gather_if_asked(output)
         return output if input.dim() == 4 else output.squeeze(0)
 
     def _pad(self, batch: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int]]:

@@ -30,7 +30,6 @@ from axo.nn.sequence import scatter_sequence
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides
-from axo.sharding import gather_features
 
 
 class Embedding(ParallelLayer, nn.Embedding):
@@ -120,7 +119,7 @@ class Embedding(ParallelLayer, nn.Embedding):
             chain.leave(output, self)
         if self.scatters_tokens:
             output = scatter_sequence(output, self.comms, owner=self.label())
-        return gather_features(output, self.comms, "y", self.embedding_dim) if self.gather_output else output
+        return self._gather_if_asked(output)
 
     def cost(self, rows: int) -> list[cost.Call]:
         """Count this layer's collectives on this rank in one step, for ``rows`` ids of one data-parallel group."""

@@ -26,7 +26,7 @@ from axo.nn import chain, torch_utils
 from axo.nn.generator import source_generator
 from axo.overlap.exchange import Exchange
 from axo.placement import Placement
-from axo.sharding import unshard
+from axo.sharding import gather_features, unshard
 
 
 class ParallelLayer(nn.Module):
@@ -42,6 +42,7 @@ class ParallelLayer(nn.Module):
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
         out_copies: For each of them, how many neighbours along the out axis hold the same part; None: one each.
         in_features_whole, out_features_whole: Features over all ranks; None where the input has none (token ids).
+        gather_output: Whether all features of the output are returned on every rank.
     """
 
     exchanges: tuple[Exchange, ...] = ()
@@ -53,6 +54,7 @@ class ParallelLayer(nn.Module):
     out_copies: tuple[int, ...] | None = None
     in_features_whole: int | None = None
     out_features_whole: int | None = None
+    gather_output = False
 
     def _start(self, comms: Communicators, name: str | None, placements: dict[str, Placement]) -> None:
         """Take the place of ``nn.Module.__init__`` (the classes of torch.nn would allocate whole weights).
@@ -159,6 +161,15 @@ class ParallelLayer(nn.Module):
             serial: Any = self.serial(weight.device, weight.dtype)
             serial.reset_parameters()
             self.load_serial(serial)
+
+    def _gather_if_asked(self, output: torch.Tensor) -> torch.Tensor:
+        """The output with all its features where ``gather_output`` says so; backward takes this rank's."""
+        if not self.gather_output or self.out_axis is None or self.out_features_whole is None:
+            return output
+        blocks, copies = self.out_blocks, self.out_copies
+        return gather_features(
+            output, self.comms, self.out_axis, self.out_features_whole, blocks, copies, self.feature_dim
+        )
 
     def described(self) -> str:
         """What ranks that build this layer together must have in common."""

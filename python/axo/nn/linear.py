@@ -31,7 +31,7 @@ from axo.matmul.shared_input import SharedInput
 from axo.nn.layer import ParallelLayer, default_device
 from axo.nn.sequence import add_bias, scatter_sequence
 from axo.placement import Placement, check_copies, check_divides
-from axo.sharding import cut_features, gather_features
+from axo.sharding import cut_features
 from axo_kernels.fused import fp8
 
 
@@ -218,11 +218,7 @@ class Linear(ParallelLayer, nn.Linear):
             output = cut_features(output, self.comms, self.out_axis, self.out_features)
         if self.first_pass:
             self._first_pass(input, output)
-        if self.gather_output and self.out_axis is not None:
-            output = gather_features(
-                output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
-            )
-        return output
+        return self._gather_if_asked(output)
 
     def _cut(self, input: torch.Tensor) -> torch.Tensor:
         """This rank's part of the features, where the layer takes all of them."""

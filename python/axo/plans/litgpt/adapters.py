@@ -211,8 +211,4 @@ class ScaledLinear(_OwnParameters, AdapterV2Linear):
         return whole
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        output = AdapterV2Linear.forward(self, x)
-        if self.gather_output and self.out_axis is not None:
-            whole = self.placements["adapter_scale"].global_shape[0]
-            output = gather_features(output, self.comms, self.out_axis, whole, self.out_blocks, self.out_copies)
-        return output
+        return self._gather_if_asked(AdapterV2Linear.forward(self, x))

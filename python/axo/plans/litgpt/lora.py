@@ -35,7 +35,7 @@ from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement
 from axo.plans.litgpt.adapters import own_gradients
-from axo.sharding import gather_features, unshard
+from axo.sharding import unshard
 
 
 class AdaptedLinear(ParallelLayer, LoRALinear):
@@ -117,11 +117,7 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         output = self.linear(x)
         if self.placements and not self.merged:
             output = output + _Adapt.apply(self.lora_dropout(x), self.lora_A, self.lora_B, self)
-        if self.gather_output and self.out_axis is not None:
-            output = gather_features(
-                output, self.comms, self.out_axis, self.out_features, self.out_blocks, self.out_copies
-            )
-        return output
+        return self._gather_if_asked(output)
 
     def pieces(self) -> list[tuple[int, int | None]]:
         """(width of the output, first column of ``mid``), block by block; None: the block has no adapter."""
