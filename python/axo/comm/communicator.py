@@ -175,7 +175,7 @@ class Communicator:
         source = self._tensor(tensor, "all_reduce")
         code = self._op("all_reduce", op, source, scale)
         target, result = (source, tensor) if out is None else (self._tensor(out, "all_reduce"), out)
-        check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
+        check_elements("all_reduce", target, source.numel(), source.dtype, "as the input")
         if self._core is None:
             return self._alone(scaled(source, scale), target, result, async_op)
         self._count("all_reduce", source)
@@ -245,7 +245,7 @@ class Communicator:
         code = self._op("reduce", op, source)
         here = self.rank == root
         target, result = (source, tensor) if out is None else (self._tensor(out, "reduce"), out)
-        check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
+        check_elements("reduce", target, source.numel(), source.dtype, "as the input")
         if self._core is None:
             return self._alone(source, target, result, async_op)
         self._count("reduce", source)
@@ -314,7 +314,7 @@ class Communicator:
         sent, send_offsets = rows_to_elements("all_to_all", "send_counts", send_counts, source, self.size)
         if out is not None:
             target, result = self._tensor(out, "all_to_all"), out
-            check_elements("all_to_all", "out", target, target.numel(), source.dtype, "")
+            check_elements("all_to_all", target, target.numel(), source.dtype, "")
         else:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
@@ -325,7 +325,7 @@ class Communicator:
             result = like(target, tensor)
         received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
         if self._core is None:
-            check_elements("all_to_all", "out", target, source.numel(), source.dtype, "as the input")
+            check_elements("all_to_all", target, source.numel(), source.dtype, "as the input")
             return self._alone(source, target, result, async_op)
         self._count("all_to_all", source)
         send, receive, copies = core_buffers("all_to_all", source, target)
@@ -479,7 +479,7 @@ class Communicator:
             return target, like(target, array)
         target = self._tensor(out, what)
         why = f"{self.size} ranks with {part.numel()} each"
-        check_elements(what, "out", target, self.size * part.numel(), part.dtype, why)
+        check_elements(what, target, self.size * part.numel(), part.dtype, why)
         return target, out
 
     def _part(self, what: str, whole: torch.Tensor, array: Any, out: Any) -> tuple[torch.Tensor, Any]:
@@ -492,7 +492,7 @@ class Communicator:
             return target, like(target, array)
         target = self._tensor(out, what)
         why = f"a part of {whole.numel()} over {self.size} ranks"
-        check_elements(what, "out", target, whole.numel() // self.size, whole.dtype, why)
+        check_elements(what, target, whole.numel() // self.size, whole.dtype, why)
         return target, out
 
     def _check_rank(self, what: str, name: str, rank: int) -> None:

@@ -96,11 +96,11 @@ def plain_output(tensor: torch.Tensor, what: str) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def check_elements(what: str, name: str, tensor: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
-    if tensor.dtype != dtype:
-        raise ValueError(f"{what}: {name} has dtype {tensor.dtype}, the input {dtype}; they must be equal")
-    if tensor.numel() != count:
-        raise ValueError(f"{what}: {name} has {tensor.numel()} elements, expected {count} ({why})")
+def check_elements(what: str, out: torch.Tensor, count: int, dtype: torch.dtype, why: str) -> None:
+    if out.dtype != dtype:
+        raise ValueError(f"{what}: out has dtype {out.dtype}, the input {dtype}; they must be equal")
+    if out.numel() != count:
+        raise ValueError(f"{what}: out has {out.numel()} elements, expected {count} ({why})")
 
 
 def check_overlap(what: str, source: torch.Tensor, target: torch.Tensor, offset: int) -> None:

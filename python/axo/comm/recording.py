@@ -123,7 +123,7 @@ class RecordingCommunicator(Communicator):
         source = self._tensor(tensor, "all_reduce")
         self._op("all_reduce", op, source, scale)
         target = source if out is None else self._tensor(out, "all_reduce")
-        check_elements("all_reduce", "out", target, source.numel(), source.dtype, "as the input")
+        check_elements("all_reduce", target, source.numel(), source.dtype, "as the input")
         return self._note("all_reduce", source, target, self._reduced(source, op, scale), async_op, op)
 
     def all_gather(self, tensor: Any, out: Any = None, async_op: bool = False) -> Any:
@@ -158,7 +158,7 @@ class RecordingCommunicator(Communicator):
         source = self._tensor(tensor, "reduce")
         self._op("reduce", op, source)
         target = source if out is None else self._tensor(out, "reduce")
-        check_elements("reduce", "out", target, source.numel(), source.dtype, "as the input")
+        check_elements("reduce", target, source.numel(), source.dtype, "as the input")
         here, detail = self.rank == root, f"{op} to root {root}"
         values = self._reduced(source, op, None) if here else None
         result = self._note("reduce", source, target, values, async_op, detail, written=here)

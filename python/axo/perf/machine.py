@@ -214,13 +214,13 @@ def load(name_or_path: str) -> Machine:
     raise ValueError(f"machine {name_or_path!r} is not known; use one of {', '.join(known())}, or a machine file")
 
 
-def measured_here(folder: Path = Path()) -> str:
-    """Return the machine file that ``axo profile`` wrote in ``folder``, for who names no machine.
+def measured_here() -> str:
+    """Return the machine file that ``axo profile`` wrote in this folder, for a user who names no machine.
 
     Raises:
         ValueError: There is none; says what to choose.
     """
-    path = folder / PROFILED
+    path = Path(PROFILED)
     if path.is_file():
         return str(path)
     raise ValueError(

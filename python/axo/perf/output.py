@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from axo.perf.simulator import Simulation
 
 Table = tuple[list[str], list[list[str]]]  # header and rows, as text
+SHOWN = 20  # grids on the page
 _NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?%?")
 
 
@@ -86,8 +87,8 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     return found
 
 
-def plan_json(made: Plan, top: int | None = None, *, gpu_hour: float = 0.0) -> dict[str, Any]:
-    """Return the whole plan as plain data; ``top`` limits the ranked grids, ``gpu_hour`` is the price of one."""
+def plan_json(made: Plan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
+    """Return the whole plan as plain data; ``gpu_hour`` is the price of one."""
     asked = made.request
     return {
         "model": asked.workload.name,
@@ -101,7 +102,7 @@ def plan_json(made: Plan, top: int | None = None, *, gpu_hour: float = 0.0) -> d
         "watts": asked.machine.watts,
         "gpu_hour": gpu_hour,
         "hardware_flops_a_step": made.step_flops(),
-        "ranked": [record(made, candidate) for candidate in made.ranked[:top]],
+        "ranked": [record(made, candidate) for candidate in made.ranked],
         "others": [{"kind": one.kind, "because": one.why} | record(made, one.candidate) for one in others(made)],
         "left_out": [record(made, candidate) for candidate in made.left_out],
     }
@@ -323,7 +324,7 @@ def image(png: bytes, alt: str) -> str:
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
 
 
-def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: int = 20) -> str:
+def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes]) -> str:
     """Return the report of a plan: the ranking, the best grid in detail, one simulated step, what is left out."""
     asked, best = made.request, made.best
     title = f"{asked.workload.name} on {asked.gpus} GPUs of {asked.machine.name}"
@@ -341,7 +342,7 @@ def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes], top: 
         reasons.append(f"and {len(made.left_out) - 40} more")
     sections = [
         ("What was asked", [bullets(facts)]),
-        (f"The best {min(top, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, top))]),
+        (f"The best {min(SHOWN, len(made.ranked))} of {len(made.ranked)} grids", [html_table(plan_table(made, SHOWN))]),
         *([("The best of each other choice", [html_table(others_table(found, best))])] if found else []),
         ("Plots", [image(png, name) for name, png in plots.items()]),
         (f"Traffic of {best.grid}", [html_table(traffic_table(made, best))]),

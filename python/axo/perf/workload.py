@@ -303,7 +303,6 @@ def gpt(
     norm_qk: str = "",
     parallel: bool = False,
     experts: Experts | None = None,
-    checkpointed: bool = True,
     caps: tuple[bool, bool] = (False, False),
 ) -> Workload:
     """Build a GPT: qkv and fc are normal layers, both proj transposed, so the residual stream stays split over y.
@@ -371,9 +370,9 @@ def gpt(
         )
 
     first = layers if experts is None else min(layers, experts.dense_blocks)
-    stacks = [Block(block(dense), first, checkpointed)] if first else []
+    stacks = [Block(block(dense), first, True)] if first else []
     if experts is not None and layers > first:
-        stacks.append(Block(block(experts.layers(hidden, bias)), layers - first, checkpointed))
+        stacks.append(Block(block(experts.layers(hidden, bias)), layers - first, True))
     return Workload(
         name,
         (
@@ -395,9 +394,7 @@ def gpt(
     )
 
 
-def unet(
-    name: str, *, channels: int, image: int = 32, multiples: tuple[int, ...] = (1, 2, 2, 2), res_blocks: int = 3
-) -> Workload:
+def unet(name: str, *, channels: int) -> Workload:
     """Build a U-Net's 3x3 convolutions, as Nichol et al. and ``examples/unet`` have them.
 
     A convolution is a product with k = 9 * channels in and a row for each pixel; an image is a "sequence" of image^2
@@ -409,6 +406,7 @@ def unet(
     paper's 250M, 500M, 1B, 2B and 4B. With (1, 2, 3, 4), theirs for 64 x 64, it would have 441M to 7.1B. Time
     embeddings, attention and 1x1 convolutions, a fifth of the parameters, are left out.
     """
+    image, multiples, res_blocks = 32, (1, 2, 2, 2), 3
     size, blocks = image, list[Block]()
 
     def conv(part: str, into: int, out: int, transposed: bool = False) -> Layer:
