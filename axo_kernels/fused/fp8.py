@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from axo_kernels.comm.communicator import CommunicatorProtocol
+from axo_kernels.fused.strategies import gathered
 from axo_kernels.gemm.layout import as_row_major, product_of
 
 SCALINGS = ("tensor", "row")
@@ -199,8 +200,7 @@ class _AllGatherMatmulFp8(torch.autograd.Function):
     def forward(ctx, a, shard, comm):  # type: ignore[no-untyped-def]
         mine = shard.new_empty((shard.shape[0], shard.shape[1] + SCALE_BYTES), dtype=torch.uint8)
         pack(shard, mine, "row")
-        whole = mine.new_empty((comm.size * mine.shape[0], mine.shape[1]))
-        comm.all_gather(whole, mine).wait()
+        whole = gathered(mine, comm)
         ctx.save_for_backward(a, whole)
         ctx.comm, ctx.dtype = comm, shard.dtype
         return multiply_packed(a, whole, "row")

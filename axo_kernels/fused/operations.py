@@ -19,7 +19,7 @@ from dataclasses import replace
 import torch
 
 from axo_kernels.comm.communicator import CommunicatorProtocol, FusedCommunicator
-from axo_kernels.fused.strategies import Way, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.fused.strategies import Way, gathered, gathers, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import autocast, check_layout
 from axo_kernels.gemm.matmul import BACKWARD, matmul
 
@@ -220,12 +220,12 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):  # type: ignore[no-untyped-def]
         _refuse_create_graph("all_gather_matmul")
-        gathered, other = ctx.saved_tensors
+        kept, other = ctx.saved_tensors
         comm, layout, gather, way = ctx.rest
         grad = grad.contiguous()
         if not ctx.kept and ctx.needs_input_grad[1 if gather == "a" else 0]:
-            gathered = _gathered(gathered.contiguous(), comm)
-        operands = {"a": gathered, "b": other} if gather == "a" else {"a": other, "b": gathered}
+            kept = gathered(kept.contiguous(), comm)
+        operands = {"a": kept, "b": other} if gather == "a" else {"a": other, "b": kept}
         operands["grad"] = grad
         gradients: list[torch.Tensor | None] = [None, None]
         for index, (left, right, mode) in enumerate(BACKWARD[layout]):
@@ -263,13 +263,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
                 gradients[index], full = run_all_gather(operands[left], operands[right], comm, mode, gather, way)
                 continue
             if full is None:
-                full = _gathered(operands["grad"], comm)
+                full = gathered(operands["grad"], comm)
             whole = operands | {"grad": full}
             gradients[index] = matmul(whole[left], whole[right], mode)
         return *gradients, None, None, None
-
-
-def _gathered(shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
-    full = shard.new_empty((comm.size * shard.shape[0], shard.shape[1]))
-    comm.all_gather(full, shard).wait()
-    return full

@@ -205,8 +205,7 @@ def run_all_gather(
     product = product_of(a, b, layout)
     multiply, order = way.begin("all_gather_matmul", a, layout, "all_gather", rows, comm)
     if way.strategy == "serial":
-        full = shard.new_empty((comm.size * rows, depth))
-        comm.all_gather(full, shard).wait()
+        full = gathered(shard, comm)
         first, second = (full, other) if gather == "a" else (other, full)
         return multiply(first, second, bias=bias), full if keep else None
     m = comm.size * rows if gather == "a" else product.m
@@ -314,6 +313,13 @@ def _chunk_product(
         multiply(spread, rows, out=into)
     else:  # of each rank its own columns of the bias
         torch.baddbmm(bias.view(order.size, 1, order.rows)[ranks, :, span], spread, rows.mT, out=into)
+
+
+def gathered(shard: torch.Tensor, comm: CommunicatorProtocol) -> torch.Tensor:
+    """The rows of all ranks, in rank order."""
+    full = shard.new_empty((comm.size * shard.shape[0], shard.shape[1]))
+    comm.all_gather(full, shard).wait()
+    return full
 
 
 def gathers(gather: str, layout: str) -> bool:

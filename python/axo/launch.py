@@ -167,10 +167,6 @@ class Termination:
     def __exit__(self, *error: Any) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def was_asked(self) -> bool:
-        """``asked``, as a function."""
-        return self.asked
-
     def _note(self, number: int, frame: Any) -> None:
         if not self.asked:
             self.asked, self._since = True, time.monotonic()

@@ -79,11 +79,6 @@ def workload_of(model: nn.Module) -> Workload:
     return readers.from_litgpt(vars(config), seq_length=getattr(model, "max_seq_length", None))
 
 
-def planned_cuts(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
-    """The first block of each stage but the first, by flops."""
-    return planned(workload, ranks, stages, order)[1:-1]
-
-
 def split(
     model: nn.Module,
     comms: Communicators,
@@ -122,7 +117,7 @@ def split(
     stages = comms.stages * stages_per_rank
     blocks: Any = model.get_submodule(family.blocks)
     if cuts == "planner":
-        cuts = planned_cuts(workload_of(model), comms.stages, stages, order)
+        cuts = planned(workload_of(model), comms.stages, stages, order)[1:-1]
     bounds = bounds_of(len(blocks), stages, cuts)
     home = _homes(family, bounds)
     mine = stages_of(comms.stage, stages, comms.stages, order)

@@ -182,7 +182,11 @@ def tokenizer_vocab_size(tokenizer: Path) -> int:
     Raises:
         ValueError: The file is missing or is not a tokenizer.
     """
-    return max(_load_tokenizer(tokenizer).get_vocab().values()) + 1
+    return _vocab_size(_load_tokenizer(tokenizer))
+
+
+def _vocab_size(loaded) -> int:
+    return max(loaded.get_vocab().values()) + 1
 
 
 def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
@@ -195,7 +199,7 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
         ValueError: The tokenizer cannot be loaded.
     """
     loaded = _load_tokenizer(tokenizer)
-    vocab_size = tokenizer_vocab_size(tokenizer)
+    vocab_size = _vocab_size(loaded)
     dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
     stamps = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     key = hashlib.sha256(tokenizer.read_bytes() + json.dumps(stamps).encode()).hexdigest()[:24]

@@ -48,8 +48,8 @@ class Checkpoints:
 
     def __enter__(self) -> Checkpoints:
         if self._termination is not None:
-            self._termination.__enter__()
-            self._trainer.asked_to_stop = self._termination.was_asked
+            termination = self._termination.__enter__()
+            self._trainer.asked_to_stop = lambda: termination.asked
         return self
 
     def __exit__(self, *error: Any) -> None:

@@ -382,7 +382,8 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             print(f"axo litgpt: grid {options.shown}: {grid.world_size * options.pipeline} ranks, {own}")
         stack.enter_context(patched(this))
         if command.trains:
-            this.agreement = StepAgreement(stack.enter_context(Termination()).was_asked)
+            termination = stack.enter_context(Termination())
+            this.agreement = StepAgreement(lambda: termination.asked)
         elif not command.launches:
             os.environ["LT_CLI_USED"] = "1"  # Fabric joins the ranks when it is made, since nobody calls launch()
         try:
