@@ -88,11 +88,11 @@ class Grid:
 
     def size(self, axis: str) -> int:
         """Ranks along ``axis``."""
-        return getattr(self, _checked_axis(axis))
+        return getattr(self, checked_axis(axis))
 
     def stride(self, axis: str) -> int:
         """Distance in rank numbers between neighbours on ``axis``."""
-        return math.prod(getattr(self, inner) for inner in AXES[: AXES.index(_checked_axis(axis))])
+        return math.prod(getattr(self, inner) for inner in AXES[: AXES.index(checked_axis(axis))])
 
     def coords(self, rank: int) -> Coords:
         """Where ``rank`` stands.
@@ -118,7 +118,7 @@ class Grid:
     def ranks(self, axis: str, rank: int) -> list[int]:
         """The peers of ``rank`` along ``axis`` (itself too), in the order of their coordinate."""
         here = self.coords(rank)
-        first = rank - getattr(here, _checked_axis(axis)) * self.stride(axis)
+        first = rank - getattr(here, checked_axis(axis)) * self.stride(axis)
         return [first + i * self.stride(axis) for i in range(self.size(axis))]
 
 
@@ -141,7 +141,7 @@ def check_ranks(what: str, grid: Grid, stages: int, ranks: int) -> None:
     )
 
 
-def _checked_axis(axis: str) -> str:
+def checked_axis(axis: str) -> str:
     if axis not in AXES:
         raise ValueError(f"{axis!r} is not an axis; use one of {', '.join(AXES)}")
     return axis

@@ -33,7 +33,7 @@ from axo.comm.flight import arm
 from axo.comm.hosts import create_core
 from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
-from axo.grid import AXES, Coords, Grid, check_ranks
+from axo.grid import AXES, Coords, Grid, check_ranks, checked_axis
 from axo.launch import Rank
 
 _DEFAULT_TIMEOUT_S = 600.0
@@ -147,9 +147,7 @@ class Communicators:
         Raises:
             ValueError: Not one of x, y, z, data.
         """
-        if name not in AXES:
-            raise ValueError(f"{name!r} is not an axis; use one of {', '.join(AXES)}")
-        return getattr(self, name)
+        return getattr(self, checked_axis(name))
 
     def neighbours(self, axis: str, count: int) -> Communicator:
         """The communicator of this rank's run of ``count`` neighbours along ``axis``: ranks 0 to count-1, and so on.

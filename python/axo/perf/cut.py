@@ -46,10 +46,7 @@ def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
     Raises:
         ValueError: The cuts do not give each stage a block.
     """
-    if stages > blocks:
-        raise ValueError(
-            f"pipeline: {blocks} blocks over {stages} stages leave a stage without layers; use at most {blocks} stages"
-        )
+    _check_stages(blocks, stages)
     if isinstance(cuts, str):
         if cuts != "even":
             raise ValueError(
@@ -69,6 +66,13 @@ def bounds_of(blocks: int, stages: int, cuts: str | Sequence[int]) -> list[int]:
             f" from 1 to {blocks - 1}"
         )
     return bounds
+
+
+def _check_stages(blocks: int, stages: int) -> None:
+    if not 1 <= stages <= blocks:
+        raise ValueError(
+            f"pipeline: {blocks} blocks over {stages} stages leave a stage without layers; use at most {blocks} stages"
+        )
 
 
 class Layout:
@@ -138,11 +142,7 @@ def best(
     Raises:
         ValueError: Fewer blocks than stages.
     """
-    if not 1 <= stages <= len(blocks):
-        raise ValueError(
-            f"pipeline: {len(blocks)} blocks over {stages} stages leave a stage without layers; use at most"
-            f" {len(blocks)} stages"
-        )
+    _check_stages(len(blocks), stages)
     return list(_best(before, tuple(blocks), after, ranks, stages, order))
 
 

@@ -138,8 +138,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     """
     name = str(config.get("name") or "litgpt model")
     kind = config.get("mlp_class_name", "GptNeoxMLP")
-    if config.get("latent_attention"):
-        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    _refuse_latent(config, name, "latent_attention")
     experts = None
     if kind == "LLaMAMoE":
         experts = Experts(
@@ -186,8 +185,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
         ValueError: A field is missing, or latent attention, which is not modelled.
     """
     kind = str(config.get("model_type", ""))
-    if config.get("kv_lora_rank"):
-        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
+    _refuse_latent(config, name, "kv_lora_rank")
     experts = None
     if any(config.get(field) for field in _EXPERTS):
         if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
@@ -264,6 +262,11 @@ def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Wor
         raise ValueError("model: no layer with parameters found")
     blocks = tuple(Block((layer,)) for layer in layers)
     return Workload(name or type(module).__name__, blocks, seq_length=seq_length, hidden=hidden)
+
+
+def _refuse_latent(config: Mapping[str, Any], name: str, field: str) -> None:
+    if config.get(field):
+        raise ValueError(f"model {name!r}: latent attention is not modelled; plan a model with plain attention")
 
 
 def _field(config: Mapping[str, Any], name: str, *names: str) -> int:

@@ -274,9 +274,7 @@ class Run:
 
     def _tensor(self, node: fx.Node) -> tuple[torch.Tensor, Split]:
         """The split tensor that an operation is about, its first argument."""
-        tensor = self._value(node.args[0])
-        if not isinstance(tensor, torch.Tensor) or id(tensor) not in self.splits:
-            raise NotProved(f"{name_of(node)} of whole tensors with parts of heads")
+        (tensor,) = self._all_split(name_of(node), [self._value(node.args[0])])
         return tensor, self.splits[id(tensor)]
 
     def _same(self, parts: Iterable[torch.Tensor]) -> tuple[int, tuple[int, ...]]:
@@ -410,18 +408,18 @@ class Run:
         seen = 1
         for dim, length in enumerate(result.shape):
             if seen == before and length > 1:  # the dim begins where a block does: the blocks are dims of their own
-                if length % self.ranks:
-                    raise NotProved(f"{length} heads do not divide over {self.axis}={self.ranks}")
-                return Split(dim, (length,))
+                return self._of_heads(dim, length, 1)
             if seen == outer and blocks > 1 and length == size:
                 return Split(dim, split.blocks)
             if seen < before < seen * length and before % seen == 0 and length % (before // seen) == 0:
-                each = length // (before // seen)
-                if each % self.ranks:
-                    raise NotProved(f"{each} heads do not divide over {self.axis}={self.ranks}")
-                return Split(dim, (each,) * (before // seen))
+                return self._of_heads(dim, length // (before // seen), before // seen)
             seen *= length
         raise NotProved(f"a view of shape {tuple(tensor.shape)} to {tuple(result.shape)} mixes heads")
+
+    def _of_heads(self, dim: int, heads: int, blocks: int) -> Split:
+        if heads % self.ranks:
+            raise NotProved(f"{heads} heads do not divide over {self.axis}={self.ranks}")
+        return Split(dim, (heads,) * blocks)
 
     def _op_expand(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
