@@ -1,6 +1,6 @@
 """A reproduction as data: a line for each number of the papers, in groups, and how far off each group is.
 
-It knows neither papers nor models: ``axo.perf.reproduce`` and ``axo.perf.figures`` fill it.
+It knows neither papers nor models: ``reproduce`` and ``figures`` fill it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The papers' numbers beside the model's, row by row, with the error; and an honest list of what it cannot say.
 
 Calibrated on four rows of the weak-scaling table (``calibrate.CALIBRATION``), which are marked; everything else is a
-prediction from the machine files. Sources: ``data/papers.yaml``; sections, equations and tables are named in each
-group.
+prediction from the machine files. Sources: ``axo/perf/data/papers.yaml``; sections, equations and tables are named in
+each group.
 """
 
 from __future__ import annotations
