@@ -277,6 +277,14 @@ def test_counts_of_tokens(text: str, batch: bool, expected: int) -> None:
         ("plan --model gpt-5b --gpus 64 --machine alps --batch-tokens many", "'many' is not a count of tokens"),
         ("plan --model gpt-5b --gpus 64 --machine alps --overlap all", "overlap all is not known"),
         ("plan --model gpt-5b --gpus 64 --machine alps --explain 2x2x2x2", "grid 2x2x2x2 has 16 ranks, not 64"),
+        (
+            "plan --model gpt-5b --gpus 64 --machine alps --pipeline 2 --explain 2x2x4x4",
+            "grid 2x2x4x4 is none of those that were planned; use a grid of --algorithm axonn, and --pipeline 1",
+        ),
+        (
+            "plan --model gpt-5b --gpus 64 --machine alps --algorithm tesseract --explain 2x4x8x1",
+            "grid 2x4x8x1 is none of those that were planned; use a grid of --algorithm tesseract",
+        ),
         ("plan --gpus 8 --machine alps", "name what is to be planned: --model NAME --gpus N"),
         ("plan --model gpt-5b --gpus 64", "no machine is named and there is no machine.yaml here; add --machine"),
         ("plan --model gpt-5b --gpus 64 --machine alps --gpu-hour -1", "gpu-hour=-1.0 is not a price of at least 0"),

@@ -108,9 +108,10 @@ def test_plans_are_compared_side_by_side(made: planner.Plan, tmp_path: Path) -> 
     hours = 32 / (2**18 / made.best.seconds) * 1e9 / 3600
     assert float(rows[0][-3]) == pytest.approx(hours, abs=0.06)
     assert rows[0][-2:] == [f"{2.5 * hours:,.0f}", f"{hours * 500 / 1e6:.2f}"]
-    (tmp_path / "c.json").write_text("{}")
-    found = CliRunner().invoke(cli.app, ["plan", "--compare", str(tmp_path / "c.json")])
-    assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr
+    for text in ("{}", "[]"):
+        (tmp_path / "c.json").write_text(text)
+        found = CliRunner().invoke(cli.app, ["plan", "--compare", str(tmp_path / "c.json")])
+        assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr
 
 
 def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:

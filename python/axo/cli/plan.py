@@ -17,6 +17,7 @@ from axo.grid import Grid
 
 if TYPE_CHECKING:
     from axo.perf import planner
+    from axo.perf.candidate import Candidate
 
 MOST_TOKENS = 1e18
 
@@ -112,8 +113,9 @@ def plan(
         raise ValueError("--plot and --html simulate a step of one grid; axo simulate --pipeline draws stages")
     wanted = None if explain is None else _grid(explain, gpus)
     made = planner.plan(request)
+    chosen = None if wanted is None else _explained(made, wanted)
     if not _stdout_taken(json_out, csv_out):
-        _print_plan(made, top, wanted, gpu_hour)
+        _print_plan(made, top, chosen, gpu_hour)
 
     def draw() -> tuple[dict[str, bytes], Callable[[], str]]:
         from axo.perf import plots, simulator
@@ -416,19 +418,16 @@ def _counts(text: str, gpus: int) -> tuple[int, ...]:
     return counts
 
 
-def _plan_file(path: Path) -> dict[str, Any]:
-    """What ``--json`` wrote.
+def _plan_file(path: Path) -> Any:
+    """What ``--json`` wrote, or another JSON file.
 
     Raises:
         ValueError: It cannot be read.
     """
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as a plan: {' '.join(str(error).split())[:200]}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds no plan; `axo plan ... --json FILE` writes one")
-    return found
 
 
 def _grid(text: str, gpus: int) -> Grid:
@@ -438,7 +437,17 @@ def _grid(text: str, gpus: int) -> Grid:
     return grid
 
 
-def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: float) -> None:
+def _explained(made: planner.Plan, grid: Grid) -> Candidate:
+    for candidate in (*made.ranked, *made.left_out):
+        if candidate.grid == grid:
+            return candidate
+    raise ValueError(
+        f"explain: grid {grid} is none of those that were planned; use a grid of --algorithm"
+        f" {' or '.join(made.request.algorithms)}, and --pipeline 1 or auto"
+    )
+
+
+def _print_plan(made: planner.Plan, top: int, chosen: Candidate | None, gpu_hour: float) -> None:
     from axo.perf import others, output
 
     asked = made.request
@@ -474,14 +483,13 @@ def _print_plan(made: planner.Plan, top: int, explain: Grid | None, gpu_hour: fl
             say(made.why(one.candidate))
     if found:
         show_table("The best of each other choice", output.others_table(found, made.best))
-    if explain is not None:
-        chosen = next(c for c in (*made.ranked, *made.left_out) if c.grid == explain)
+    if chosen is not None:
         say("")
         say(made.why(chosen))
         if chosen.time is not None:
-            show_table(f"traffic of {explain}", output.traffic_table(made, chosen))
+            show_table(f"traffic of {chosen.grid}", output.traffic_table(made, chosen))
         if chosen.memory is not None:
-            show_table(f"memory of {explain}", output.memory_table(chosen))
+            show_table(f"memory of {chosen.grid}", output.memory_table(chosen))
 
 
 def _cost(made: planner.Plan, gpu_hour: float) -> str:
