@@ -286,10 +286,13 @@ def die_in_consolidate(folder: Path) -> None:
     consolidate(folder / "a", folder / "m.pth")
 
 
-def test_a_killed_consolidate_leaves_nothing(tmp_path: Path) -> None:
+def test_a_killed_consolidate_leaves_no_tensors_and_the_next_removes_the_rest(tmp_path: Path) -> None:
     save(tmp_path / "a", filled(1.0))
     assert rank_outcomes(die_in_consolidate, 1, tmp_path)[0].signal == "SIGKILL"
-    assert names_in(tmp_path) == ["a"]
+    left, _ = names_in(tmp_path)
+    assert left.startswith(".m.pth.") and (tmp_path / left).stat().st_size == 0
+    consolidate(tmp_path / "a", tmp_path / "m.pth")
+    assert names_in(tmp_path) == ["a", "m.pth"]
 
 
 def test_copies_and_links_of_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

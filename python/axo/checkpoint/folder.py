@@ -37,7 +37,7 @@ METADATA = ".metadata"
 MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
-_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(part|removed)")
+_LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(new|part|removed)")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -58,6 +58,8 @@ class Marker:
 
 def read_marker(path: Path) -> Marker | None:
     """The marker of a checkpoint that Axo wrote; None where there is none or it cannot be read."""
+    if not os.path.isfile(path / MARKER):  # to read a FIFO would wait for a writer
+        return None
     try:
         said = json.loads((path / MARKER).read_text(encoding="utf-8"))
         return Marker(int(said["step"]), said["run"], said["metadata"], said.get("checksum", Marker.checksum))
@@ -224,20 +226,31 @@ class Part:
         for path in final.parent.iterdir():
             if _LEFT_OVER.fullmatch(path.name):
                 _remove_left_over(path)
-        token = secrets.token_hex(4)
-        self.path = final.with_name(f".{final.name}.{token}.part")
-        new = final.with_name(f".{final.name}.{token}.new")  # gets the other name when the lock is held
         self._lock = -1
+        while not self._begin(secrets.token_hex(4)):
+            pass
+
+    def _begin(self, token: str) -> bool:
+        """Make the folder and lock it; False: another's save took it for what a dead one has left."""
+        self.path = self.final.with_name(f".{self.final.name}.{token}.part")
+        new = self.final.with_name(f".{self.final.name}.{token}.new")  # gets the other name when the lock is held
         new.mkdir()
+        held = True
         try:
             self._lock = os.open(new / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             with contextlib.suppress(OSError):
-                lock(self._lock)
-            os.rename(new, self.path)
+                held = lock(self._lock)
+            if held:
+                os.rename(new, self.path)
+                return True
+        except FileNotFoundError:
+            pass
         except BaseException:  # Ctrl-C too
             shutil.rmtree(new, ignore_errors=True)
             self.close()
             raise
+        self.close()
+        return False
 
     def commit(self, step: int, metadata: str) -> None:
         """Give what was written its name, durably; an earlier checkpoint of that name is replaced.
@@ -309,6 +322,9 @@ def _remove_left_over(path: Path) -> None:
     if path.name.endswith(".removed"):
         shutil.rmtree(path, ignore_errors=True)
         return
+    if path.name.endswith(".new"):
+        with contextlib.suppress(OSError):
+            path.rmdir()  # one that is empty still
     with contextlib.suppress(OSError):  # no marker: not ours; no locks on this file system: its writer may live
         descriptor = os.open(path / MARKER, os.O_RDWR)
         try:
@@ -343,15 +359,52 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Where to write a file in this block; it gets its name behind it, whole and on disk, or not at all."""
-    unfinished = path.with_name(f".{path.name}.part")  # one name: what a killed run has left is written over
+    """Where to write a file in this block; it gets its name behind it, whole and on disk, or not at all.
+
+    Each writer has a file of its own, which it holds a lock on; what a killed one has left is removed.
+    """
+    _remove_left_files(path)
+    unfinished, held = _locked_file(path)
     try:
-        yield unfinished
-        _sync(unfinished)
-        os.replace(unfinished, path)
+        try:
+            yield unfinished
+            _sync(unfinished)
+            os.replace(unfinished, path)
+        except OSError as error:
+            error.filename = error.filename or str(path)  # a full disk does not say where
+            raise
+        finally:
+            unfinished.unlink(missing_ok=True)
     finally:
-        unfinished.unlink(missing_ok=True)
+        os.close(held)
     _sync(path.parent)
+
+
+def _locked_file(path: Path) -> tuple[Path, int]:
+    """A new file beside ``path``, and what holds its lock."""
+    while True:
+        unfinished = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+        held = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            if lock(held) and unfinished.exists():  # else another found it before it was locked, and removes it
+                return unfinished, held
+        except OSError:  # a file system without locks
+            return unfinished, held
+        os.close(held)
+
+
+def _remove_left_files(path: Path) -> None:
+    """Remove what writers of ``path`` that have died left beside it."""
+    left = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
+    with contextlib.suppress(OSError):  # no locks on this file system: its writer may live
+        for each in path.parent.iterdir():
+            if left.fullmatch(each.name):
+                descriptor = os.open(each, os.O_RDWR)
+                try:
+                    if lock(descriptor):
+                        each.unlink()
+                finally:
+                    os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

@@ -166,14 +166,14 @@ def save(
             handle._error = error
 
     handle._thread = threading.Thread(target=work, name=f"axo {final.name}")
-    pending.save = handle
-    if comms is not None:
-        comms.before_close(handle.finish)
     try:
         handle._thread.start()
     except RuntimeError:  # the system has no thread left: the error of the write, which every rank is told of
         handle._thread = None
         work()
+    pending.save = handle  # not earlier: another thread's save waits for it
+    if comms is not None:
+        comms.before_close(handle.finish)
     return handle
 
 

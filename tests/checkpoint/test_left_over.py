@@ -1,0 +1,89 @@
+"""What a writer that died has left, and writers that meet: none takes another's file, and nothing stays for good."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from axo.checkpoint import load, save
+from axo.checkpoint.folder import name_of, whole_file
+from tests.checkpoint.test_checkpoint_safety import filled, names_in, value_of
+from tests.launcher import rank_outcomes
+
+
+def die_before_the_lock(folder: Path) -> None:
+    os.rename = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+    save(folder, filled(2.0), step=2)
+
+
+def test_what_a_save_leaves_that_dies_before_it_holds_its_lock_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rank_outcomes(die_before_the_lock, 1, tmp_path)[0].signal == "SIGKILL"
+    (tmp_path / ".step-00000003.0a1b2c3d.new").mkdir()  # of one that died earlier still
+    assert [name.endswith(".new") for name in names_in(tmp_path)] == [True, True]
+    save(tmp_path, filled(1.0), step=3)
+    assert names_in(tmp_path) == [name_of(3)]
+
+    mkdir, rename, lost = Path.mkdir, os.rename, []
+
+    def clean_before_the_lock(path: Path, *args: Any, **options: Any) -> None:
+        mkdir(path, *args, **options)
+        if path.name.endswith(".new") and len(lost) < 1:
+            lost.append(path)
+            save(tmp_path, filled(4.0), step=4)  # removes it
+
+    def clean_after_it(old: Any, new: Any) -> None:
+        if str(old).endswith(".new") and len(lost) == 1:
+            lost.append(old)
+            shutil.rmtree(old)
+        rename(old, new)
+
+    monkeypatch.setattr(Path, "mkdir", clean_before_the_lock)
+    monkeypatch.setattr(os, "rename", clean_after_it)
+    save(tmp_path, filled(5.0), step=5)
+    assert names_in(tmp_path) == [name_of(3), name_of(4), name_of(5)] and len(lost) == 2
+
+
+def test_a_save_that_is_about_to_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread saves, too, just before the thread of the first one begins."""
+    start = threading.Thread.start
+
+    def save_beside(thread: threading.Thread) -> None:
+        if thread.name.startswith("axo "):
+            save(tmp_path / "b", filled(2.0))
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", save_beside)
+    save(tmp_path / "a", filled(1.0), async_=True).wait()
+    for name, value in (("a", 1.0), ("b", 2.0)):
+        model = filled(0.0)
+        load(tmp_path / name, model)
+        assert value_of(model) == value
+
+
+def die_in_a_file(path: Path) -> None:
+    with whole_file(path) as unfinished:
+        unfinished.write_text("half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_two_writers_of_one_file_do_not_share_a_file_and_what_a_dead_one_left_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "m.pth"
+    assert rank_outcomes(die_in_a_file, 1, path)[0].signal == "SIGKILL"
+    (dead,) = names_in(tmp_path)
+    (tmp_path / ".m.pth.mine.part").touch()
+    with whole_file(path) as first, open(first, "wb", buffering=0) as file:
+        file.write(b"first, ")
+        with whole_file(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+        file.write(b"whole")
+    assert path.read_text() == "first, whole"
+    assert names_in(tmp_path) == [".m.pth.mine.part", "m.pth"] and dead.startswith(".m.pth.")
