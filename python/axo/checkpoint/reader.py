@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from axo.checkpoint.parts import Parts
 from axo.checkpoint.ranks import agree, checkpoint_group, number_of, rank_in, share
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
 from axo.comm.connect import Communicators
+from axo.nn.elsewhere import renamed
 from axo.overlap.model import engines
 
 _SHOWN = 4
@@ -153,6 +154,8 @@ class _File:
         compare(path, "the model", shapes, {**others.shapes, **wanted}, strict)
         dtypes = {name: value.dtype for name, value in self.values.items() if isinstance(value, torch.Tensor)}
         _check_casts(path, dtypes, model.state_dict(keep_vars=True))
+        for name, alias in _shared(state.model_entries(model)[1], model, self.values.keys()):
+            _check_equal(path, name, alias, self.values[name], self.values[alias])
 
     def read(self, rank: int, rng: bool) -> Loaded:
         own = self.model.state_dict(keep_vars=True)
@@ -190,6 +193,12 @@ class _Folder:
         entries = self.metadata.state_dict_metadata.items()
         dtypes = {key: saved.properties.dtype for key, saved in entries if isinstance(saved, TensorStorageMetadata)}
         _check_casts(path, dtypes, parts)
+        for name, alias in _shared(aliases, model, shapes_of(self.metadata, state.MODEL)):
+            whole: Any = self.entries[f"{state.MODEL}/{name}"]
+            both = [Parts(torch.empty_like(whole.local, device="cpu"), whole.placement) for _ in range(2)]
+            entries_of = (f"{state.MODEL}/{name}", f"{state.MODEL}/{alias}")
+            read_into(path, self.metadata, dict(zip(entries_of, both, strict=True)), verify)
+            _check_equal(path, name, alias, both[0].local, both[1].local)
         self.entries = {entry: value for entry, value in self.entries.items() if self._known(entry)}
         if optimizer is not None:
             self._add_optimizer(optimizer, others)
@@ -323,6 +332,26 @@ def _check_casts(path: Path, saved: Mapping[str, torch.dtype], wanted: Mapping[s
     if lossy:
         listed = "; ".join(_listed(lossy, "values of %d tensors would be lost"))
         raise ValueError(f"checkpoint: {path}: {listed}; make the model with a dtype that holds them")
+
+
+def _shared(aliases: Mapping[str, str], model: nn.Module, saved: Collection[str]) -> list[tuple[str, str]]:
+    """Pairs of names under which the model has one tensor, and what was saved two."""
+    moved = renamed(model)
+    return [(name, alias) for alias, name in aliases.items() if {name, alias} <= set(saved) and alias not in moved]
+
+
+def _check_equal(path: Path, name: str, alias: str, first: torch.Tensor, second: torch.Tensor) -> None:
+    """Refuse to drop one of two tensors.
+
+    Raises:
+        ValueError: They are not the same to the bit.
+    """
+    one, other = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (first, second))
+    if not torch.equal(one, other):
+        raise ValueError(
+            f"checkpoint: {path} has other values in {name!r} than in {alias!r}, which are one tensor in the model: one"
+            " of the two would be lost; load into a model that does not share it"
+        )
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -290,7 +290,7 @@ def _read(
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
-            raise reader.damaged(f"it cannot be read ({str(error).split(chr(10))[0]})") from None
+            raise reader.damaged(f"it cannot be read ({state.reason(error)})") from None
         if items[0].type == LoadItemType.BYTE_IO:
             planner.state_dict[items[0].dest_index.fqn] = value
             return
@@ -300,6 +300,7 @@ def _read(
         sizes = next(chunk.sizes for chunk in saved.chunks if chunk.offsets == items[0].storage_index.offset)
         target = planner.resolve_tensor(items[0])
         whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
+        whole = whole and not target.is_conj() and not target.is_neg()  # whose bytes are others
         if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
             reader.fill(file, position, _bytes_of(target), expected)
             return

@@ -208,16 +208,21 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
         raise ValueError(f"checkpoint: keep={keep!r} is out of range; keep at least 1, or None for all")
     if run is not None and (not isinstance(run, str) or not run):
         raise ValueError(f"checkpoint: run={run!r} is not an identity; use a string, or None for none")
+    _check_readable("extra", extra)
+
+
+def _check_readable(what: str, value: Any) -> None:
+    """Whether ``load`` will take what is no tensor of the model."""
     buffer = io.BytesIO()
     try:
-        torch.save(extra, buffer)
+        torch.save(state.without_numbers(value), buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    except OSError:  # of the system, not of what extra holds
+    except OSError:  # of the system, not of what the value holds
         raise
     except Exception as error:  # pickle's own, and torch's for classes that it does not load
         raise ValueError(
-            f"checkpoint: extra holds what cannot be read back safely ({state.reason(error)}); use numbers,"
+            f"checkpoint: {what} holds what cannot be read back safely ({state.reason(error)}); use numbers,"
             " strings, lists, dicts and tensors, such as a state_dict"
         ) from None
 
@@ -229,6 +234,10 @@ def _entries(
     entries, aliases = state.model_entries(model)
     if optimizer is not None:
         entries |= state.optimizer_entries(model, optimizer)
+    for entry, value in entries.items():
+        if not isinstance(value, Parts):
+            what = f"an option of {type(optimizer).__name__}" if entry == state.OPTIMIZER else f"{entry!r}"
+            _check_readable(what, value)
     entries[f"{state.RNG}/{rank}"] = state.rng_state()
     grid, ranks = ("1x1x1x1", 1) if comms is None else (str(comms.grid), comms.everyone.size)
     dropout = state.dropout_state(model)
