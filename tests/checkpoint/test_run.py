@@ -43,6 +43,71 @@ def test_a_run_has_an_identity_and_its_folder_to_itself(tmp_path: Path) -> None:
     assert f"holds checkpoints of an earlier run, the newest {name_of(1)}; resume it" in first[0]
 
 
+def make_it_alone(folder: str) -> None:
+    comms = axo.connect("1x1x1x2", timeout=4.0)
+    axo.checkpoint.Run(folder, comms).close()
+    over = Path(folder, "over")
+    while comms.rank == 1 and not over.exists():
+        time.sleep(0.01)
+    if comms.rank == 0:
+        try:
+            axo.checkpoint.Run(folder, comms)
+        finally:
+            over.touch()
+
+
+def test_a_rank_that_makes_it_alone_is_told_within_the_limit_of_connect_who_is_missing(tmp_path: Path) -> None:
+    first, second = rank_outcomes(make_it_alone, 2, str(tmp_path), timeout=25)
+    assert second.ok and first.error == "Timeout" and first.seconds < 25, first.describe()
+    assert "on 'checkpoints' (rank 0 of 2): timed out" in first.message and "not arrived: 1" in first.message
+
+
+def ask_beside_fifos(folder: Path) -> list[str]:
+    said = []
+    for name in (".axo-lock", "axo-run.json"):
+        os.mkfifo(folder / name)
+        said.append(tell(lambda: axo.checkpoint.Run(folder, resume=True)))
+        os.unlink(folder / name)
+    os.unlink(save(folder, filled(1.0)).path / "axo.json")
+    os.mkfifo(folder / name_of(0) / "axo.json")
+    assert latest(folder) is None
+    (folder / ".axo-lock").symlink_to("/dev/full")
+    return [*said, tell(lambda: axo.checkpoint.Run(folder))]
+
+
+def test_what_is_no_file_is_named_and_not_read(tmp_path: Path) -> None:
+    for message, name in zip(
+        run_ranks(ask_beside_fifos, 1, tmp_path, timeout=25)[0],
+        (".axo-lock is a FIFO", "axo-run.json is a FIFO", ".axo-lock is a device"),
+        strict=True,
+    ):
+        assert f"{name}, and a file of that name is to be written" in message
+
+
+def test_a_folder_that_was_taken_away_is_taken_again_or_another_has_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    run = axo.checkpoint.Run(folder)
+    run.hold()
+    folder.rename(tmp_path / "moved")
+    with pytest.warns(UserWarning, match="was moved or removed while a run held it"):
+        run.hold()
+    run.hold()
+    with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on"):
+        axo.checkpoint.Run(folder)
+    assert axo.checkpoint.Run(tmp_path / "moved", resume=True).id == run.id
+
+    (folder / ".axo-lock").unlink()
+    other = axo.checkpoint.Run(folder)
+    assert "is in use by process" in tell(run.hold)
+    other.close()
+    run.close()
+
+    run = axo.checkpoint.Run(folder, resume=True)
+    (folder / ".axo-lock").unlink()
+    axo.checkpoint.Run(folder).close()
+    assert "is another run's by now" in tell(run.hold)
+
+
 def hold_or_ask(folder: Path) -> str:
     """Rank 0 holds the folder until rank 1 has asked for it; then it is killed."""
     held, asked = folder.with_name("held"), folder.with_name("asked")

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import resource
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest
 
 from axo import checkpoint
 from axo.grid import Grid
-from axo.train import TrainConfig, loop, runner
+from axo.train import TrainConfig, loop, models, runner
+from axo.train.log import TrainLog
 from tests.launcher import Command, run_ranks
 from tests.train.test_train import SMALL, small, text
 
@@ -42,6 +45,57 @@ def test_a_resumed_run_goes_on_with_the_same_batches(text: str, tmp_path: Path) 
     lines = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6))
     assert [line["start"] for line in lines if line["kind"] == "header"] == [0, 3, 3]
+
+
+def go_on_with_a_full_disk(config: TrainConfig) -> list[str]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, resource.RLIM_INFINITY))
+    shape = models.shape_of(models.resolve(config.model, config.model_overrides))
+    said = []
+    for start, out in ((2, config.out), (0, f"{config.out}/new")):
+        try:
+            TrainLog(dataclasses.replace(config, out=out), shape, 1, "none", start=start)
+        except OSError as error:
+            said.append(f"{error.filename}: {error.strerror}")
+    return said
+
+
+def test_a_run_that_cannot_go_on_keeps_its_log(text: str, tmp_path: Path) -> None:
+    log = tmp_path / "out" / "log.jsonl"
+    log.parent.mkdir()
+    log.write_text("".join(f'{{"kind": "step", "step": {step}, "loss": 0.25}}\n' for step in range(3)))
+    before = log.read_text()
+    said = run_ranks(go_on_with_a_full_disk, 1, small(text, out=str(log.parent)))[0]
+    assert said == [f"{log.parent}/{name}: File too large" for name in ("log.jsonl", "new/log.jsonl")]
+    assert log.read_text() == before and sorted(path.name for path in log.parent.iterdir()) == ["log.jsonl", "new"]
+
+
+def lose_the_folder(config: TrainConfig) -> list[str]:
+    step = loop.Trainer.step
+
+    def moving(self: loop.Trainer, index: int) -> Any:
+        if index == 2:
+            os.rename(config.out, f"{config.out}.moved")
+        return step(self, index)
+
+    loop.Trainer.step = moving  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        runner.train_rank(config)
+    return [str(one.message) for one in warned if "moved" in str(one.message)]
+
+
+def test_a_run_whose_folder_is_moved_holds_the_new_one_and_says_so(text: str, tmp_path: Path) -> None:
+    out, moved = tmp_path / "out", tmp_path / "out.moved"
+    (warning,) = run_ranks(lose_the_folder, 1, small(text, out=str(out), steps=4, save_every=2))[0]
+    assert f"{out}, or its .axo-lock, was moved or removed while a run held it" in warning
+    assert (out / "axo-run.json").read_text() == (moved / "axo-run.json").read_text() and (out / ".axo-lock").exists()
+    steps = [
+        [line["step"] for line in map(json.loads, (each / "log.jsonl").read_text().splitlines()) if "step" in line]
+        for each in (moved, out)
+    ]
+    assert steps == [[0, 1], [2, 3]]
+    assert checkpoint.latest(out / "checkpoints").name == "step-00000004"
+    assert checkpoint.latest(moved / "checkpoints").name == "step-00000002"
 
 
 def errors_of(configs: list[TrainConfig], by_hand: str) -> list[str]:

@@ -16,6 +16,7 @@ import re
 import secrets
 import socket
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from axo.checkpoint import folder as folders
@@ -42,6 +43,7 @@ class Run:
     Raises:
         ValueError: Another process holds the folder (names it), or, for a new run, it holds another's checkpoints; on
             every rank.
+        axo.PeerLost, axo.Timeout: A rank has died, or does not make its own within ``axo.connect(timeout=)``; names it.
 
     Attributes:
         id: The identity, for ``save`` and ``latest``; the same on every rank.
@@ -56,26 +58,65 @@ class Run:
         resume: bool = False,
         overwrite: bool = False,
     ) -> None:
-        self._lock = -1
+        self._lock, self._folder, self._comms = -1, folder, comms
         group = checkpoint_group(comms)
-        problem, found = "", ""
-        if rank_in(group) == 0:
-            try:
-                if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-                    raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
-                folders.check_local(folder)
-                found = self._take(Path(folder), Path(checkpoints or folder), resume, overwrite)
-            except ValueError as error:
-                problem = str(error)
-            except OSError as error:
-                where = error.filename2 or error.filename or folder
-                problem = f"checkpoint: {where} cannot be written to: {error.strerror}"
+
+        def take() -> str:
+            if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+                raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
+            folders.check_local(folder)
+            self._folder = Path(folder).absolute()
+            return self._take(self._folder, Path(checkpoints or folder), resume, overwrite)
+
+        problem, found = self._attempt(take) if rank_in(group) == 0 else ("", "")
         where = str(folder)
         try:
             self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
         except BaseException:
             self.close()
             raise
+
+    def _attempt(self, take: Callable[[], str]) -> tuple[str, str]:
+        try:
+            return "", take()
+        except ValueError as error:
+            return str(error), ""
+        except OSError as error:
+            where = error.filename2 or error.filename or self._folder
+            return f"checkpoint: {where} cannot be written to: {error.strerror}", ""
+
+    def hold(self) -> None:
+        """Take the folder once more where it was moved or removed since, with a warning. Every rank calls it.
+
+        Raises:
+            ValueError: Another has it by now; on every rank.
+        """
+        group = checkpoint_group(self._comms)
+        agree(group, self._attempt(self._take_again)[0] if rank_in(group) == 0 else "")
+
+    def _take_again(self) -> str:
+        folder, lost = Path(self._folder), self._lock
+        if lost < 0 or _is_open(folder / _LOCK, lost):
+            return self.id
+        folders.make_folder(folder)
+        try:
+            self._hold(folder)
+        except BaseException:
+            self._lock = lost
+            raise
+        os.close(lost)
+        _held.discard(lost)
+        if _identity(folder) not in (None, self.id):
+            raise ValueError(f"checkpoint: {folder} is another run's by now; give each a folder of its own")
+        if _identity(folder) is None:
+            _identify(folder, self.id)
+        warnings.warn(
+            f"axo: {folder}, or its {_LOCK}, was moved or removed while a run held it; the run goes on there, and what"
+            " it wrote before is where that was moved to",
+            UserWarning,
+            stacklevel=4,
+        )
+        return self.id
 
     def __enter__(self) -> Run:
         return self
@@ -92,7 +133,7 @@ class Run:
             self._lock = -1
 
     def _take(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
-        folders.make_folder(folder.absolute())
+        folders.make_folder(folder)
         self._hold(folder)
         known, found = _identity(folder), folders.complete(checkpoints)
         if resume and (known or found):
@@ -107,6 +148,11 @@ class Run:
         return self._start(folder)
 
     def _hold(self, folder: Path) -> None:
+        for path in (folder / _LOCK, folder / IDENTITY):
+            if path.exists() and not path.is_file():  # to read a FIFO would wait for a writer
+                raise ValueError(
+                    f"checkpoint: {path} {folders.kind_of(path)}, and a file of that name is to be written"
+                )
         self._lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         owner = os.read(self._lock, 1000).decode(errors="replace").strip()
         try:
@@ -131,8 +177,7 @@ class Run:
 
     def _start(self, folder: Path) -> str:
         identity = secrets.token_hex(8)
-        with folders.whole_file(folder / IDENTITY) as unfinished:
-            unfinished.write_text(json.dumps({"run": identity}) + "\n")
+        _identify(folder, identity)
         return identity
 
 
@@ -152,6 +197,19 @@ def _lives_here(owner: str) -> bool:
     """Whether what holds a folder is a process of this host that lives."""
     found = re.fullmatch(r"process (\d+) on (.+)", owner)
     return found is not None and found[2] == socket.gethostname() and Path("/proc", found[1]).exists()
+
+
+def _is_open(path: Path, descriptor: int) -> bool:
+    """Whether what stands at ``path`` is the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
+
+
+def _identify(folder: Path, identity: str) -> None:
+    with folders.whole_file(folder / IDENTITY) as unfinished:
+        unfinished.write_text(json.dumps({"run": identity}) + "\n")
 
 
 def _identity(folder: Path) -> str | None:

@@ -306,6 +306,8 @@ class Communicators:
                 self.ranks if part else None,
                 timedelta(seconds=self.timeout),
                 backend,
+                # torch hands options on to NCCL too, which refuses them
+                pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
                 use_local_synchronization=part,
             )
         return self._checkpoint_group
@@ -517,13 +519,15 @@ def _in_seconds(name: str, time: float | timedelta) -> float:
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What ``connect`` tells the backend of the process group that it makes.
+    """What is told to the backend of a process group that is made here.
 
     Attributes:
         meeting: How long its ranks may take to meet, in seconds.
+        name: In what its errors say; "": torch's number.
     """
 
     meeting: float
+    name: str = ""
 
 
 def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> _C.C10dBackend:
@@ -533,7 +537,9 @@ def create_c10d_backend(options: Any, own: BackendOptions | None = None) -> _C.C
     key = f"axo/{options.group_id or 'default'}"
     name = str(options.group_id) if options.global_ranks_in_group else "world"  # the default group has no list
     rank, size = options.group_rank, options.group_size
-    meeting = own.meeting if isinstance(own, BackendOptions) else seconds
+    meeting = seconds
+    if isinstance(own, BackendOptions):
+        meeting, name = own.meeting, own.name or name
     store = store_of_this_start(options.store, rank, size, meeting)
     core = create_core(store, key, rank, size, name, seconds, options.global_ranks_in_group, meeting=meeting)
     return _C.C10dBackend(store, key, core, int(seconds * 1000))

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from axo.checkpoint.folder import whole_file
 from axo.perf.flops import narayanan
 from axo.train import models
 from axo.train.config import TrainConfig
@@ -56,8 +57,10 @@ class TrainLog:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME
         kept = _lines_before(self.path, start)
-        self._file = open(self.path, "w", encoding="utf-8")
-        self._file.writelines(kept)
+        if kept:  # until they are on disk once more they stay where they are
+            with whole_file(self.path.resolve()) as unfinished:
+                unfinished.write_text("".join(kept), encoding="utf-8")
+        self._file = open(self.path, "a" if kept else "w", encoding="utf-8")
         self._ranks = config.ranks
         sizes = (config.batch_size, config.seq_len, shape.layers, shape.hidden, shape.vocabulary)
         self._model_flops = narayanan(*sizes, recompute=False)
@@ -104,8 +107,16 @@ class TrainLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Write any line."""
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            if not self.path.exists():  # moved or removed, with the run's folder or alone
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.close()
+                self._file = open(self.path, "a", encoding="utf-8")
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            error.filename = str(self.path)
+            raise
 
     def close(self) -> None:
         """Close the file."""

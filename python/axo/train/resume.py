@@ -131,6 +131,7 @@ class Checkpoints:
         ends = step.stop or done == self._config.steps
         if not ends and done % self._config.save_every:
             return
+        self._run.hold()
         handle = checkpoint.save(
             self._folder,
             self._trainer.model,
