@@ -141,6 +141,43 @@ def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
     assert "ranks='2' is no number" in text
 
 
+def handlers() -> list[str]:
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    return [str(signal.getsignal(number)) for number in numbers]
+
+
+def launch_one_with_and_without_nohup() -> list[list[str]]:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    first = launch_local(handlers, 1)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    return [first, launch_local(handlers, 1)]
+
+
+def test_no_signal_raises_within_a_rank() -> None:
+    ended, ignored = str(signal.Handlers.SIG_DFL), str(signal.Handlers.SIG_IGN)
+    without, with_nohup = run_ranks(launch_one_with_and_without_nohup, 1)[0]
+    assert without == [ended, ended, ended, ignored] and with_nohup == [ended, ended, ignored, ignored]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
+def test_ranks_that_the_terminal_has_ended_were_interrupted(number: signal.Signals) -> None:
+    """The launcher got the signal, too; Python may have lost it in a destructor."""
+    cause = launch._cause([], {0: -number, 1: -number})
+    assert isinstance(cause, launch.Interrupted) and cause.signal == number
+
+
+def test_a_store_that_the_system_does_not_give_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **options: Any) -> NoReturn:  # as under ulimit -u
+        raise RuntimeError("Resource temporarily unavailable\nframe #0")
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
+    with pytest.raises(OSError) as error:
+        launch_local(launch_two, 1)
+    assert user_message(error.value) == (
+        "ranks cannot be started here: Resource temporarily unavailable (see ulimit -u and -n)"
+    )
+
+
 @pytest.mark.parametrize(("given", "asked", "found"), [("1", 0, 1), ("", 2, 2), ("3", 2, 2)])
 def test_threads_stay_below_the_limit_of_openmp(
     monkeypatch: pytest.MonkeyPatch, given: str, asked: int, found: int

@@ -94,8 +94,12 @@ class Rank:
             raise ValueError(f"WORLD_SIZE={world} is no number of ranks; a launcher, such as torchrun, sets it")
         if rank >= world:
             raise ValueError(f"RANK={rank} is not a rank of WORLD_SIZE={world}; use 0 to {world - 1}")
-        local = _whole_number("LOCAL_RANK", rank)
-        return cls(rank, world, local, _whole_number("LOCAL_WORLD_SIZE", world))
+        local, local_world = _whole_number("LOCAL_RANK", rank), _whole_number("LOCAL_WORLD_SIZE", world)
+        if local_world < 1:
+            raise ValueError(
+                f"LOCAL_WORLD_SIZE={local_world} is no number of ranks; a launcher, such as torchrun, sets it"
+            )
+        return cls(rank, world, local, local_world)
 
 
 def _whole_number(name: str, default: int = 0) -> int:
@@ -266,7 +270,11 @@ def _meet_on_loopback(parameters: Any) -> Any:
     with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
         port = listener.getsockname()[1]
         agent = OneAgent("127.0.0.1", port, 0, 1, parameters.run_id, 0)
-        agent._store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+        try:
+            agent._store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+        except RuntimeError as error:  # of its thread and its sockets
+            why = str(error).partition("\n")[0]
+            raise OSError(errno.EAGAIN, f"ranks cannot be started here: {why} (see ulimit -u and -n)") from None
     return agent
 
 
@@ -284,6 +292,9 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     # The default action ends a rank even while it is blocked outside of Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # TorchElastic's handler would raise anywhere in a rank
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # no core of each rank: the launcher got it, and ends them
     Path(reports, f"{os.getpid()}.pid").touch()
     if Path(reports, _ASKED).exists():  # SIGTERM came before this rank could be found
         os.kill(os.getpid(), signal.SIGTERM)
@@ -355,6 +366,8 @@ def _cause(reports: list[dict[str, Any]], exit_codes: dict[int, int]) -> RankFai
         # A killed rank lets others fail in many ways, in libraries that know no PeerLost too; not by wrong input.
         killed = code < 0 and code != -signal.SIGTERM and not any(report["user_error"] for report in own)
         if (killed or not own) and all(report["rank"] != rank for report in reports):
+            if -code in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):  # of the terminal: the launcher got it, too
+                return Interrupted(-code)
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             hint = "; is there enough memory?" if code == -signal.SIGKILL else ""
             return RankFailed(f"rank {rank} {how}{hint}", rank=rank, lost=code != -signal.SIGTERM)

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from axo.cli import errors
 from axo.cli import main as cli
+from axo.errors import Timeout
 from tests.cli.test_cli import SMALL, endless_run, living, run_axo, text
 from tests.launcher import Command
 
@@ -141,6 +143,7 @@ def test_other_commands(here: Path, arguments: str, message: str) -> None:
         ("RANK", "abc", "RANK='abc' is not a whole number of at least 0; a launcher, such as torchrun, sets it"),
         ("RANK", "4", "RANK=4 is not a rank of WORLD_SIZE=1; use 0 to 0"),
         ("LOCAL_RANK", "x", "LOCAL_RANK='x' is not a whole number"),
+        ("LOCAL_WORLD_SIZE", "0", "LOCAL_WORLD_SIZE=0 is no number of ranks; a launcher, such as torchrun, sets it"),
         ("WORLD_SIZE", "2", "grid 1x1x1x1 has 1 ranks, but 2 were started; start 1, or use a grid such as 2x1x1x1"),
     ],
 )
@@ -201,6 +204,20 @@ def test_a_trace_that_cannot_be_written_does_not_end_the_run(text: str, tmp_path
     code, lines = run_axo(*run, "--trace", "/proc/trace.json")
     assert code == 0, lines
     assert sum("the trace is not written: '/proc/trace.json' cannot be used" in line for line in lines) == 1, lines
+
+
+def test_a_library_for_which_memory_has_no_room_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    error = ImportError("/x.so: failed to map segment from shared object")  # under ulimit -v
+    assert errors._end(error, "axo train") == 1
+    assert capfd.readouterr().err == f"axo train: error: not enough memory: {error}\n"
+
+
+def test_ranks_that_do_not_meet_are_one_line(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert errors._end(Timeout("connect (rank 1 of 2): nobody listens"), "axo train") == 1
+    assert capfd.readouterr().err == "axo train: rank 1: connect (rank 1 of 2): nobody listens\n"
 
 
 # --- signals, pipes, terminals -----------------------------------------------------------------------------------

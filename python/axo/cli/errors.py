@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from axo.errors import Aborted, PeerLost, user_message
+from axo.errors import Aborted, PeerLost, Timeout, user_message
 from axo.launch import Interrupted, RankFailed, nobody_reads
 
 FAILED, WRONG_INPUT = 1, 2
@@ -84,7 +84,10 @@ def _end(error: BaseException, command: str) -> int:
     if isinstance(error, MemoryError):
         complain(f"{command}: error: not enough memory: {str(error) or 'the system gave no more'}")
         return FAILED
-    if isinstance(error, (PeerLost, Aborted)):  # under torchrun: the rank that is the cause has said more
+    if isinstance(error, ImportError) and "failed to map segment" in str(error):  # a library, under ulimit -v
+        complain(f"{command}: error: not enough memory: {error}")
+        return FAILED
+    if isinstance(error, (PeerLost, Aborted, Timeout)):  # under torchrun: the rank that is the cause has said more
         complain(f"{command}: rank {os.environ.get('RANK', '0')}: {error}")
         return FAILED
     message = user_message(error)
