@@ -71,6 +71,20 @@ def test_equals_serial():
     run_ranks(compare_with_serial, 8, ["2x2x2x1", "1x4x1x2", "8x1x1x1", "1x8x1x1", "1x1x8x1"], timeout=120)
 
 
+def whose_own():
+    dist.init_process_group("axo")
+    for grid, own in (("2x1x1x1", True), ("1x2x1x1", False), ("1x1x2x1", False)):
+        comms = axo.connect(grid)
+        for layer in (axo.nn.LayerNorm(8, comms=comms), axo.nn.RMSNorm(8, comms=comms)):
+            output = layer(torch.randn(3, layer.local_features, requires_grad=True))
+            assert ("_Normalize" not in output.grad_fn.name()) == own, (grid, layer)
+        comms.close()
+
+
+def test_a_norm_that_communicates_nothing_is_torchs_own():
+    run_ranks(whose_own, 2)
+
+
 def heads_over_x(grid):
     """A norm over each head, heads split over x: one weight, replicated, its gradient summed over x."""
     comms = axo.connect(grid)

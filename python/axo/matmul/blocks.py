@@ -125,7 +125,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, rows, how_weight, how_bias = begin_backward(ctx, grad_output)
+        grad, rows, _, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange = ctx.matmul, ctx.matmul.exchange
         weight, bias, needs_input = ctx.weight, ctx.bias, ctx.needs_input_grad[0]
         grad_input = grad_weight = grad_bias = None

@@ -30,16 +30,17 @@ from axo.comm.connect import Communicators
 from axo.matmul.products import LayerProducts, compute_dtype
 from axo.matmul.shared_input import InputSum
 from axo.overlap import Overlap
-from axo.overlap.events import span
+from axo.overlap.events import computed, span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathered, version_of
-from axo.overlap.gradients import LATER, SKIP, how, wanted
+from axo.overlap.gradients import LATER, NOW, SKIP, how
 from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice
 
 _unsafe_view = torch.ops.aten._unsafe_view.default  # a packet of overloads looks for the right one at every call
+_NOTHING = contextlib.nullcontext()
 
 
 class DistributedMatmul:
@@ -102,17 +103,20 @@ class _Product(torch.autograd.Function):
         exchange, products = matmul.exchange, matmul.products
         events = exchange.engine.events
         needs_input = ctx.needs_input_grad[0]
-        rows = input.to(dtype).reshape(-1, input.shape[-1])
+        rows = (input if input.dtype is dtype else input.to(dtype)).reshape(-1, input.shape[-1])
         bias_cast = None if bias is None else bias.to(dtype)
         partial = exchange.size(matmul.in_axis) > 1
         first_bias = None if partial else bias_cast
-        gathering = _gathering(matmul, rows, weight, first_bias) if exchange.waits_for_gather() else None
+        fuses = products.fuses
+        gathering = _gathering(matmul, rows, weight, first_bias) if fuses and exchange.waits_for_gather() else None
         block, held = exchange.forward_block(weight, dtype, recording=recording, wanted=needs_input, gather=gathering)
         output, fused = None if gathering is None else gathering.output, None
-        if output is None:
+        if output is None and fuses and partial:
             with span(events, "compute", "forward", "", exchange.name):
-                fused = products.fused_forward(rows, block, matmul.in_axis) if partial else None
+                fused = products.fused_forward(rows, block, matmul.in_axis)
                 output = products.forward(rows, block, first_bias) if fused is None else fused
+        elif output is None:
+            output = computed(events, "forward", exchange.name, products.forward, rows, block, first_bias)
         if partial:
             if fused is None:
                 output = exchange.reduce(output, matmul.in_axis)
@@ -126,25 +130,28 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad, rows, how_weight, how_bias = begin_backward(ctx, grad_output)
+        grad, rows, how_input, how_weight, how_bias = begin_backward(ctx, grad_output)
         matmul, exchange, products = ctx.matmul, ctx.matmul.exchange, ctx.matmul.products
         weight, bias, events = ctx.weight, ctx.bias, exchange.engine.events
         input_sum: InputSum | None = ctx.input_sum
         out_axis = matmul.out_axis if input_sum is None else None
         grad_input = grad_weight = grad_bias = None
         with no_autocast(grad.device):
-            if ctx.needs_input_grad[0] and wanted(ctx, 0):
+            if how_input != SKIP:
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype)
-                with span(events, "compute", "dI", "", exchange.name):
-                    grad_input = products.start_fused_grad_input(grad, block, out_axis)
-                    partial = products.grad_input(grad, block) if grad_input is None else None
+                if products.fuses:
+                    with span(events, "compute", "dI", "", exchange.name):
+                        grad_input = products.start_fused_grad_input(grad, block, out_axis)
+                        partial = products.grad_input(grad, block) if grad_input is None else None
+                else:
+                    partial = computed(events, "dI", exchange.name, products.grad_input, grad, block)
                 if partial is not None:
                     grad_input = exchange.start_reduce(partial, out_axis)
-                del block
+                del block, partial
                 ctx.held = None
                 exchange.release_block()
             if how_weight != SKIP:
-                behind = input_sum if grad_input is not None and _hides_sum(ctx) else None
+                behind = input_sum if grad_input is not None and input_sum is not None and _hides_sum(ctx) else None
                 grad_weight = exchange.gradient(
                     how_weight, weight, lambda: _weight_product(ctx, how_weight, grad, rows), behind
                 )
@@ -182,20 +189,23 @@ def keep_for_backward(
     ctx.matmul, ctx.dtype, ctx.input_dtype, ctx.input_shape = matmul, rows.dtype, input.dtype, input.shape
 
 
-def begin_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str, str]:
-    """Check that a backward pass may run: its dO in two dims, the rows, and how dW and db are wanted.
+def begin_backward(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, str, str, str]:
+    """Check that a backward pass may run: its dO in two dims, the rows, and how dI, dW and db are wanted.
 
     Raises:
         RuntimeError: ``create_graph=True``, or the weight has changed since the forward.
     """
     exchange = ctx.matmul.exchange
     refuse_create_graph("Linear")
-    check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", ctx.weight, ctx.version)
+    if version_of(ctx.weight) != ctx.version:
+        check_unchanged(f"Linear {exchange.name!r}" if exchange.name else "Linear", ctx.weight, ctx.version)
     rows, _ = ctx.saved_tensors
-    _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
     grad = grad_output.reshape(ctx.input_shape[:-1].numel(), grad_output.shape[-1])  # may have 0 columns
-    how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
-    return grad, rows, how_weight, exchange.how(ctx, 2) if needs_bias else SKIP
+    if torch.compiler.is_compiling():
+        how_input, how_weight, how_bias = (NOW if needs else SKIP for needs in ctx.needs_input_grad[:3])
+    else:
+        how_input, how_weight, how_bias = exchange.hows(ctx)
+    return grad, rows, how_input, how_weight, how_bias
 
 
 def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) -> torch.Tensor | None:
@@ -203,15 +213,17 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
     exchange, products, weight = ctx.matmul.exchange, ctx.matmul.products, ctx.weight
     events = exchange.engine.events
     with no_autocast(grad.device):
-        scattering = products.scattering(grad) if exchange.waits_for_scatter(how, weight) else None
+        if exchange.leaves_whole(how):
+            whole = computed(events, "dW", exchange.name, products.grad_weight, grad, rows)
+            return whole.to(weight).view(weight.shape)
+        scattering = products.scattering(grad) if products.fuses and exchange.waits_for_scatter(how, weight) else None
         if scattering is not None:
             into, shard = exchange.shard_buffer(how, weight, rows.shape[1], grad)
             with span(events, "compute", "dW", "", exchange.name):
                 products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
             return exchange.shard_gradient(weight, into)
         into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
-        with span(events, "compute", "dW", "", exchange.name):
-            products.grad_weight(grad, rows, out=grad_block)
+        computed(events, "dW", exchange.name, products.grad_weight, grad, rows, grad_block)
         return exchange.weight_gradient(how, weight, into)
 
 
@@ -262,7 +274,7 @@ def no_autocast(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Switch autocast off where it is on: what runs inside has chosen its dtypes already."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    return _NOTHING
 
 
 def refuse_create_graph(owner: str) -> None:

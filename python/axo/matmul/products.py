@@ -166,6 +166,11 @@ class LayerProducts:
         """(m, n), (n, k) -> the (m, k) on its way to the sum over ``axis``; None as above."""
         return self._start("grad_input", grad, block, axis)
 
+    @property
+    def fuses(self) -> bool:
+        """Whether any product of this layer could run with its collective as one."""
+        return self.products.fused.possible and not self._fp8
+
     def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
         choice = self._fused_choice(kind, a, axis)
         if choice is None or axis is None:
@@ -201,7 +206,7 @@ class LayerProducts:
 
     def _fused_choice(self, kind: str, a: torch.Tensor, axis: str | None) -> Choice | None:
         fused = self.products.fused
-        if axis is None or not fused.possible or self._fp8 or fused.on(axis).size == 1:
+        if axis is None or not self.fuses or fused.on(axis).size == 1:
             return None
         if torch.compiler.is_compiling():
             return None

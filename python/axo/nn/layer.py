@@ -130,9 +130,8 @@ class ParallelLayer(nn.Module):
         Raises:
             RuntimeError: As torch's layer does.
         """
-        if torch.is_autocast_enabled(input.device.type):
-            if all(tensor.is_floating_point() and tensor.dtype != torch.float64 for tensor in (input, weight)):
-                return
+        if torch.is_autocast_enabled(input.device.type) and _joins(input) and _joins(weight):
+            return
         raise RuntimeError(
             f"{self.label()}: the input is {input.dtype} and the weight {weight.dtype}, which must be the same"
             " (autocast joins floats, but for float64); convert the input with input.to(layer.weight.dtype)"
@@ -233,6 +232,11 @@ class ParallelLayer(nn.Module):
                 state_dict[prefix + name] = placement.take(value, self.comms.grid, self.comms.coords).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._tag()
+
+
+def _joins(tensor: torch.Tensor) -> bool:
+    """Whether autocast makes this tensor's dtype that of others."""
+    return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:

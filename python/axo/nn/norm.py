@@ -9,7 +9,8 @@
 The sums over h, one or two numbers a token, are all-reduced over the axis in fp32 (fp64 for fp64 inputs). LayerNorm
 takes the mean first and then the squares around it, two small all-reduces: the sum of squares alone would lose digits
 where the mean is large beside the deviation. Weights are split like the hidden dim and replicated elsewhere. A
-LayerNorm whose hidden dim nobody splits runs torch's kernel.
+LayerNorm whose hidden dim nobody splits runs torch's kernel; a norm in fp32 whose gradients do not travel either is
+torch's own.
 
 Not here: norms over more than the last dim.
 """
@@ -66,6 +67,8 @@ class _Norm(ParallelLayer):
         self.sum_grad_over = sum_grad_over
         self.exchange = Exchange(comms, placement, grad_reduce)
         self.exchanges = (self.exchange,)
+        over = (*sum_grad_over, *([axis] if axis else []))
+        self.is_silent = self.exchange.silent and not self.exchange.stages_of(over)
         for absent in {"weight", "bias"} - set(parameters):
             self.register_parameter(absent, None)
         self._add_parameters(default_device(device, comms), dtype)
@@ -81,12 +84,22 @@ class _Norm(ParallelLayer):
                 f"{self.label()}: input of shape {tuple(input.shape)} must end in {self.local_features}, this"
                 f" rank's part of {self.out_features_whole} over {self.out_axis}={self.exchange.size(self.out_axis)}"
             )
-        if self.weight is None or input.dtype is not self.weight.dtype:
+        weight: Any = self.weight  # looked up once a pass: nn.Module's lookup is slow
+        bias: Any = self.bias
+        alike = weight is not None and input.dtype is weight.dtype
+        if not alike:
             self._check_norm_dtype(input)
-        output = _Normalize.apply(input, self.weight, self.bias, self)
+        if self.is_silent and alike and input.dtype is torch.float32 and not self.unit_offset:
+            output = self._torchs_own(input, weight, bias)
+        else:
+            output = _Normalize.apply(input, weight, bias, self)
         if self.first_pass:
             self._first_pass(input, output)
         return output
+
+    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        """torch's norm, where this rank has all of the hidden dim and no gradient travels."""
+        raise NotImplementedError
 
     def _check_norm_dtype(self, input: torch.Tensor) -> None:
         """torch's norms take halves beside fp32 weights; no integers, and LayerNorm no fp64 beside other weights."""
@@ -166,8 +179,11 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.comms.grid.world_size == 1:
-            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+            return self._torchs_own(input, self.weight, self.bias)
         return super().forward(input)
+
+    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -215,8 +231,11 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.comms.grid.world_size == 1 and not self.unit_offset:
-            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
+            return self._torchs_own(input, self.weight, None)
         return super().forward(input)
+
+    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.rms_norm(input, self.normalized_shape, weight, self.eps)
 
 
 class _Normalize(torch.autograd.Function):

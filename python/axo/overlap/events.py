@@ -12,6 +12,7 @@ Waits that find their collective complete are not recorded.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -58,6 +59,14 @@ class span:
     def __exit__(self, *error: Any) -> None:
         if self._events is not None:
             add(self._events, *self._names, self._start)
+
+
+def computed(events: Events | None, op: str, layer: str, product: Callable[..., torch.Tensor], *operands: Any) -> Any:
+    """What ``product`` makes of the operands, recorded as "compute" if there is a record."""
+    if events is None:
+        return product(*operands)
+    with span(events, "compute", op, "", layer):
+        return product(*operands)
 
 
 class Pending:

@@ -21,7 +21,7 @@ from axo.overlap.engine import Engine
 from axo.overlap.events import Pending, span
 from axo.overlap.gathers import Gathered
 from axo.overlap.gradients import GradientBuffer
-from axo.overlap.modes import hidden
+from axo.overlap.modes import dispatch_modes, hidden
 from axo.overlap.options import Overlap
 from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Copies, Route, Stage
@@ -102,8 +102,10 @@ class Exchange(Route):
 
     def _cast(self, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The block in ``dtype``, where z does not cut it: in memory that is used again each step."""
-        block = values(weight).flatten(1)
-        if block.dtype == dtype or torch.compiler.is_compiling():
+        block = values(weight)
+        if block.dim() != 2:
+            block = block.flatten(1)
+        if block.dtype is dtype or torch.compiler.is_compiling():
             return block.to(dtype)
         with hidden():
             return self.engine.pool.take(tuple(block.shape), dtype, block.device).copy_(block)
@@ -130,6 +132,8 @@ class Exchange(Route):
         """All-reduce ``tensor`` over ``axis``, in place where it is contiguous and nobody keeps it."""
         if axis is None or self.size(axis) == 1:
             return tensor
+        if self.engine.events is None and not dispatch_modes():
+            return self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
         with hidden() as watched, span(self.engine.events, "wait", "all_reduce", axis, self.name):
             tensor = tensor.clone() if watched else tensor.contiguous()
             return self.comms.axis(axis).all_reduce(tensor, op)
@@ -152,8 +156,15 @@ class Exchange(Route):
         What needs no communication at all is given to autograd.
         """
         found = wants.how(node, index)
-        silent = not self.stages_of(sum_over) and self.vector_copies is None
+        silent = self.silent and not self.stages_of(sum_over)
         return wants.NOW if found == wants.LATER and silent else found
+
+    def hows(self, node: torch.autograd.graph.Node) -> list[str]:
+        """What backward wants of the gradients of a layer's input, weight and bias, which are the first of ``node``."""
+        found = wants.hows(node, 3)
+        if self.silent:
+            found[1:] = (wants.NOW if each == wants.LATER else each for each in found[1:])
+        return found
 
     def gradient(
         self, how: str, parameter: torch.Tensor, product: Product, behind: PutsOff | None = None
@@ -199,6 +210,10 @@ class Exchange(Route):
             grad = self.comms.axis(self.shard_axis).reduce_scatter(grad, op=self.op)
         grad = self._now(grad, self.weight_stages, self.weight_copies)
         return grad[: self.shard_rows].to(weight).view(weight.shape)
+
+    def leaves_whole(self, how: str) -> bool:
+        """Whether a gradient of the weight that autograd wants now is complete as its product gives it."""
+        return how == wants.NOW and self.alone and self.engine.reduce_dtype is None
 
     def waits_for_scatter(self, how: str, weight: torch.Tensor) -> bool:
         """Whether the layer would wait for the reduce-scatter of this gradient where it issues it."""

@@ -321,15 +321,17 @@ class Gathers:
                     shard, shards = room, None
             whole = engine.pool.take((route.padded_rows, columns), kind, device)
             mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
-            if shard.shape[0] != rows:
-                mine[shard.shape[0] :].zero_()
+            real, held = mine, shard.shape[0]
+            if held != rows:
+                real = mine[:held]
+                mine[held:].zero_()
             if route.fp8 is not None:
-                pack(shard, mine[: shard.shape[0]], route.fp8)
+                pack(shard, real, route.fp8)
             elif shards is None:
-                mine[: shard.shape[0]].copy_(shard)
+                real.copy_(shard)
             else:
-                brought = shards.bring(mine[: shard.shape[0]], shard)
-            block = whole[: route.block_rows]
+                brought = shards.bring(real, shard)
+            block = whole if route.block_rows == route.padded_rows else whole[: route.block_rows]
         if blocking:
             with span(engine.events, "wait", *names):
                 if shards is not None:

@@ -40,7 +40,16 @@ def how(node: torch.autograd.graph.Node, index: int) -> str:
 
     SKIP: nothing. LATER: that it is in ``.grad`` when backward returns. NOW: the gradient itself.
     """
-    into = node.next_functions[index][0]
+    return _how(node.next_functions[index][0])
+
+
+def hows(node: torch.autograd.graph.Node, inputs: int) -> list[str]:
+    """The same of the first ``inputs`` of them: to ask ``node`` for its edges takes most of the time. None: SKIP."""
+    found = [_how(into) for into, _ in node.next_functions[:inputs]]
+    return found + [SKIP] * (inputs - len(found))  # it has edges for tensors alone
+
+
+def _how(into: torch.autograd.graph.Node | None) -> str:
     if into is None:
         return SKIP
     try:

@@ -18,6 +18,9 @@ class Onlooker(TorchDispatchMode):
     """A mode that keeps nothing and changes nothing, from which nothing is hidden."""
 
 
+dispatch_modes = torch._C._len_torch_dispatch_stack  # how many there are
+
+
 class hidden:
     """Run a block unseen by dispatch modes. Gives True if there are any: they may keep what they have seen."""
 
@@ -25,7 +28,7 @@ class hidden:
 
     def __enter__(self) -> bool:
         self._disabled: ExitStack | None = None
-        if not torch._C._len_torch_dispatch_stack():
+        if not dispatch_modes():
             return False
         modes = _get_current_dispatch_mode_stack()
         onlookers = [mode for mode in modes if isinstance(mode, Onlooker)]

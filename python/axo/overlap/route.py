@@ -23,6 +23,7 @@ import torch
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.comm.work import Work
+from axo.grid import AXES
 from axo.placement import Placement, Range, chunk_size
 
 GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
@@ -57,6 +58,7 @@ class Route:
         weight_stages, vector_stages: What the gradient of this rank's rows, or of a vector, is reduced over.
         fp8: As which scaling of ``axo_kernels.fused.fp8`` the weight is packed before it is gathered; None: it is not.
         weight_copies, vector_copies: The rows that neighbours hold too: of this rank's weight, or of its block.
+        silent, alone: Whether the gradient of a vector, or of the weight, needs no communication.
 
     Raises:
         ValueError: ``grad_reduce`` is not known.
@@ -70,6 +72,7 @@ class Route:
         self.name = ""
         self.together = ""
         grid, coords, row_axes = comms.grid, comms.coords, comms.arrangement.rows
+        self._sizes: dict[str | None, int] = {None: 1} | {axis: grid.size(axis) for axis in AXES}  # asked many times
         self.shard_axis = next((axis for axis in placement.splits[0] if axis in row_axes), None)
         self.shards = self.size(self.shard_axis)
         whole = placement.without(self.shard_axis) if self.shard_axis else placement
@@ -87,13 +90,15 @@ class Route:
             mine = placement.copied_rows(grid, coords)
             self.weight_copies = Copies(mine, holders) if mine else None
             self.vector_copies = Copies(shared, holders)
+        self.silent = not self.vector_stages and self.vector_copies is None
+        self.alone = self.shards == 1 and not self.weight_stages and self.weight_copies is None
 
     def _stages(self, axes: Iterable[str]) -> tuple[Stage, ...]:
         return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
 
     def size(self, axis: str | None) -> int:
         """Ranks along ``axis``; 1 for no axis."""
-        return 1 if axis is None else self.comms.grid.size(axis)
+        return self._sizes[axis]
 
     def stages_of(self, sum_over: tuple[str, ...]) -> tuple[Stage, ...]:
         """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""
