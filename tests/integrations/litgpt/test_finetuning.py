@@ -101,8 +101,8 @@ def test_lora_finetuning_equals_stock_litgpt(base, stock_lora, grid, stages):
 def test_finetuning_adapters_equals_stock_litgpt(base, method):
     """Losses to 1e-4, examples generated on the way; the saved adapters to 1e-5. Prompts begin at the third block.
 
-    What ``generate_adapter`` and ``_v2`` make with adapters that were made stronger, and ``generate_full`` without them:
-    token by token.
+    What ``generate_adapter`` and ``_v2`` make with adapters that were made stronger, and ``generate_full`` without
+    them: token by token.
     """
     if not (base / "deep").exists():
         write_base(base, "deep", n_layer=3)
