@@ -2,10 +2,10 @@
 //
 // Order. All communicators of a rank issue from one queue (device/launch_queue.h), so ranks that issue in one order
 //   launch in one order. A non-blocking call runs on the communicator's stream; a blocking one on the caller's.
-//   Operations of one communicator stay in issue order whatever stream they are on. Where the library does not see to
-//   it that kernels begin in the order of their launches (AMD, NCCL before 2.26, or a variable that it may have read
-//   too early: device/nccl_api.h), all communicators of a rank share one stream, and an operation on any stream comes
-//   after the one that was issued before it, of whatever communicator: at most one is on the device.
+//   Operations of one communicator stay in issue order whatever stream they are on. Kernels must also begin in the
+//   order of their launches. Where the library does not see to that (AMD, NCCL before 2.26, or a variable that it may
+//   have read too early: device/nccl_api.h), all communicators of a rank share one stream, and each operation, on
+//   whatever stream, comes after the one issued before it, of whatever communicator: at most one is on the device.
 // Work. wait() makes the caller's stream wait, wait_on(stream) another one; synchronize() holds the host. A work keeps
 //   its tensors until it is waited for on the stream that it was called from, or until it is complete and dropped: then
 //   they are let go on the thread of the watchdog, unlike those of the host (base/work.h).

@@ -1,11 +1,12 @@
 // AXO_CHECK=1 on devices: every operation, and its place in the order of launches, is compared between ranks through
 // the store before it is launched.
 //
-// Two things are compared. Per communicator, that the n-th operation is the same on all ranks (kind, dtype, count, op,
-// root). Between communicators, that two ranks which share A and B launch them in one order: each rank states how far
-// it is in its other communicators, and for those that both know the numbers must be equal. A rank that waits longer
-// than a quarter of a second also says in what, so that two ranks that wait for each other find out without a timeout.
-// send and recv are compared by the receiver, so that the check adds no waiting that the transfer does not have.
+// Two things are compared. In each communicator, the n-th operation must be the same on all ranks (kind, dtype, count,
+// op, root). Between communicators, two ranks that share A and B must launch them in one order: each rank states how
+// many operations it has issued in its other communicators, and for a communicator that both know the numbers must be
+// equal. A rank that waits longer than a quarter of a second also says in which operation. So two ranks that wait for
+// each other find out without a timeout. The receiver compares send and recv, so the check adds no wait that the
+// transfer lacks.
 // It leaves one key an operation and rank in the store: for debugging, not for long runs.
 #pragma once
 

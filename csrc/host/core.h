@@ -1,7 +1,7 @@
 // The state machine of one rank of one host communicator: queues, the running collective, messages, and its end.
 //
-// Everything that moves operations runs behind the gate, a try-lock that remembers that somebody asked: whoever holds
-// it rings this process's own bell on leaving when another thread was turned away, so no wake-up is lost.
+// Everything that moves operations runs behind the gate: a try-lock that remembers whether another thread was turned
+// away. If so, the holder rings this process's own bell when it leaves, so no wake-up is lost.
 #pragma once
 
 #include <deque>

@@ -9,7 +9,7 @@
 //   posted   rounds whose stage it has filled
 //   reduced  rounds whose result it has filled
 //   done     rounds in which it will read nothing any more: stage and result k are free again when all have done > k;
-//            of a collective of one round told with the next one
+//            after a collective of one round the rank writes it together with its next collective
 // A rank completes a collective only when it has seen the headers of all, so ranks are at most one collective apart and
 // a header is never overwritten while somebody may read it.
 //

@@ -5,10 +5,10 @@
 // name over a trusted way (the store, or the parent communicator). Whatever else connects is turned away. Sockets are
 // closed when the rendezvous ends.
 //
-// A rank that dies in its course is noticed by the leader, which tells the others: by its life word once its page is
-// there, and before that by what /proc says of the thread that came to meet. Both show it before the kernel has freed
-// the dead process's memory, which a socket and a pidfd wait for. A rank that has told nothing of itself yet can only
-// be missed.
+// The leader notices a rank that dies meanwhile, and tells the others. It looks at the rank's life word once the rank's
+// page is there, and before that at what /proc says of the thread that came to meet. Both show the death before the
+// kernel has freed the dead process's memory; a socket or a pidfd shows it only afterwards. A rank that has told
+// nothing of itself yet can only be missed.
 #pragma once
 
 #include <functional>

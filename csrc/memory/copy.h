@@ -1,12 +1,12 @@
 // Copies that know the machine: one for chunks that stay in the caches, one for results that do not fit into them.
 //
-// copy() takes string instructions for what is long: they write whole lines without fetching their old content, which
-// for a line that a peer has read is a wait for that peer (2-3 times as fast as vector stores between cores that share
-// no cache), and they read ahead across pages. Elsewhere it asks for the first lines of the next page while it copies a
-// page: the prefetchers of today's processors stop at page borders. stream() also writes around the caches: a result
-// beyond their size is not read before it is overwritten (a third less traffic) and does not push out what the ranks
-// still need. Its stores are complete when it returns. Neither takes overlapping memory; to == from is allowed and does
-// nothing.
+// copy() takes string instructions for what is long. They write whole lines without fetching the old content; to fetch
+// a line that a peer has read is to wait for that peer. (Between cores that share no cache they are 2-3 times as fast
+// as vector stores.) They also read ahead across pages. On other processors copy() asks for the first lines of the next
+// page while it copies a page: the prefetchers of today's processors stop at page borders. stream() also writes around
+// the caches: a result beyond their size is not read before it is overwritten (a third less traffic) and does not push
+// out what the ranks still need. Its stores are complete when it returns. Neither takes overlapping memory; to == from
+// is allowed and does nothing.
 #pragma once
 
 #include <cstddef>

@@ -12,8 +12,8 @@
 | embedding ``[V, h]``: V, h split over | x and z, y | x, y |
 | what its product moves (``axo.matmul``) | ``axonn`` | ``tesseract``, ``summa`` |
 
-Ranks along an axis that splits rows compute with other rows, so gradients are reduced over these axes, and what such
-an axis splits of a weight is gathered before use (z of axonn, x of Tesseract's embedding) or broadcast by the product.
+An axis that splits rows gives each of its ranks other rows. So gradients are reduced over it. Where it also splits a
+weight, the weight is gathered over it before use (axonn: z; Tesseract's embedding: x), or the product broadcasts it.
 
 Sources: Algorithm 1 of "Democratizing AI"; "Tesseract" (Wang et al., 2021), section 3. Pure arithmetic: no torch.
 """

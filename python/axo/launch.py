@@ -4,9 +4,9 @@ TorchElastic launches and watches the ranks (``torch.distributed.launcher``). On
 after its imports, so eight of them cost little; that is safe only because this process never runs a parallel torch
 operation and each rank sets its thread count before anything else. With a GPU they are spawned.
 
-Each rank that fails writes a report; of several the cause is shown, not its consequences: first an error of the rank's
-own, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks; with
-``launch_local(..., terminate=True)`` SIGTERM is passed on to them, and they end in their own time (``Termination``).
+Each rank that fails writes a report. Where several fail, the cause is shown, not its consequences: an error of a rank's
+own comes first, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks.
+With ``launch_local(..., terminate=True)`` ranks get SIGTERM too, and end in their own time (``Termination``).
 The ranks meet at a store that listens on the loopback interface alone; torch's own listens on all of them. Under
 torchrun nothing is launched: the process is a rank already, and the store is where torchrun put it.
 """

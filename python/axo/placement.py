@@ -3,7 +3,7 @@
 A placement says, for every tensor dim, which grid axes split it, outer to inner. The weight of a normal layer,
 ``[n, k]``, is ``splits=(("x", "z"), ("y",))``: rows over x, the rows of that block again over z, columns over y. Bounds
 are those of ``torch.chunk``: parts of ``ceil(size / parts)``, the last ones short or empty. So nested parts stay
-contiguous, and parts padded to equal length and laid end to end hold the whole with the padding at the very end.
+contiguous. Parts that are padded to equal length and laid end to end are the whole tensor, with all padding at its end.
 
 A fused weight (litgpt's qkv) has row blocks: the outer axis splits every block by itself and the rank holds its parts
 one after the other; inner axes split that concatenation. A block may be cut into fewer parts than the outer axis has

@@ -1,7 +1,7 @@
 """Checksums of what a checkpoint holds: CRC-32, in older ones XXH3 of 64 bits; its marker says which.
 
-CRC-32 by ISA-L (carry-less products of 512 bits) takes 66 to 78 GB/s from a core's own cache, XXH3 47. zlib's is the
-same at 2 GB/s: of processors that ISA-L has no code for.
+CRC-32 by ISA-L (carry-less products of 512 bits) takes 66 to 78 GB/s from a core's own cache, XXH3 47. zlib computes
+the same CRC-32 at 2 GB/s; it serves processors for which ISA-L has no code.
 """
 
 from __future__ import annotations

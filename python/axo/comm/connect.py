@@ -9,8 +9,8 @@
 The ranks meet through torch.distributed's store; the collectives run in Axo's own core. One communicator spans all
 ranks; each axis with more than one rank is split from it. ``axo.comm.transports`` chooses what moves the bytes.
 
-Pipeline stages are outermost: of all ranks, number = rank in the stage's grid + ranks of a grid * stage. What a grid
-means, ``rank``, ``coords``, ``world`` and the four axes among it, is then said of one stage.
+Pipeline stages are outermost. The number of a rank among all is: its rank in the stage's grid + stage * the ranks of a
+grid. With stages, ``rank``, ``coords``, ``world`` and the four axes are those of one stage.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ With AXO_FLIGHT_DIR set, a rank writes its file there when an operation fails an
 where a job stands, and who was late where.
 
 A file is JSON lines, one operation each. Ranks of one communicator share its ``id``; a collective is matched over ranks
-by its sequence number. Times of ranks on one host are compared by the clock that they share, times of several hosts by
-wall-clock time, which is as good as the hosts' clocks agree.
+by its sequence number. Ranks on one host share a clock, by which their times are compared. Times of several hosts are
+compared by wall-clock time, so they are only as exact as these clocks.
 
 What it does not do: messages (send, recv) are shown when they are pending, never matched.
 """

@@ -5,8 +5,8 @@ the same order. Two ranks are compared on each communicator that they share: on 
 
 Of thousands of ranks a few have to be run. Ranks of one role hold shards of the same shapes and take as many rows, so
 one of each role is run, and of each axis also the second rank beside rank 0, so that every axis has peers to compare.
-With stages a role is one of a stage too; the ranks that stand where rank 0 does in the grids of all stages are run, and
-each message must be awaited by the rank that it goes to, in the same order.
+With stages, each stage has roles of its own. The ranks that stand where rank 0 does in the grids of all stages are run
+too, and each message must be awaited by the rank that it goes to, in the same order.
 A mistake that depends on the number of a rank alone is found when that rank is among those that are run.
 """
 

@@ -11,10 +11,10 @@
                 nothing is timed, nothing is communicated, and without a cache every product is torch's own)
     first-step  measure at a layer's first call, all ranks of x, y and z together
 
-Measuring takes the largest time over those ranks and one choice for all of them. It happens at the first call for a
-(product, whole weight, dtype), which is the same moment on all of them even where their shares differ in size: what is
-timed is the largest share. Later calls with other numbers of rows reuse the choice. Data replicas do not take part in
-each other's choices; they may run different numbers of steps. The measurement issues collectives of its own.
+These ranks measure together at the first call for a (product, whole weight, dtype), which all of them reach at the same
+moment. They time the largest share, take the largest time over the ranks, and make one choice for all. Later calls with
+other numbers of rows reuse the choice. Each data replica chooses for itself, since replicas may run different numbers
+of steps. The measurement issues collectives of its own.
 
 On a grid of one rank torch's autograd runs the layer unless a product is to be computed differently. What is compiled
 by torch.compile, and dtypes that axo_kernels does not take, are torch's own too.

@@ -2,10 +2,9 @@
 
     total = (sum over parameters and elements of |g|^p)^(1/p);   g *= min(1, max_norm / (total + 1e-6))
 
-Every element counts once: a rank adds what it holds of a parameter only if it is the first (coordinate 0) on each axis
-that replicates the parameter (of rows that neighbours share, ``Placement.copies``, the first of these). One number is
-then all-reduced over all ranks, those of all stages of a pipeline too, so all of them see the same bits. What two
-stages hold (a tied table) the first counts.
+Every element counts once. Where ranks along an axis hold copies of a parameter, the first of them (coordinate 0) adds
+it; where neighbours share rows (``Placement.copies``), the first neighbour; where two stages share a table, the first
+stage. One number is then all-reduced over all ranks of all stages, so all of them see the same bits.
 
 Semantics of ``torch.nn.utils.clip_grad_norm_``.
 """

@@ -1,8 +1,8 @@
 """Random numbers that agree on ranks which compute the same, for code that draws them from torch's default generator.
 
-A module that is not split (or is split over some axes only) is computed alike by ranks whose own seeds differ. Around
-its forward the default generator is set to a state made of (base, coordinates on the axes that do split it, number of
-the call), as ``axo.nn.Dropout`` makes its own, and put back afterwards. Only in training.
+Ranks that hold the same module must draw the same numbers in it, though their own seeds differ. So before its forward
+the default generator gets a state that is made of (base, coordinates on the axes that split the module, number of the
+call), as ``axo.nn.Dropout`` makes its own. Afterwards the old state is put back. Only in training.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 The cuts do not show in the results: an update is elementwise, and pieces are cut at multiples of whole vectors. So they
 are those of ``torch.optim.AdamW(..., fused=True)`` on the CPU, to the bit. On a GPU an fp32 parameter has its copy in
-host memory, which saves its way down. Whoever changes a parameter between steps (a checkpoint, an average of weights)
-need not know of copies and masters: one that does not round to its parameter any more is taken from it.
+host memory, which saves its way down. A parameter may be changed between steps (by a checkpoint, by an average of
+weights): a copy or master that does not round to its parameter any more is made from it anew.
 
 ZeRO needs no case of its own: a parameter is its rows while a step runs (``axo.overlap.zero``), and state is made for
 these. Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training".

@@ -1,9 +1,10 @@
 """Gradients of micro-batches under ``axo.no_sync``: kept here, unreduced, until a micro-batch is synchronised.
 
-``zero_grad`` drops what has been accumulated, so it must drop these gradients too. torch tells nobody of the call; only
-``.grad`` shows it. So when a backward pass ends, a parameter whose gradient is kept here and whose ``.grad`` is None
-gets negative zeros there. If they are gone or positive later, or if a ``.grad`` that had values is zero now,
-``zero_grad`` was called: scaling and clipping do neither. The negative zeros go when the next backward pass begins.
+``zero_grad`` drops what has been accumulated, so it must drop these gradients too. torch tells nobody of that call, so
+it is read from ``.grad``. When a backward pass ends, a parameter whose gradient is kept here and whose ``.grad`` is
+None gets negative zeros in ``.grad``. If these are gone or positive later, or if a ``.grad`` that had values is zero
+now, ``zero_grad`` was called (scaling and clipping do neither). The negative zeros go when the next backward pass
+begins.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
                            kept weights dropped
     backward raises        autograd drops the callback, and with it goes what was pending, with a warning
 
-The callback's life tells whether a backward is under way: autograd's graph task owns it, so nothing stays armed after
-an exception, and the inner passes of reentrant checkpointing find their outer one. Not here: streams of GPUs.
+A backward is under way as long as its callback lives. autograd's graph task owns the callback, so after an exception
+nothing stays armed, and the inner passes of reentrant checkpointing find the outer pass. Not here: streams of GPUs.
 """
 
 from __future__ import annotations

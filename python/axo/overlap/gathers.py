@@ -7,11 +7,11 @@ block's as one group. A layer that comes out of turn gathers for itself; what wa
 at the end of the pass, and the record is always that of the last pass. Ranks along z run the same program, so they
 expect the same order.
 
-A kept weight belongs to the node that will use it in backward. Two cases have no such node and keep it here: the first
-run of a reentrantly checkpointed block, and a recomputation. What nodes alone keep serves the forward pass that
-gathered it and the recomputations of its own backward, nothing else: one rank may hold on to an output, and so to its
-nodes, which others along z have dropped. For that reason only parameters are gathered ahead, too: any other tensor
-lives as long as its nodes.
+The autograd node that will use a kept weight in backward owns it. In two cases there is no such node, and it is kept
+here: in the first run of a reentrantly checkpointed block, and in a recomputation. What only nodes keep is used by the
+forward pass that gathered it and by the recomputations of its own backward, by nothing else. The reason: one rank may
+still hold an output, and so its nodes, when others along z have dropped theirs. For the same reason only parameters are
+gathered ahead: any other tensor lives as long as its nodes.
 
 A weight that has changed since it was gathered (its version, its memory or the tensor itself) is gathered again. A
 layer that multiplies in fp8 rounds its rows before they are gathered, and what is kept stays packed.

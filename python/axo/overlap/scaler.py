@@ -1,7 +1,7 @@
 """torch's gradient scaler for fp16 on shards: all ranks skip a step, or none.
 
-A rank sees the gradients of its shards only, so an overflow may show on one rank alone. The flag that torch's scaler
-reads is therefore reduced (max) over all ranks, of all stages, before it is used; scale and steps stay equal on all.
+A rank sees the gradients of its shards only, so an overflow may show on one rank alone. So the flag that torch's scaler
+reads is first reduced (max) over all ranks of all stages; scale and steps stay equal on all.
 """
 
 from __future__ import annotations

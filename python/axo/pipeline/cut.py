@@ -10,8 +10,8 @@
 parameters. Optimizer, checkpoints, clipping and first values take ``model`` as ever. With one stage a rank, the stage
 is ``model`` itself; with several, each is a view of it that has its own blocks only.
 
-A table that serves embedding and head is held by the first and by the last stage. Their gradients are added up at the
-end of each step of a schedule that ``axo.pipeline.schedule`` has made; norms and checkpoints have it once.
+The first and the last stage both hold a table that serves embedding and head. A schedule that ``axo.pipeline.schedule``
+has made adds up its two gradients at the end of each step; norms and checkpoints have it once.
 
 Not here: which families are known (``axo.pipeline.families``).
 """

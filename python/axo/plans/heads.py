@@ -1,8 +1,8 @@
 """Attention heads over x: who computes which queries, and who holds the keys and values that they attend to.
 
 With H query heads and g groups of keys and values, rank x computes query heads [x H/Gx, (x+1) H/Gx). They attend to
-the groups [x g/Gx, (x+1) g/Gx) where Gx divides g. Where g divides Gx, the heads of Gx/g neighbours all attend to one
-group: each of them holds it, and its gradient is the sum of theirs (``Placement.copies``).
+the groups [x g/Gx, (x+1) g/Gx) where Gx divides g. Where g divides Gx, the heads of Gx/g neighbouring ranks attend to
+one group. Each of these ranks holds it, and its gradient is the sum of theirs (``Placement.copies``).
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@
     loss               mean over the data ranks (z and data)
     tokens_per_sec     of all data ranks, since the figures before
     memory_gb          the most that any rank has held so far: of the device, or of the process on a CPU; 1e9 bytes
-    comm_share/x ...   share of the time since the figures before in which a rank was blocked in communication over that
-                       axis, mean over ranks; and comm_share/all
+    comm_share/x ...   share of that time in which a rank was blocked in communication over the axis, mean over ranks;
+                       and comm_share/all
 
 ``take`` costs two all-reduces of a few numbers over all ranks, and ``mean`` one over z and one over data.
 """

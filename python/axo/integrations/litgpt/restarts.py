@@ -1,7 +1,8 @@
 """Start the ranks of a run on this host, and again when one was lost; what torchrun does with ``--max-restarts``.
 
-Lost is a rank that a signal ended or that left without an error. An error (of the data, a NaN loss, a wrong option)
-would come again, so it ends the run. Each start goes on from the newest checkpoint: what was done since is done again.
+A rank is lost when a signal ended it, or when it left without an error. An error (of the data, a NaN loss, a wrong
+option) would come again, so it ends the run. Each start continues from the newest checkpoint, and repeats what was done
+since then.
 """
 
 from __future__ import annotations

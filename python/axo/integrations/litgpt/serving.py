@@ -8,10 +8,10 @@ split over the grid. On rank 0 LitServe's server and its loop over requests run 
 
 LitServe itself gives both to processes of their own; so no process and no open port outlives rank 0 here.
 
-An answer is computed to its end although its client has gone away: then all ranks stand at the same place. After each
-the ranks agree: a ValueError is of the request, so on every rank, and they go on with the next. A ValueError on some
-ranks only, and any other error, ends the rank that has it, and with it the server: a rank may be in the middle of an
-operation for which the others wait.
+An answer is computed to its end even where its client has gone away, so that all ranks stay at the same place. After
+each answer the ranks agree how it ended. A ValueError on every rank comes from the request: they go on with the next. A
+ValueError on some ranks only, and any other error, ends the rank that has it, and with it the server: a rank may be in
+the middle of an operation for which the others wait.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each region (``axo.plans.auto.regions``) gets an axis, x or y, over which its features are split; a layer between two
 regions needs two different ones, which makes it normal (in over y, out over x) or transposed. Axes are given along
-chains of layers, x first. A region cannot have one in an odd cycle (as a residual sum around one layer makes), where
-its width does not divide, or where the other side of a layer has none; then its activations are whole. A layer whose
+chains of layers, x first. Activations of a region stay whole in three cases: the region is in an odd cycle (as a
+residual sum around one layer makes), its width does not divide, or the other side of a layer has no axis. A layer whose
 own sizes do not divide either way stays serial. With Tesseract features lie over y in all regions, and every layer is
 normal.
 """

@@ -1,10 +1,10 @@
 """Mixtures of experts of transformers: ranks that hold other rows call the same experts, in the same order.
 
-Their blocks call the experts that some row has chosen, by number. A rank where no row has chosen one would not take
-part when the others gather that expert's weights and reduce its gradients, and its next call would meet theirs. So it
-calls that expert too, with no rows, before the next one that has some, before what the block calls after its experts (a
-shared one), or when it ends; the sum of what comes back, which is zero, is added to the block's output, so that
-backward goes there as well.
+Their blocks call, in order of number, only the experts that some row has chosen. On some ranks an expert may have no
+row. If such a rank left the expert out, the others would gather its weights and reduce its gradients alone, and this
+rank's next collective would meet the wrong one. So the rank calls that expert too, with no rows: before the next expert
+that has rows, before a shared expert, or at the end of the block. The sum of what comes back, which is zero, is added
+to the block's output, so that backward goes there as well.
 
 transformers is not imported here: a block is known by its package, and by ``experts``, an ``nn.ModuleList`` or
 ``nn.ModuleDict`` of modules that take (rows, features). Experts that a program checkpoints one by one are called in
