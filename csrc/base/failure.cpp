@@ -1,9 +1,34 @@
 // Errors of failures; see base/failure.h.
 #include "base/failure.h"
 
+#include <cstring>
+
 namespace axo {
 
 std::string Failure::words() const { return (names_peer() ? "rank " + std::to_string(peer) + " " : "") + text; }
+
+Failure told_by(int rank, int size, FailureKind kind, int peer, const char* text, std::size_t most) {
+  if (kind > FailureKind::none && kind <= FailureKind::aborted && peer >= -1 && peer < size) {
+    return {kind, peer, std::string(text, ::strnlen(text, most))};
+  }
+  return {FailureKind::aborted, -1, "rank " + std::to_string(rank) + " aborted without a valid reason"};
+}
+
+Failure failure_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const PeerLost& e) {
+    return {FailureKind::peer_lost, e.peer(), e.what()};
+  } catch (const Timeout& e) {
+    return {FailureKind::timeout, -1, e.what()};
+  } catch (const Mismatch& e) {
+    return {FailureKind::mismatch, -1, e.what()};
+  } catch (const std::exception& e) {
+    return {FailureKind::aborted, -1, e.what()};
+  } catch (...) {
+    return {FailureKind::aborted, -1, "unknown"};
+  }
+}
 
 std::exception_ptr error_of(const Failure& failure, const std::string& where, const std::string& who,
                             const std::string& waited) {

@@ -1,6 +1,7 @@
 // How a communicator failed: what the rank that found it tells the others, and the error that each rank makes of it.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <string>
@@ -19,12 +20,13 @@ struct Failure {
   // Whether the text speaks of `peer`: it was lost, or its time was over.
   bool names_peer() const { return peer >= 0 && (kind == FailureKind::peer_lost || kind == FailureKind::timeout); }
   std::string words() const;  // "rank 2 died"
-
-  // Whether what came from another process can be one of a communicator of `size` ranks.
-  bool valid(int size) const {
-    return kind > FailureKind::none && kind <= FailureKind::aborted && peer >= -1 && peer < size;
-  }
 };
+
+// What `rank` of a communicator of `size` ranks has told: it came from another process, in at most `most` bytes of
+// text.
+Failure told_by(int rank, int size, FailureKind kind, int peer, const char* text, std::size_t most);
+// The failure that an error of the core tells of, with all of its text.
+Failure failure_of(const std::exception_ptr& error);
 
 // `where` ("all_reduce(...) #3 on 'x' (rank 0 of 2): ") begins the text, `waited` ("; waited 0.5 s") ends it; `who`
 // ("rank 1 (process 4711)") is the rank that the failure names, "" where that is none or the one that speaks.

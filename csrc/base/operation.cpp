@@ -1,6 +1,7 @@
 // Operations in words; see base/operation.h.
 #include "base/operation.h"
 
+#include <algorithm>
 #include <cstdio>
 
 namespace axo {
@@ -32,6 +33,27 @@ std::string words(const Operation& o) {
     text += ", root " + std::to_string(o.root);
   }
   return text + ")";
+}
+
+std::size_t Request::sent_bytes() const {
+  std::size_t bytes = 0;
+  for (std::size_t p = 0; p < send_bytes.size(); ++p) bytes = std::max(bytes, send_offsets[p] + send_bytes[p]);
+  return bytes;
+}
+
+Request by_rank(Request r, int rank, int size) {
+  if (r.kind == Kind::all_to_all_v) return r;
+  const bool gather = r.kind == Kind::gather, scatter = r.kind == Kind::scatter;
+  for (int p = 0; p < size; ++p) {
+    const std::size_t at = static_cast<std::size_t>(p) * r.bytes();
+    const bool sends = gather ? p == r.root : rank == r.root || !scatter;
+    const bool receives = scatter ? p == r.root : rank == r.root || !gather;
+    r.send_bytes.push_back(sends ? r.bytes() : 0);
+    r.send_offsets.push_back(gather ? 0 : at);
+    r.recv_bytes.push_back(receives ? r.bytes() : 0);
+    r.recv_offsets.push_back(scatter ? 0 : at);
+  }
+  return r;
 }
 
 std::string Member::words() const {

@@ -67,8 +67,14 @@ struct Member {
 struct Request : Operation {
   const void* in = nullptr;
   void* out = nullptr;
-  // all_to_all_v only, in bytes.
+  // What goes to and comes from each rank, in bytes: of all_to_all_v, and of what by_rank() returns.
   std::vector<std::size_t> send_bytes, send_offsets, recv_bytes, recv_offsets;
+
+  // From `in` to the end of the last part that goes to a rank.
+  std::size_t sent_bytes() const;
 };
+
+// gather, scatter or all_to_all(_v), as `rank` of `size` asks for it, with its parts by rank.
+Request by_rank(Request request, int rank, int size);
 
 }  // namespace axo

@@ -27,42 +27,14 @@ HostCore::HostCore(Membership membership)
   engine_.meet(m_.processes);
 }
 
-void HostCore::submit(const WorkStatePtr& work, bool blocking) {
-  take(&work, 1);
-  if (!blocking) engine_.watch();
+void HostCore::queue(const WorkStatePtr* works, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) incoming_.push_back(std::static_pointer_cast<HostWork>(works[i]));
+  has_incoming_.store(true, std::memory_order_release);
 }
 
-void HostCore::take(const WorkStatePtr* works, std::size_t count) {
+void HostCore::start() {
   engine_.record_core();
-  {
-    std::unique_lock<std::mutex> lock(incoming_mutex_);
-    if (closed_.load(std::memory_order_relaxed)) {  // by another thread, since check_usable
-      lock.unlock();
-      const auto error = std::make_exception_ptr(Error(member().words() + ": the communicator is closed"));
-      for (std::size_t i = 0; i < count; ++i) works[i]->refuse(error);
-      return;
-    }
-    for (std::size_t i = 0; i < count; ++i) {
-      const WorkStatePtr& work = works[i];
-      work->issued(work->request.point_to_point() ? next_message_++ : next_sequence_++, flight_.get());
-      incoming_.push_back(std::static_pointer_cast<HostWork>(work));
-      pending.fetch_add(1);
-      engine_.started();
-    }
-    has_incoming_.store(true, std::memory_order_release);
-  }
   progress(false);
-}
-
-void HostCore::launch(const std::vector<WorkStatePtr>& works) {
-  try {
-    check_usable("group_end");
-  } catch (...) {
-    for (const auto& work : works) work->refuse(std::current_exception());
-    return;
-  }
-  take(works.data(), works.size());
-  engine_.watch();
 }
 
 // Gate: 0 free, 1 held, 2 held and somebody was turned away.
@@ -89,22 +61,14 @@ bool HostCore::progress(bool check) {
 
 // Leaves the gate, then tells whoever waits for the operations that have ended.
 bool HostCore::leave_and_complete() {
-  std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended;
+  Ended ended;
   ended.swap(ended_);
   const bool tell = std::exchange(tell_flight_, false);
   leave();
   if (ended.empty() && !tell) return false;
-  const auto now = Clock::now();
-  for (const auto& [work, error] : ended) flight_->ended(work->flight(), error != nullptr, now);
-  if (tell) FlightLog::get().write();
-  if (ended.empty()) return false;
   const auto self = shared_from_this();  // the last work may hold the last reference
-  for (auto& [work, error] : ended) {
-    work->complete(error, now);
-    engine_.finished();
-    pending.fetch_sub(1);
-  }
-  engine_.self()->ring();  // threads that wait for these works
+  end(ended, tell);
+  if (ended.empty()) return false;
   if (released_.load() && pending.load() == 0) release();
   return true;
 }
@@ -112,18 +76,18 @@ bool HostCore::leave_and_complete() {
 bool HostCore::step(bool check) {
   if (layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0) {
     // What was there before the abort may still complete; what comes after it does not begin.
-    if (!failed_.load(std::memory_order_relaxed)) advance();
+    if (!failed()) advance();
     take_incoming();
-    if (!failed_.load(std::memory_order_relaxed)) adopt_abort();
+    if (!failed()) adopt_abort();
   }
   take_incoming();
-  if (failed_.load(std::memory_order_relaxed)) {
+  if (failed()) {
     end_all();
     ring_if_published();
     return true;
   }
   bool moved = advance();
-  if (!failed_.load(std::memory_order_relaxed)) {
+  if (!failed()) {
     if (adopt_abort())
       moved = true;
     else if (check)
@@ -136,7 +100,7 @@ bool HostCore::step(bool check) {
 void HostCore::take_incoming() {
   if (!has_incoming_.load(std::memory_order_acquire)) return;
   {
-    std::lock_guard<std::mutex> lock(incoming_mutex_);
+    std::lock_guard<std::mutex> lock(queue_mutex_);
     taken_.swap(incoming_);
     has_incoming_.store(false, std::memory_order_release);
   }
@@ -166,7 +130,7 @@ bool HostCore::advance() {
     if (!rounds_.work() || !rounds_.complete()) break;
     complete(rounds_.finish());
   }
-  if (!failed_.load(std::memory_order_relaxed)) moved |= messages_.advance();
+  if (!failed()) moved |= messages_.advance();
   return moved;
 }
 
@@ -216,7 +180,7 @@ void HostCore::look_at_peers() {
     const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
     std::stable_partition(gone.begin(), gone.end(), [&](int p) { return !left(p); });
     advance();
-    if (failed_.load(std::memory_order_relaxed)) return;
+    if (failed()) return;
     int lost = -1;
     for (int p : gone) {
       const auto judge = [&](const HostWorkPtr& work) {
@@ -243,14 +207,8 @@ void HostCore::look_at_peers() {
 }
 
 // The communicator has failed at this rank: everything pending ends, and the peers are told why.
-void HostCore::fail(const Failure& failure) { fail(failure, failure); }
-
-void HostCore::fail(const Failure& failure, const Failure& here) {
-  {
-    std::lock_guard<std::mutex> lock(failure_mutex_);
-    if (failure_.kind != FailureKind::none) return;
-    failure_ = here;
-  }
+void HostCore::fail(const Failure& failure) {
+  if (!set_failure(failure)) return;
   AbortRecord& record = state(rank()).abort;
   record.kind = failure.kind;
   record.peer = failure.peer;
@@ -260,8 +218,6 @@ void HostCore::fail(const Failure& failure, const Failure& here) {
   record.ticket = tickets.load(std::memory_order_relaxed);
   record.state.store(1, std::memory_order_release);
   tickets.fetch_add(1, std::memory_order_acq_rel);
-  failed_.store(true, std::memory_order_release);
-  flight_->failure(failure.words());
   tell_flight_ = true;
   for (int p = 0; p < size(); ++p) ring(p);
   end_all();
@@ -278,22 +234,12 @@ bool HostCore::adopt_abort() {
   }
   if (first < 0) return false;
   const AbortRecord& r = state(first).abort;
-  Failure failure;
-  failure.kind = r.kind;
-  failure.peer = r.peer;
-  failure.text.assign(r.text, ::strnlen(r.text, kAbortText));
-  if (!failure.valid(size())) {
-    failure = {FailureKind::aborted, -1, "rank " + std::to_string(first) + " aborted without a valid reason"};
-  }
-  fail(failure);
+  fail(told_by(first, size(), r.kind, r.peer, r.text, kAbortText));
   return true;
 }
 
 void HostCore::end_all() {
-  const auto end = [&](const HostWorkPtr& work) {
-    ended_.emplace_back(work, error_for(*work));
-    told_.store(true);
-  };
+  const auto end = [&](const HostWorkPtr& work) { ended_.emplace_back(work, error_for(*work)); };
   if (rounds_.work()) end(rounds_.drop());
   for (const auto& work : queue_) end(work);
   queue_.clear();
@@ -305,9 +251,9 @@ void HostCore::abort(const Failure& failure) {
   // Until this rank has left: a shutdown that waits for pending operations is one of those whom an abort frees.
   if (engine_.forked() || state(rank()).left.load(std::memory_order_acquire) != 0) return;
   while (!enter()) std::this_thread::yield();  // a step is short
-  if (!failed_.load()) {
+  if (!failed()) {
     take_incoming();
-    fail(failure, {FailureKind::aborted, -1, failure.text});  // here nobody is lost
+    fail(failure);
   }
   leave_and_complete();
 }
@@ -317,10 +263,7 @@ void HostCore::shutdown() {
     closed_.store(true);
     return;
   }
-  {
-    std::lock_guard<std::mutex> lock(incoming_mutex_);  // what comes after this is refused, what came before is done
-    if (closed_.exchange(true)) return;
-  }
+  if (close()) return;  // what comes after this is refused, what came before is done
   engine_.wait(*this, [this] { return pending.load(std::memory_order_acquire) == 0; }, Clock::time_point::max());
   release();
 }
@@ -338,40 +281,18 @@ void HostCore::release() {
   engine_.remove(this);
 }
 
-// The rank that the failure names; "" where that is this one, or none. Under failure_mutex_.
-std::string HostCore::failed_rank() const {
-  const int peer = failure_.peer;
-  const bool lost = failure_.kind == FailureKind::peer_lost;
-  if (!failure_.names_peer() || peer == rank()) return "";
-  const int pid = m_.processes[static_cast<std::size_t>(peer)]->pid();
-  return "rank " + std::to_string(peer) + (lost ? " (process " + std::to_string(pid) + ")" : "");
-}
-
-std::exception_ptr HostCore::error_for(const HostWork& work) const {
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  const std::string where = work.describe() + ": ", waited = "; waited " + seconds_since(work.issue_time());
-  // The operation that failed is named once: not again where it is this one.
-  Failure failure = failure_;
-  const bool collective = !work.request.point_to_point();
-  const std::string own = failure.kind == FailureKind::timeout ? " in " + work.title() + ";"
-                          : collective                         ? "operation #" + std::to_string(work.sequence()) + " "
-                                                               : "none";
-  const auto at = failure.text.find(own);
-  if (failure.kind == FailureKind::timeout && at != std::string::npos) failure.text.erase(at, own.size() - 1);
-  if (failure.kind == FailureKind::mismatch && at == 0) failure.text.erase(0, own.size());
-  return error_of(failure, where, failed_rank(), waited);
+std::string HostCore::place_of(int rank) const {
+  return " (process " + std::to_string(m_.processes[static_cast<std::size_t>(rank)]->pid()) + ")";
 }
 
 std::exception_ptr HostCore::failure() {
   const bool told = layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0;
   const bool here = !engine_.forked() && state(rank()).left.load(std::memory_order_acquire) == 0;
-  if (told && here && !failed_.load(std::memory_order_acquire) && enter()) {
+  if (told && here && !failed() && enter()) {
     step(false);  // what the peer had finished before it failed completes here too
     leave_and_complete();
   }
-  if (!failed_.load(std::memory_order_acquire)) return nullptr;
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  return error_of(failure_, member().words() + ": ", failed_rank(), "");
+  return CpuCore::failure();
 }
 
 // Where a peer stands, as far as its headers tell.
@@ -444,21 +365,6 @@ std::string HostCore::timeout_text(const HostWork& work) const {
   }
   const auto has_come = [&](int p) { return state(p).issued.load(std::memory_order_acquire) > work.sequence(); };
   return text + arrivals(has_come, [&](int p) { return std::to_string(p) + " (" + peer_position(p) + ")"; });
-}
-
-void HostCore::check_usable(const char* what) const {
-  check_not_forked(what);
-  const bool failed = failed_.load(std::memory_order_acquire);
-  if (!failed && !closed_.load(std::memory_order_acquire)) return;
-  const std::string where = std::string(what) + " on " + member().words() + ": ";
-  if (!failed) throw Error(where + "the communicator is closed");
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  // A failure that came while nothing was pending here: this call is the first to tell it.
-  const bool first = !told_.exchange(true);
-  if (first && (failure_.kind == FailureKind::peer_lost || failure_.kind == FailureKind::mismatch)) {
-    std::rethrow_exception(error_of(failure_, where, failed_rank(), " before the call; waited 0 s"));
-  }
-  throw Aborted(where + "the communicator is aborted: " + failure_.words());
 }
 
 }  // namespace axo::host

@@ -29,9 +29,6 @@ class HostCore final : public CpuCore {
 
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
 
-  void check_usable(const char* what) const override;
-  void submit(const WorkStatePtr& work, bool blocking) override;
-  void launch(const std::vector<WorkStatePtr>& works) override;  // of a group
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
   void abort(const Failure& failure) override;
@@ -53,10 +50,9 @@ class HostCore final : public CpuCore {
 
  private:
   friend class Messages;
-  // Queues operations in this order and moves what can be moved. A communicator that is being closed ends them with an
-  // error.
-  void take(const WorkStatePtr* works, std::size_t count);
-  void fail(const Failure& failure, const Failure& here);  // what is said to the peers, and on this rank
+  void queue(const WorkStatePtr* works, std::size_t count) override;
+  void start() override;
+  std::string place_of(int rank) const override;
   bool enter();
   void leave();
   bool leave_and_complete();
@@ -68,8 +64,6 @@ class HostCore final : public CpuCore {
   bool adopt_abort();
   void report_crossing();
   void end_all();
-  std::exception_ptr error_for(const HostWork& work) const;
-  std::string failed_rank() const;
   std::string timeout_text(const HostWork& work) const;
   std::string peer_position(int peer) const;
 
@@ -77,11 +71,8 @@ class HostCore final : public CpuCore {
   Layout layout_;
   char* base_;
 
-  std::mutex incoming_mutex_;
-  std::vector<HostWorkPtr> incoming_;
+  std::vector<HostWorkPtr> incoming_;  // under queue_mutex_
   std::atomic<bool> has_incoming_{false};
-  std::uint64_t next_sequence_ = 0;  // under incoming_mutex_; collectives
-  std::uint64_t next_message_ = 0;   // the same for send and recv
 
   std::atomic<int> gate_{0};
   // Behind the gate.
@@ -90,15 +81,9 @@ class HostCore final : public CpuCore {
   bool tell_flight_ = false;  // this rank has failed: write the flight file once out of the gate
   Rounds rounds_;
   Messages messages_;
-  std::vector<std::pair<HostWorkPtr, std::exception_ptr>> ended_;
+  Ended ended_;
   bool publish_pending_ = false;
   std::uint64_t reported_ = 0;  // 1 + the last collective whose crossed waiting was reported
-
-  mutable std::mutex failure_mutex_;
-  Failure failure_;
-  std::atomic<bool> failed_{false};
-  mutable std::atomic<bool> told_{false};  // the caller has got the failure: what comes after it is Aborted
-  std::atomic<bool> closed_{false};
   std::atomic<bool> released_{false};
 };
 

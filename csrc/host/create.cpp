@@ -65,9 +65,7 @@ void lead(Leader& leader, const Meeting& meeting, Body&& body, const std::functi
     refusal.text = e.what();
   } catch (...) {  // an interrupt, or no memory: this rank's own affair
     refusal.text = meeting.what + ": rank 0 gave up";
-    leader.refuse(refusal);
-    if (told) told(refusal);
-    throw;
+    own = std::current_exception();
   }
   leader.refuse(refusal);
   if (told) told(refusal);

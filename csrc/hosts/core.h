@@ -6,8 +6,9 @@
 // collective shall go, then posts `begin`; its peers send after that, so bytes always have a place. Begins also carry
 // the operation, and tell who has arrived when a time limit passes.
 // Messages are matched by (peer, tag) in issue order and need no thread: a receive posts what it wants, and a send
-// leaves once both are there. The progress thread of the process ends what is late. After a failure the communicator's
-// thread ends everything pending, once the peers have been told and nobody touches its memory any more.
+// leaves once both are there. The progress engine ends what is late, or waits for a rank that is lost. After a failure
+// the communicator's thread ends everything pending, once the peers have been told and nobody touches its memory any
+// more.
 #pragma once
 
 #include <atomic>
@@ -24,50 +25,43 @@
 
 namespace axo::hosts {
 
+struct Place {
+  int wire;                // the rank on the wire
+  std::string host, name;  // what tells its host from others, and what it is called
+};
+
 // Where the ranks of a communicator are.
 struct HostMap {
-  std::vector<int> wire;                // by rank: its rank on the wire
-  std::vector<int> host;                // by rank: its host's number
+  std::vector<Place> places;            // by rank
+  std::vector<int> host;                // by rank: its host's number, in the order of their first ranks
   std::vector<int> local;               // by rank: its number among the host's ranks
   std::vector<std::vector<int>> hosts;  // the ranks of each host, in order
-  std::vector<std::string> names;       // of the hosts
 
-  // Numbers hosts in the order of their first rank.
-  HostMap(std::vector<int> wire_ranks, const std::vector<std::string>& host_of_rank);
+  explicit HostMap(std::vector<Place> places_by_rank);
+  const Place& place(int rank) const { return places[static_cast<std::size_t>(rank)]; }
   int host_of(int rank) const { return host[static_cast<std::size_t>(rank)]; }
   int local_of(int rank) const { return local[static_cast<std::size_t>(rank)]; }
   const std::vector<int>& ranks_on(int h) const { return hosts[static_cast<std::size_t>(h)]; }
 };
 
-class HostsWork final : public CpuWork {
- public:
-  using CpuWork::CpuWork;
-  int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
-};
-
-using HostsWorkPtr = std::shared_ptr<HostsWork>;
-
 // Bytes that go to, or come from, a rank on another host; and the message that they are, if any.
 struct Piece {
-  int rank;
   char* data;
   std::size_t bytes;
-  HostsWorkPtr message = {};
+  WorkStatePtr message = {};
   std::size_t moved = 0;
-  bool leaving = false, done = false;
+  bool leaving = false;  // the mesh has it, and calls back
+  bool done = false;
 };
 using PiecePtr = std::shared_ptr<Piece>;
 using Pieces = std::vector<PiecePtr>;
-
-// What ends the collective that runs; the reason stands in the core.
-struct Failed : std::exception {};
 
 struct Membership {
   std::shared_ptr<Mesh> mesh;
   std::shared_ptr<Communicator> inner;
   HostMap map;
   Member member;
-  std::uint64_t number = 0;  // of the communicator on the mesh; not 0
+  std::string key;  // equal on its ranks, and of no other communicator of the mesh
   Milliseconds timeout{600000};
 };
 
@@ -77,19 +71,14 @@ class HostsCore final : public Sink, public CpuCore {
 
   const Membership& membership() const { return m_; }
 
-  void check_usable(const char* what) const override;
-  // Takes the operations of a call, or of a group; one that cannot be taken any more ends with its error.
-  void launch(const std::vector<WorkStatePtr>& works) override;
-  void submit(const WorkStatePtr& work, bool) override { launch({work}); }
   Milliseconds set_timeout(Milliseconds timeout) override;
   void abort(const Failure& failure) override;
-  std::exception_ptr failure() override;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
   void shutdown() override;
   void release() override;
 
-  // For the collective that runs, on the communicator's thread. They throw Failed.
+  // For the collective that runs, on the communicator's thread. They throw when the communicator has failed.
   // Memory that stays until the collective has ended and nobody touches it.
   char* scratch(std::size_t bytes);
   // What comes next from `rank` goes to `data`. Before begin().
@@ -111,8 +100,7 @@ class HostsCore final : public Sink, public CpuCore {
  private:
   // What one peer has told.
   struct Peer {
-    std::uint64_t begun = 0;           // collectives that it has come to
-    std::deque<Operation> operations;  // those that this rank has not ended
+    std::deque<Operation> operations;  // of the collectives that it has come to, and this rank has not ended
     bool left = false, gone = false;
     bool lost() const { return left || gone; }
   };
@@ -124,48 +112,47 @@ class HostsCore final : public Sink, public CpuCore {
   std::shared_ptr<HostsCore> self() { return std::static_pointer_cast<HostsCore>(shared_from_this()); }
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   const Peer& peer(int rank) const { return peers_[static_cast<std::size_t>(rank)]; }
-  int wire_of(int rank) const { return m_.map.wire[static_cast<std::size_t>(rank)]; }
-  int rank_of(int wire_rank) const;
-  bool failed() const { return failure_.kind != FailureKind::none; }
+  int wire_of(int rank) const { return m_.map.place(rank).wire; }
+  int rank_of(int wire_rank) const;  // -1: it is not in this communicator
   Head head(FrameKind frame, Stream stream = kCollectives) const;
   void tell_all(const Head& head);
 
+  void queue(const WorkStatePtr* works, std::size_t count) override;
+  void start() override;
   void run();
   void execute(Lock& lock);
+  void end_one(Lock& lock, const WorkStatePtr& work);
   void end_all(Lock& lock);
   void leave(Lock& lock);
-  void await(Lock& lock, int on, const std::function<bool()>& done, const Piece* piece = nullptr);
+  void await(Lock& lock, const std::function<bool()>& done);
   bool agrees(int rank) const;
   void compare(Lock& lock, int rank);
   void match(Lock& lock, const Key& key);
   void moved(Lock& lock, Queues& queues, const Key& key);
-  void submit_message(const HostsWorkPtr& work);
-  void submit_inside(const HostsWorkPtr& work);
-  void end(Lock& lock, const HostsWorkPtr& work);
+  void submit_message(const WorkStatePtr& work);
+  void submit_inside(const WorkStatePtr& work);
 
   void fail(Lock& lock, const Failure& failure, bool tell = true);
-  void fail_by(const HostsWork* work, const std::exception_ptr& error);
-  Failure loss_of(int rank) const;
-  std::string rank_text(int rank) const;
-  std::string timeout_text(const HostsWork& work) const;
-  std::exception_ptr error_at(const std::string& where, const std::string& waited = "") const;
+  void fail_by(const WorkState* work, const std::exception_ptr& error);
+  void judge(Lock& lock);
+  std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
+  std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).name + ")"; }
+  std::string timeout_text(const WorkState& work) const;
 
   const Membership m_;
+  const std::uint64_t number_;  // on the mesh
 
   mutable std::mutex mutex_;
   std::condition_variable changed_;  // whatever a thread of this core waits for
   std::vector<Peer> peers_;
-  std::deque<HostsWorkPtr> queue_;  // collectives; the front may be running
-  HostsWorkPtr running_;
+  std::deque<WorkStatePtr> queue_;  // collectives; the front may be running
+  WorkStatePtr running_;
   std::vector<std::unique_ptr<char[]>> scratch_;  // of the collective that runs
-  std::set<HostsWorkPtr> messages_;               // pending
+  std::set<WorkStatePtr> messages_;               // pending
+  std::vector<WorkStatePtr> fresh_;               // those of them that are still to be submitted
   Queues sends_, receives_;
   std::map<Key, std::deque<std::uint64_t>> wanted_;  // receives that peers have posted, in bytes
-  std::uint64_t next_sequence_ = 0, next_message_ = 0;
-  Failure failure_;
-  bool told_ = false;            // what was pending at the failure has ended
-  mutable bool raised_ = false;  // the caller knows of the failure
-  bool closing_ = false;
+  bool drained_ = false;                             // what was pending at the failure has ended
   std::atomic<bool> ended_{false};
 };
 

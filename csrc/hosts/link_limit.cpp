@@ -5,7 +5,6 @@
 #include <mutex>
 
 #include "base/error.h"
-#include "hosts/mesh.h"
 
 namespace axo::hosts {
 namespace {
@@ -23,16 +22,10 @@ void simulate_link(Link link) {
   g_link = link;
 }
 
-Link simulated_link() {
+LinkLimit::LinkLimit(std::shared_ptr<Process> keeper) : keeper_(std::move(keeper)) {
   std::lock_guard<std::mutex> lock(g_mutex);
-  return g_link;
-}
-
-LinkLimit::LinkLimit(Link link, std::shared_ptr<Process> keeper)
-    : rate_(link.rate),
-      latency_(std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(link.latency))),
-      chunk_(kMostPayload),
-      keeper_(std::move(keeper)) {
+  rate_ = g_link.rate;
+  latency_ = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(g_link.latency));
   constexpr double kTurn = 4e-3;  // seconds of the link that one chunk takes
   if (rate_ > 0) chunk_ = static_cast<std::size_t>(std::clamp(rate_ * kTurn, 4096.0, 1.0 * kMostPayload)) / 64 * 64;
 }

@@ -14,6 +14,8 @@
 
 namespace axo::hosts {
 
+inline constexpr std::size_t kMostPayload = std::size_t{4} << 20;  // of one frame, in bytes
+
 // A link: bytes a second (0: no limit) and the seconds that a step takes beside its bytes.
 struct Link {
   double rate = 0;
@@ -23,12 +25,11 @@ struct Link {
 // What the communicators that this process makes from here on believe of their host's link. Throws Error for a rate
 // below 1 byte a second or a latency of a minute and more.
 void simulate_link(Link link);
-Link simulated_link();
 
 class LinkLimit {
  public:
-  // `keeper` has the word in its page.
-  LinkLimit(Link link, std::shared_ptr<Process> keeper);
+  // The link of simulate_link(). `keeper` has the word in its page.
+  explicit LinkLimit(std::shared_ptr<Process> keeper);
 
   Clock::duration latency() const { return latency_; }
   // Bytes to send at a time: so few that several communicators take turns.
@@ -39,7 +40,7 @@ class LinkLimit {
  private:
   double rate_;
   Clock::duration latency_;
-  std::size_t chunk_;
+  std::size_t chunk_ = kMostPayload;
   std::shared_ptr<Process> keeper_;
 };
 

@@ -64,7 +64,7 @@ void Mesh::read(int from) {
     if (line != lines_.end()) sink = line->second.sink.lock();
     peer(from).reading = head.communicator;
   }
-  char* to = sink && head.frame == FrameKind::data ? sink->place(from, head) : nullptr;
+  char* const to = sink && head.frame == FrameKind::data ? sink->place(from, head) : nullptr;
   if (head.apart()) {
     std::vector<char> nowhere(to == nullptr ? head.bytes : 0);
     wire_->receive(from, kPayloads, to == nullptr ? nowhere.data() : to, head.bytes);
@@ -72,26 +72,28 @@ void Mesh::read(int from) {
     std::memcpy(to, head.text, head.bytes);
   }
   if (sink) sink->arrived(from, head);
+  Lock lock(mutex_);
+  peer(from).reading = 0;
+  idle_.notify_all();
 }
 
 void Mesh::run_reader(int from) {
   ::prctl(PR_SET_NAME, "axo-hosts", 0, 0, 0);
+  try {
+    for (;;) read(from);
+  } catch (const std::exception&) {  // it is gone, or sends nonsense
+  }
   std::vector<std::shared_ptr<Sink>> sinks;
-  for (bool gone = false; !gone;) {
-    try {
-      read(from);
-    } catch (const std::exception&) {
-      gone = true;
-    }
+  {
     Lock lock(mutex_);
     peer(from).reading = 0;
-    peer(from).gone = gone;
-    for (auto& [number, line] : lines_) {
-      if (auto sink = gone ? line.sink.lock() : nullptr) sinks.push_back(std::move(sink));
-    }
+    peer(from).gone = true;
     idle_.notify_all();
+    for (const auto& [number, line] : lines_) sinks.push_back(line.sink.lock());
   }
-  for (const auto& sink : sinks) sink->lost(from);
+  for (const auto& sink : sinks) {
+    if (sink) sink->lost(from);
+  }
 }
 
 void Mesh::run_writer(int to) {

@@ -42,7 +42,6 @@ using Stream = std::int64_t;
 inline constexpr Stream kCollectives = INT64_MIN;
 
 inline constexpr std::size_t kInline = 512;
-inline constexpr std::size_t kMostPayload = std::size_t{4} << 20;  // of one frame, in bytes
 struct Head {
   static constexpr std::uint64_t kMagic = 0x32656d617266'6f78ull;
   std::uint64_t magic = kMagic;

@@ -1,10 +1,14 @@
-// What the communicators of CPU ranks share, on one host and on several: a core that the progress engine drives, a work
-// that waits by that engine, and the communicator that issues operations.
+// What the communicators of CPU ranks share, on one host and on several: a core that the progress engine drives, which
+// takes and ends operations and knows how the communicator has failed; a work that waits by that engine; and the
+// communicator that issues operations.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "base/communicator.h"
 #include "base/failure.h"
@@ -28,34 +32,65 @@ class CpuCore : public ProgressClient, public GroupLauncher, public std::enable_
   virtual Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
-  virtual void check_usable(const char* what) const = 0;
+  void check_usable(const char* what) const;
   // A forked child has none of the threads that drive this core, and must not wait for them.
   void check_not_forked(const char* what) const;
   // Takes one operation, which the caller waits for at once where it is `blocking`.
-  virtual void submit(const WorkStatePtr& work, bool blocking) = 0;
+  void submit(const WorkStatePtr& work, bool blocking);
+  void launch(const std::vector<WorkStatePtr>& works) final;  // of a group
   // Of this rank's own accord, from any thread.
   virtual void abort(const Failure& failure) = 0;
-  virtual std::exception_ptr failure() = 0;
+  virtual std::exception_ptr failure();
   // Waits for pending operations, then tells the peers.
   virtual void shutdown() = 0;
   // The communicator object is gone: leave as soon as nothing is pending.
   virtual void release() = 0;
 
  protected:
+  using Ended = std::vector<std::pair<WorkStatePtr, std::exception_ptr>>;
+
+  // Queues operations that have their numbers, in this order, under queue_mutex_; then start() moves what can be moved.
+  virtual void queue(const WorkStatePtr* works, std::size_t count) = 0;
+  virtual void start() = 0;
+  // No operation is taken from here on. Whether that was so before.
+  bool close();
+  // Ends operations, each with its error, or well. `tell`: the communicator has failed, and the flight file is written.
+  void end(const Ended& ended, bool tell);
+
+  // The first failure counts: false for a later one. One that tells the peers that this rank is lost is Aborted here.
+  bool set_failure(const Failure& failure);
+  bool failed() const { return failed_.load(std::memory_order_acquire); }
+  std::string failure_text() const;
+  // What the failure, once set, is for an operation that it ends.
+  std::exception_ptr error_for(const WorkState& work) const;
+  std::exception_ptr error_at(const std::string& where) const;  // the same for a call
+  virtual std::string place_of(int rank) const = 0;             // " (process 4711)"
+
   // Who has come to a collective, for the error of one that is late. `missing`: what is said of a rank that has not.
   std::string arrivals(const std::function<bool(int)>& has_come, const std::function<std::string(int)>& missing) const;
 
   ProgressEngine& engine_;  // of the process that made this
   const std::shared_ptr<FlightRecorder> flight_;
+  std::mutex queue_mutex_;
+  std::atomic<bool> closed_{false};
 
  private:
+  void take(const WorkStatePtr* works, std::size_t count);
+  std::exception_ptr error(const Failure& failure, const std::string& where, const std::string& waited) const;
+
   const Member member_;
   std::atomic<Milliseconds> timeout_;
+  std::uint64_t next_sequence_ = 0, next_message_ = 0;  // under queue_mutex_; of collectives, of send and recv
+  mutable std::mutex failure_mutex_;
+  Failure failure_;
+  std::atomic<bool> failed_{false};
+  mutable std::atomic<bool> told_{false};  // the caller has got the failure: what comes after it is Aborted
 };
 
 class CpuWork : public WorkState {
  public:
   CpuWork(std::shared_ptr<CpuCore> core, Request request, const CallOptions& options);
+  int source() const override { return request.kind == Kind::recv && is_completed() ? request.root : -1; }
 
  private:
   const Member& member() const final { return core_->member(); }
