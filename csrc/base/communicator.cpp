@@ -10,23 +10,16 @@
 namespace axo {
 namespace {
 
-void set_op(Request& r, ReduceOp op) {
-  AXO_CHECK(static_cast<int>(op) < kReduceOpCount, name_of(r.kind), static_cast<int>(op), "a reduce op");
-  if (!can_reduce(r.dtype, op)) {
-    throw Error(std::string(name_of(r.kind)) + ": " + name_of(op) + " is not defined on " + name_of(r.dtype));
-  }
-  r.op = op;
-}
-
-void check_pointers(const Request& r, bool needs_in, bool needs_out) {
-  if (r.count == 0) return;
-  if (needs_in && r.in == nullptr) throw Error(std::string(name_of(r.kind)) + ": in: got null, expected a pointer");
-  if (needs_out && r.out == nullptr) throw Error(std::string(name_of(r.kind)) + ": out: got null, expected a pointer");
+// Whether this operation reads `in` and writes `out` at a rank; `at_root`: it is the root.
+bool needs_in(Kind kind, bool at_root) { return kind != Kind::recv && (kind != Kind::scatter || at_root); }
+bool needs_out(Kind kind, bool at_root) {
+  return kind != Kind::send && ((kind != Kind::gather && kind != Kind::reduce) || at_root);
 }
 
 }  // namespace
 
-Request Communicator::request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const {
+Request Communicator::request(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
+                              std::optional<int> root) const {
   AXO_CHECK(static_cast<int>(dtype) < kDTypeCount, name_of(kind), static_cast<int>(dtype), "a dtype");
   const std::size_t most =
       std::numeric_limits<std::size_t>::max() / item_size(dtype) / static_cast<std::size_t>(size()) / 2;
@@ -37,22 +30,30 @@ Request Communicator::request(Kind kind, const void* in, void* out, std::size_t 
   r.out = out;
   r.count = count;
   r.dtype = dtype;
+  const std::string name = name_of(kind);
+  if (root) {
+    AXO_CHECK((*root >= 0 && *root < size()) || (kind == Kind::recv && *root == kAnyPeer),
+              (name + (r.point_to_point() ? ": peer" : ": root")).c_str(), *root,
+              "a rank from 0 to " + std::to_string(size() - 1));
+    r.root = *root;
+  }
+  const bool at_root = root == rank();
+  if (count > 0 && in == nullptr && needs_in(kind, at_root)) throw Error(name + ": in: got null, expected a pointer");
+  if (count > 0 && out == nullptr && needs_out(kind, at_root)) {
+    throw Error(name + ": out: got null, expected a pointer");
+  }
   return r;
 }
 
-Request Communicator::reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
-                                ReduceOp op) const {
-  Request r = request(kind, in, out, count, dtype);
-  set_op(r, op);
-  check_pointers(r, true, true);
+Request Communicator::reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                                std::optional<int> root) const {
+  Request r = request(kind, in, out, count, dtype, root);
+  AXO_CHECK(static_cast<int>(op) < kReduceOpCount, name_of(kind), static_cast<int>(op), "a reduce op");
+  if (!can_reduce(dtype, op)) {
+    throw Error(std::string(name_of(kind)) + ": " + name_of(op) + " is not defined on " + name_of(dtype));
+  }
+  r.op = op;
   return r;
-}
-
-void Communicator::set_root(Request& r, int root) const {
-  const bool message = r.point_to_point();
-  AXO_CHECK(root >= 0 && root < size(), (std::string(name_of(r.kind)) + (message ? ": peer" : ": root")).c_str(), root,
-            "a rank from 0 to " + std::to_string(size() - 1));
-  r.root = root;
 }
 
 std::vector<std::size_t> Communicator::to_bytes(const char* what, const std::vector<std::size_t>& counts,
@@ -75,9 +76,7 @@ WorkPtr Communicator::all_reduce(const void* in, void* out, std::size_t count, D
 
 WorkPtr Communicator::all_gather(const void* in, void* out, std::size_t count, DType dtype,
                                  const CallOptions& options) {
-  Request r = request(Kind::all_gather, in, out, count, dtype);
-  check_pointers(r, true, true);
-  return issue(std::move(r), options);
+  return issue(request(Kind::all_gather, in, out, count, dtype), options);
 }
 
 WorkPtr Communicator::reduce_scatter(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
@@ -86,42 +85,27 @@ WorkPtr Communicator::reduce_scatter(const void* in, void* out, std::size_t coun
 }
 
 WorkPtr Communicator::broadcast(void* data, std::size_t count, DType dtype, int root, const CallOptions& options) {
-  Request r = request(Kind::broadcast, data, data, count, dtype);
-  set_root(r, root);
-  check_pointers(r, true, true);
-  return issue(std::move(r), options);
+  return issue(request(Kind::broadcast, data, data, count, dtype, root), options);
 }
 
 WorkPtr Communicator::reduce(const void* in, void* out, std::size_t count, DType dtype, ReduceOp op, int root,
                              const CallOptions& options) {
-  Request r = request(Kind::reduce, in, out, count, dtype);
-  set_op(r, op);
-  set_root(r, root);
-  check_pointers(r, true, rank() == root);
-  return issue(std::move(r), options);
+  return issue(reduction(Kind::reduce, in, out, count, dtype, op, root), options);
 }
 
 WorkPtr Communicator::gather(const void* in, void* out, std::size_t count, DType dtype, int root,
                              const CallOptions& options) {
-  Request r = request(Kind::gather, in, out, count, dtype);
-  set_root(r, root);
-  check_pointers(r, true, rank() == root);
-  return issue(std::move(r), options);
+  return issue(request(Kind::gather, in, out, count, dtype, root), options);
 }
 
 WorkPtr Communicator::scatter(const void* in, void* out, std::size_t count, DType dtype, int root,
                               const CallOptions& options) {
-  Request r = request(Kind::scatter, in, out, count, dtype);
-  set_root(r, root);
-  check_pointers(r, rank() == root, true);
-  return issue(std::move(r), options);
+  return issue(request(Kind::scatter, in, out, count, dtype, root), options);
 }
 
 WorkPtr Communicator::all_to_all(const void* in, void* out, std::size_t count, DType dtype,
                                  const CallOptions& options) {
-  Request r = request(Kind::all_to_all, in, out, count, dtype);
-  check_pointers(r, true, true);
-  return issue(std::move(r), options);
+  return issue(request(Kind::all_to_all, in, out, count, dtype), options);
 }
 
 WorkPtr Communicator::all_to_all_v(const void* in, const std::vector<std::size_t>& send_counts,
@@ -143,22 +127,14 @@ WorkPtr Communicator::all_to_all_v(const void* in, const std::vector<std::size_t
 
 WorkPtr Communicator::send(const void* data, std::size_t count, DType dtype, int peer, int tag,
                            const CallOptions& options) {
-  Request r = request(Kind::send, data, nullptr, count, dtype);
-  set_root(r, peer);
+  Request r = request(Kind::send, data, nullptr, count, dtype, peer);
   r.tag = tag;
-  check_pointers(r, true, false);
   return issue(std::move(r), options);
 }
 
 WorkPtr Communicator::recv(void* data, std::size_t count, DType dtype, int peer, int tag, const CallOptions& options) {
-  Request r = request(Kind::recv, nullptr, data, count, dtype);
-  if (peer == kAnyPeer) {
-    r.root = kAnyPeer;
-  } else {
-    set_root(r, peer);
-  }
+  Request r = request(Kind::recv, nullptr, data, count, dtype, peer);
   r.tag = tag;
-  check_pointers(r, false, true);
   return issue(std::move(r), options);
 }
 

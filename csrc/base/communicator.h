@@ -42,6 +42,7 @@
 #include <cstddef>
 #include <exception>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -127,8 +128,9 @@ class Communicator {
   virtual void shutdown() = 0;
 
  protected:
-  // A checked request for an operation that reduces, with `in` and `out`.
-  Request reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype, ReduceOp op) const;
+  // A checked request for an operation that reduces.
+  Request reduction(Kind kind, const void* in, void* out, std::size_t count, DType dtype, ReduceOp op,
+                    std::optional<int> root = {}) const;
   // Takes a checked request; refuses it when the communicator can take none.
   virtual WorkPtr issue(Request request, const CallOptions& options) = 0;
   // Throws Error for a blocking call inside a group.
@@ -140,8 +142,9 @@ class Communicator {
   std::vector<int> split_members(int color, int key);
 
  private:
-  Request request(Kind kind, const void* in, void* out, std::size_t count, DType dtype) const;
-  void set_root(Request& r, int root) const;
+  // `root`: of an operation that has one, or the peer of a message.
+  Request request(Kind kind, const void* in, void* out, std::size_t count, DType dtype,
+                  std::optional<int> root = {}) const;
   std::vector<std::size_t> to_bytes(const char* what, const std::vector<std::size_t>& counts, DType dtype) const;
 };
 

@@ -61,40 +61,27 @@ void Rounds::plan() {
       // to 20% less time between far cores, 7 to 10% from 16 MiB on between near ones.
       combines_ = n > 2 && r.bytes() > kDirect;
       per_round_ = (combines_ ? n * layout.part_bytes() : n > 2 ? kDirect : layout.slot_bytes()) / item;
-      if (r.kind == Kind::reduce) {
-        reads_ = at_root;
-        stages_ = combines_ || !at_root;
-      }
       break;
     case Kind::reduce_scatter:
     case Kind::all_to_all:
-      per_round_ = layout.part_bytes() / item;
-      break;
     case Kind::scatter:
       per_round_ = layout.part_bytes() / item;
-      stages_ = at_root;
-      reads_ = !at_root;
-      break;
-    case Kind::all_gather:
-      per_round_ = layout.slot_bytes() / item;
-      break;
-    case Kind::gather:
-      per_round_ = layout.slot_bytes() / item;
-      stages_ = !at_root;
-      reads_ = at_root;
-      break;
-    case Kind::broadcast:
-      per_round_ = layout.slot_bytes() / item;
-      stages_ = at_root;
-      reads_ = !at_root;
       break;
     case Kind::all_to_all_v:
       // In bytes; all ranks must agree on the number of rounds, so the longest part of any pair counts.
       per_round_ = layout.part_bytes();
       total = longest_;
       break;
-    default:
+    default:  // all_gather, gather, broadcast
+      per_round_ = layout.slot_bytes() / item;
       break;
+  }
+  if (r.kind == Kind::broadcast || r.kind == Kind::scatter) {
+    stages_ = at_root;
+    reads_ = !at_root;
+  } else if (r.kind == Kind::gather || r.kind == Kind::reduce) {
+    stages_ = combines_ || !at_root;
+    reads_ = at_root;
   }
   streams_ = streams();
   end_ = base_ + ceil_div(total, per_round_);
