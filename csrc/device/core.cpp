@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/deadline.h"
+#include "base/failure.h"
 #include "device/rendezvous.h"
 
 namespace axo {
@@ -153,11 +154,7 @@ void DeviceCore::check_usable() const {
   if (!failed() && !closed_) return;
   std::lock_guard<std::mutex> lock(mutex_);
   if (!error_) throw Aborted("communicator '" + member_.name + "' has been shut down");
-  try {
-    std::rethrow_exception(error_);
-  } catch (const std::exception& e) {
-    throw Aborted("communicator '" + member_.name + "' is aborted: " + e.what());
-  }
+  throw Aborted("communicator '" + member_.name + "' is aborted: " + failure_of(error_).text);
 }
 
 std::exception_ptr DeviceCore::failure() const {
@@ -476,27 +473,20 @@ bool DeviceCore::adopt_failure() {
 
 // To the flight recorder and to the other ranks, once.
 void DeviceCore::tell_failure() {
-  std::string reason, kind = kAborted;
+  Failure failure;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (failure_told_ || !started_) return;
     failure_told_ = true;
-    try {
-      std::rethrow_exception(error_);
-    } catch (const PeerLost& e) {
-      reason = e.what();
-      if (e.peer() >= 0) kind = kLost + std::to_string(e.peer());
-    } catch (const std::exception& e) {
-      reason = e.what();
-    } catch (...) {
-      reason = "unknown";
-    }
+    failure = failure_of(error_);
   }
-  flight_->failure(reason);
+  const bool lost = failure.kind == FailureKind::peer_lost && failure.peer >= 0;
+  flight_->failure(failure.text);
   write_flight_file();
   if (store_ && !heard_) {
     try {
-      store_->set(key_ + "/abort", kind + " rank " + std::to_string(rank()) + ": " + reason);
+      store_->set(key_ + "/abort", (lost ? kLost + std::to_string(failure.peer) : kAborted) + " rank " +
+                                       std::to_string(rank()) + ": " + failure.text);
     } catch (const std::exception&) {  // peers will see their own timeout
     }
   }

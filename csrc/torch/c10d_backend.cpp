@@ -1,5 +1,6 @@
 // C10dBackend: see torch/c10d_backend.h. Its life and its communicators: of the host, of the GPU, and of pairs of
 // ranks.
+#include "base/failure.h"
 #include "torch/c10d_launch.h"
 
 namespace axo {
@@ -147,15 +148,10 @@ c10d::ErrorType C10dBackend::getError() {
     if (!failure) failure = each->failure();
   }
   if (!failure) return c10d::ErrorType::SUCCESS;
-  try {
-    std::rethrow_exception(failure);
-  } catch (const Timeout&) {
-    return c10d::ErrorType::TIMEOUT;
-  } catch (const PeerLost&) {
-    return c10d::ErrorType::REMOTE_ERROR;
-  } catch (const std::exception&) {
-    return c10d::ErrorType::COMM_ERROR;
-  }
+  const FailureKind kind = failure_of(failure).kind;
+  return kind == FailureKind::timeout     ? c10d::ErrorType::TIMEOUT
+         : kind == FailureKind::peer_lost ? c10d::ErrorType::REMOTE_ERROR
+                                          : c10d::ErrorType::COMM_ERROR;
 }
 
 }  // namespace axo
