@@ -25,18 +25,17 @@ class LibraryCall {
 
  private:
   int exchange(int peer, GpuStream stream) const;
-  template <class One>
-  int for_ranks(const One& one) const;
 
   const DeviceCore& core_;
   const Request& r_;
+  Request by_rank_;  // where it is several calls, or an exchange in place
   const NcclApi::Table& api_;
   NcclElements elements_{};  // of one part
   std::size_t part_;         // bytes of one part
   int op_ = 0;
   const void* in_;                // the request's, or a copy of it on loan from the stream's memory
   std::size_t copied_bytes_ = 0;  // of that copy; 0: none is needed
-  bool several_ = false;
+  bool several_ = false;          // one call for each peer and direction
 };
 
 }  // namespace axo
