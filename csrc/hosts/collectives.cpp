@@ -221,7 +221,7 @@ class Collective {
 
   // From host to host: a chunk goes on while the next one comes.
   void broadcast() {
-    constexpr std::size_t kChunk = 256 * 1024;
+    const std::size_t most = hosts_ == 2 ? r_.bytes() : 256 * 1024;  // of two hosts none passes on what comes
     struct Chunk {
       int from, to;
       char* data;
@@ -233,8 +233,8 @@ class Collective {
     std::vector<Chunk> chunks;
     for (const Part& p : parts) {
       const std::size_t bytes = mine(p) ? p.count * item_ : 0;
-      for (std::size_t lo = 0; lo < bytes; lo += kChunk) {
-        chunks.push_back({stands(p, before), stands(p, next), out_ + p.at * item_ + lo, std::min(kChunk, bytes - lo)});
+      for (std::size_t lo = 0; lo < bytes; lo += most) {
+        chunks.push_back({stands(p, before), stands(p, next), out_ + p.at * item_ + lo, std::min(most, bytes - lo)});
       }
     }
     Pieces in, out;
