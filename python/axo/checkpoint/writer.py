@@ -135,7 +135,7 @@ def save(
         problem = f"checkpoint: {folder} cannot be used: {error.strerror}"
     staged = comms is not None and comms.stages > 1  # a stage may know what another does not
     told: dict[str, Any] = {"folder": str(final.parent), "name": name, "step": step, "keep": keep, "run": run}
-    told |= {"optimizer": state.kind_of(optimizer)}
+    told |= {"async_": async_, "optimizer": state.kind_of(optimizer)}
     told |= {} if staged else {"model": tensors, "extra": digest}
     agree(group, problem, **told)
     if staged:
@@ -213,9 +213,9 @@ def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, r
 
 def _check_readable(what: str, value: Any) -> None:
     """Whether ``load`` will take what is no tensor of the model."""
-    buffer = io.BytesIO()
+    buffer, value = io.BytesIO(), state.without_numbers(value)
     try:
-        torch.save(state.without_numbers(value), buffer)
+        torch.save(value, buffer)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
     except OSError:  # of the system, not of what the value holds
