@@ -83,7 +83,7 @@ class Run:
             return str(error), ""
         except OSError as error:
             where = error.filename2 or error.filename or self._folder
-            return f"checkpoint: {where} cannot be written to: {error.strerror}", ""
+            return f"checkpoint: {where} cannot be used: {error.strerror}", ""
 
     def hold(self) -> None:
         """Take the folder once more where it was moved or removed since, with a warning. Every rank calls it.
@@ -104,8 +104,8 @@ class Run:
         except BaseException:
             self._lock = lost
             raise
-        os.close(lost)
         _held.discard(lost)
+        os.close(lost)
         if _identity(folder) not in (None, self.id):
             raise ValueError(f"checkpoint: {folder} is another run's by now; give each a folder of its own")
         if _identity(folder) is None:
