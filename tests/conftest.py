@@ -23,7 +23,6 @@ _left_out: Counter[str] = Counter()
 
 
 def pytest_collection_finish() -> None:
-    gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 10, 10)  # with Python's 700 a tenth of the time goes into the search
     gc.enable()

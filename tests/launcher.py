@@ -34,6 +34,7 @@ import ctypes
 import faulthandler
 import gc
 import importlib
+import logging
 import os
 import pickle
 import resource
@@ -49,7 +50,7 @@ import tempfile
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,11 @@ _IMPORTED = (
     *("pytest", "torch", "torch.distributed.fsdp", "torch.utils.serialization.config", "axo.comm.connect"),
     *("axo.parallelize", "litgpt.pretrain", "axo.integrations.fabric.strategy", "axo.integrations.litgpt.auto_grid"),
     *("axo.integrations.litgpt.command", "axo.integrations.litgpt.patches", "axo.plans.auto.plan", "axo.train.runner"),
+    # What these would import when it is first needed, in each rank.
+    *("torch.profiler._cupti_monitor", "torch._inductor.compiler_bisector", "torch.distributed.launcher", "pdb"),
+    *("torch.distributed.elastic.rendezvous.static_tcp_rendezvous", "axo.integrations.litgpt.text_data"),
+    *("axo.overlap.scaler", "axo.overlap.no_sync", "fsspec.implementations.chained", "pydantic.type_adapter"),
+    *("rich._emoji_codes", "matplotlib.backends.backend_agg"),
 )
 _zygote: Zygote | None = None
 _largest = 0  # of the zygote's memory, in KiB, when it was last moved
@@ -368,7 +374,6 @@ def _start_command(command: dict[str, Any]) -> int:
 
 def _command_main(command: dict[str, Any], output: int) -> None:
     """The life of a program, from fork to exit. Never returns."""
-    code = 1
     try:
         _die_with_parent()
         os.setsid()
@@ -381,12 +386,23 @@ def _command_main(command: dict[str, Any], output: int) -> None:
         os.environ.update(command["env"])
         os.chdir(command["folder"])
         sys.path[:] = command["path"]
-        sys.argv = [command["module"], *command["arguments"]]
+        if command["prepare"]:
+            module, name = command["prepare"]
+            getattr(importlib.import_module(module), name)()
+        run_as_program(command["module"], command["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def run_as_program(module: str, arguments: Sequence[str]) -> None:
+    """``python -m module arguments`` in this process, which was forked, to its end. Never returns."""
+    code = 1
+    try:
+        sys.argv = [module, *arguments]
         try:
-            if command["prepare"]:
-                module, name = command["prepare"]
-                getattr(importlib.import_module(module), name)()
-            runpy.run_module(command["module"], run_name="__main__", alter_sys=True)
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
             code = 0
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
@@ -413,16 +429,19 @@ def _import_before_the_fork(name: str) -> None:
 def _make_forks_cheap() -> None:
     """Spare each rank 50 ms: what it inherits is neither searched for garbage nor taken down at its end."""
     from torch import cuda, mtia, xpu
+    from torch._dynamo.utils import dump_compile_times
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
     if not cuda.is_available():  # else each seed is kept for them, with the stack that it came from
         cuda.random._lazy_call = xpu.random._lazy_call = mtia._lazy_call = lambda *_, **__: None
-    gc.collect()
     gc.freeze()
     gc.enable()
     gc.set_threshold(50_000, 10, 10)  # with Python's 700 a tenth of all tests' time goes into the search
     _use_huge_pages()
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # of torch's operator libraries, hundreds; those that a rank makes do run
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's operators; a rank's own do run
+    atexit.unregister(dump_compile_times)
+    dynamic_rendezvous.get_method_name = lambda *_: "?"  # for a log; it reads the sources of all modules
+    logging._at_fork_reinit_lock_weakset.clear()  # type: ignore[attr-defined]  # no other thread holds these locks
 
 
 def _use_huge_pages() -> None:
