@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from axo.grid import Grid
 from axo.train import data
+from tests.launcher import run_ranks
 
 
 def write(folder: Path, sizes: list[int]) -> tuple[list[Path], bytes]:
@@ -202,25 +202,14 @@ def test_tokenizer_ids_are_written_once_and_mapped(tmp_path: Path) -> None:
     assert len(data.encode(files, tokenizer, tmp_path / "cache")) == len(expected) + 4
 
 
-def _encode_in_child(files: list[Path], tokenizer: Path, cache: Path, lengths) -> None:
-    lengths.put(len(data.encode(files, tokenizer, cache)))
+def encoded(files: list[Path], tokenizer: Path, cache: Path) -> int:
+    return len(data.encode(files, tokenizer, cache))
 
 
 def test_ranks_that_encode_at_the_same_time_share_one_file(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 2000)
     tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
-    context = multiprocessing.get_context("spawn")
-    lengths = context.SimpleQueue()
-    ranks = [
-        context.Process(target=_encode_in_child, args=([tmp_path / "a.txt"], tokenizer, tmp_path / "cache", lengths))
-        for _ in range(2)
-    ]
-    for rank in ranks:
-        rank.start()
-    assert [lengths.get() for _ in ranks] == [20000, 20000]
-    for rank in ranks:
-        rank.join(60)
-        assert rank.exitcode == 0
+    assert run_ranks(encoded, 2, [tmp_path / "a.txt"], tokenizer, tmp_path / "cache") == [20000, 20000]
     assert len([path for path in (tmp_path / "cache").iterdir() if path.name != ".lock"]) == 1
 
 
