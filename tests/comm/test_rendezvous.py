@@ -344,7 +344,6 @@ with axo.connect("1x1x1x2") as comms:
     total = comms.world.all_reduce(ones).item()
     with open(f"{os.environ['SEEN']}{comms.rank}", "w") as file:
         file.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {total}")
-os._exit(0)  # a thread of Gloo that lets go of a tensor while the interpreter ends aborts the process
 """
 
 
@@ -354,7 +353,7 @@ def test_torchruns_second_start_meets_after_an_early_death(tmp_path, monkeypatch
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("SEEN", f"{tmp_path}/seen")
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--standalone"]
-    command = Command(*torchrun, str(tmp_path / "program.py"))
+    command = Command(*torchrun, str(tmp_path / "program.py"), prepare=fork_the_ranks_of_torchrun)
     output = command.communicate()
     assert command.returncode == 0, output[-3000:]
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["1 4.0", "1 4.0"]
