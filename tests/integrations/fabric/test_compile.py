@@ -10,6 +10,7 @@ from tests.integrations.support import ELASTIC, distance, tokens
 from tests.launcher import run_ranks
 
 LLAMA = support.LLAMA | {"n_layer": 1}  # blocks are compiled one by one
+COMPILER = ("torch._dynamo.repro.after_dynamo",)
 
 
 def train_twice(grid, backend):
@@ -57,7 +58,7 @@ def train_twice(grid, backend):
 def test_a_compiled_run_equals_an_eager_one(grid, backend):
     """Oracle: the same steps without a compiler, 1e-5. Graphs are made, and none holds a parallel layer."""
     x, y, z, data = map(int, grid.split("x"))
-    results = run_ranks(train_twice, x * y * z * data, grid, backend, env=ELASTIC, timeout=200)
+    results = run_ranks(train_twice, x * y * z * data, grid, backend, env=ELASTIC, timeout=200, preload=COMPILER)
     for (eager, compiled), graphs, breaks in results:
         assert compiled[0] == pytest.approx(eager[0], abs=1e-5) and eager[0][0] != eager[0][2]
         assert graphs > 2 and any("axo: a parallel layer" in reason for reason in breaks), breaks
@@ -153,7 +154,7 @@ def evaluate(grid, backend):
 def test_a_model_without_gradients_is_one_graph(grid, backend):
     """Oracle: the same model without a compiler; 1e-6 (Inductor fuses sums), and in bf16 two of its last bits."""
     x, y, z, data = map(int, grid.split("x"))
-    for found in run_ranks(evaluate, x * y * z * data, grid, backend, timeout=300):
+    for found in run_ranks(evaluate, x * y * z * data, grid, backend, timeout=300, preload=COMPILER):
         assert len(found) == 10
         for what, apart, graphs, breaks in found:
             assert apart <= (2**-7 if what == "autocast" else 1e-6), (what, apart)

@@ -7,9 +7,7 @@ is fetched.
 
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -35,17 +33,15 @@ def litdata():
 def prepared(litdata, tmp_path_factory):
     """A folder with what each module reads, as its own preparation would leave it."""
     path = tmp_path_factory.mktemp("data")
-    places = os.pathsep.join([str(Path(__file__).parents[3]), str(litdata), os.environ.get("PYTHONPATH", "")])
-    code = f"from {__name__} import write; write({str(path)!r})"  # a process of its own: this one stays without litdata
-    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": places}, check=True, timeout=300)
+    run(write, 1, litdata, path)  # this process stays without litdata
     return path
 
 
-def write(path):
+def write(litdata, path):
+    sys.path.insert(0, str(litdata))
     from litdata import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
-    path = Path(path)
     for name, count in (
         ("litdata/train", SAMPLES), ("litdata/val", 42), ("tinyllama/slimpajama/train", 150),
         ("tinyllama/slimpajama/val", 30), ("tinyllama/starcoder", 90), ("openwebtext/train", 120),
@@ -153,6 +149,14 @@ def _loaders(fabric, name, path, tokenizer):
     return fabric.setup_dataloaders(made.train_dataloader(), made.val_dataloader())
 
 
+def run(function, ranks, litdata, *args):
+    """Call it on ranks, which find what litdata imports there already."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(litdata)
+        imported = ("boto3.s3.transfer", "tifffile")
+        return run_ranks(function, ranks, litdata, *args, env=ELASTIC, timeout=120, preload=imported)
+
+
 @pytest.fixture(scope="session")
 def stock(litdata, prepared, folder):
     """Samples by number of ranks, then by module, then by rank."""
@@ -161,9 +165,7 @@ def stock(litdata, prepared, folder):
     def with_ranks(ranks, names, stop=0):
         key = ranks, names, stop
         if key not in found:
-            found[key] = run_ranks(
-                read, ranks, litdata, prepared, folder / "tokenizer", None, names, stop, env=ELASTIC, timeout=120
-            )
+            found[key] = run(read, ranks, litdata, prepared, folder / "tokenizer", None, names, stop)
         return found[key]
 
     return with_ranks
@@ -171,9 +173,7 @@ def stock(litdata, prepared, folder):
 
 def compare(stock, litdata, prepared, folder, grid, names, stop=0):
     x, y, z, data = map(int, grid.split("x"))
-    results = run_ranks(
-        read, x * y * z * data, litdata, prepared, folder / "tokenizer", grid, names, stop, env=ELASTIC, timeout=120
-    )
+    results = run(read, x * y * z * data, litdata, prepared, folder / "tokenizer", grid, names, stop)
     expected = stock(z * data, names, stop)
     for name in names:
         for part, what in enumerate(("training", "validation")):
@@ -217,7 +217,7 @@ def test_an_epoch_goes_on_where_it_stopped(stock, litdata, prepared, folder, gri
     compare(stock, litdata, prepared, folder, grid, streams, stop=2)
     given = litdata, prepared, folder / "tokenizer", grid, others
     ranks = Grid.parse(grid).world_size
-    stopped, whole = (run_ranks(read, ranks, *given, stop, env=ELASTIC, timeout=120) for stop in (2, 0))
+    stopped, whole = (run(read, ranks, *given, stop) for stop in (2, 0))
     for rank in range(ranks):
         for name in others:
             assert stopped[rank][name] == whole[rank][name], (name, rank)

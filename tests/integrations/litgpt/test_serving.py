@@ -203,9 +203,10 @@ def follow(litserve, errors):
         ([None, MemoryError("no more")], ["PeerLost", "MemoryError"]),
     ],
 )
-def test_what_one_rank_alone_fails_at_ends_all(litserve, errors, ends):
+def test_what_one_rank_alone_fails_at_ends_all(litserve, errors, ends, monkeypatch):
     """At once and with its cause. What every rank fails at is of the request."""
-    outcomes = rank_outcomes(follow, 2, litserve, errors)
+    monkeypatch.syspath_prepend(litserve)
+    outcomes = rank_outcomes(follow, 2, litserve, errors, preload=("fastapi", "uvicorn", "zmq"))
     assert [outcome.error or None for outcome in outcomes] == (ends or [None, None])
     if ends:
         assert "rank 1" in outcomes[0].message and outcomes[0].seconds < 60
