@@ -223,7 +223,7 @@ def held(folder: str, what: str) -> list[int]:
     """Anonymous bytes at the end of forward and after a step, parameters, and bytes that forward saves."""
     assert ctypes.CDLL(None).mallopt(-3, 1 << 16) == 1  # M_MMAP_THRESHOLD: what is freed goes back at once
     before = anonymous()
-    model, x = wide(), torch.randn(1024, 512)
+    model, x = wide(), torch.randn(512, 512)
     offload = axo.Offload(what == "optimizer", what == "parameters", "all" if what == "all" else "none", folder)
     offload.attach(model)
     adamw = offload.adamw(model.parameters())
