@@ -7,6 +7,7 @@ tensor is freed when the serial layer is dropped. What else a plan replaces is i
 
 from __future__ import annotations
 
+from functools import cache
 from inspect import signature
 from typing import Any
 
@@ -67,8 +68,7 @@ class Replacer:
         """Replace ``parent.child``, of class ``kind``, by a ``new`` with the arguments that it has of torch's."""
         old: Any = getattr(parent, child)
         check_exact(old, kind, name)
-        of_torch = [each.name for each in signature(new).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-        given = {each: getattr(old, each) for each in of_torch if each not in ("device", "dtype")}
+        given = {each: getattr(old, each) for each in _of_torch(new) if each not in ("device", "dtype")}
         if "bias" in given:
             given["bias"] = old.bias is not None
         dtype = None if old.weight is None else old.weight.dtype
@@ -117,6 +117,12 @@ class Replacer:
         if self.comms.grid.world_size > 1:
             self.comms.world.broadcast(full, root=0)
         return full
+
+
+@cache
+def _of_torch(new: Any) -> list[str]:
+    """Names of the arguments that a layer has of torch's."""
+    return [each.name for each in signature(new).parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def hooks_of(module: nn.Module) -> dict[str, Any]:

@@ -113,9 +113,12 @@ def _roots(module: nn.Module, layers: set[nn.Module], closed: set[nn.Module]) ->
     below = [root for child in module.children() for root in _roots(child, layers, closed)]
     if module.__module__.startswith("torch.nn") and not isinstance(module, nn.Sequential):
         return below
-    graphs = [_trace(module, layers | closed, training) for training in (True, False)]
-    found = [graph for graph in graphs if graph is not None]
-    if len(found) == 2:
+    found: list[fx.Graph] = []
+    for training in (True, False):
+        if (graph := _trace(module, layers | closed, training)) is None:
+            break
+        found.append(graph)
+    else:
         return [_Root(module, found)]
     closed.add(module)
     return below
