@@ -151,26 +151,6 @@ def test_gradients_travel_over_data_in_buckets(grid):
     run_ranks(buckets, 4, grid, timeout=90)
 
 
-def vectors(grid):
-    comms = axo.connect(grid)
-    config = Config(**NEOX)
-    expected = train(comms, config, OFF, "no", 3)
-    compare(comms, config, axo.Overlap(), "no", 3, expected)
-    calls = {}
-    for size in (0, axo.Overlap().bucket_bytes):
-        model = build(comms, config, axo.Overlap(bucket_bytes=size))
-        with axo.count_collectives() as counts:
-            loss_of(comms, model, 0).backward()
-        calls[size] = counts["all_reduce", "z"].calls, counts["all_reduce", "z"].elements
-    each, together = calls.values()
-    assert each[0] == sum(parameter.dim() == 1 for parameter in model.parameters()) > 1, calls
-    assert together == (1, each[1]), calls  # all are fp32: one bucket
-
-
-def test_gradients_of_vectors_travel_over_z_in_one_bucket():
-    run_ranks(vectors, 2, "1x1x2x1", timeout=90)
-
-
 def order(grid):
     comms = axo.connect(grid)
     model = build(comms, Config(**LLAMA), axo.Overlap(gather_cache="none"))

@@ -436,7 +436,7 @@ def in_buckets(calls: Iterable[Call], bucket_bytes: int) -> list[Call]:
     """Put the gradient reductions of a whole backward pass, in its order, into buckets as the engine does.
 
     Gradients of one item size that are reduced over the same axes, one after the other, share buckets of at most
-    ``bucket_bytes`` (0: each by itself) if z or data is among these. What is no such reduction is given back as it is.
+    ``bucket_bytes`` (0: each by itself) if data is among these. What is no such reduction is given back as it is.
     """
     found: list[Call] = []
     gradients: list[tuple[tuple[str, ...], Call]] = []
@@ -449,8 +449,7 @@ def in_buckets(calls: Iterable[Call], bucket_bytes: int) -> list[Call]:
             gradients.append(((call.axis,), call))
     used: dict[tuple[tuple[str, ...], int], int] = {}
     for axes, call in gradients:
-        shares = "z" in axes or "data" in axes
-        kind, capacity = (axes, call.itemsize), bucket_bytes // call.itemsize if shares else 0
+        kind, capacity = (axes, call.itemsize), bucket_bytes // call.itemsize if "data" in axes else 0
         held = used.get(kind, 0)
         if held and held + call.elements > capacity:
             found += _bucket(kind, used.pop(kind))

@@ -1,10 +1,10 @@
 """Gradients on their way over the axes that replicate them: in buckets, started while backward still runs.
 
-A gradient that is all-reduced over z or data gets a slot in the open bucket of its kind (dtype and axes) in the order
-in which layers ask: the same on all ranks. Others have a bucket each. A full bucket closes and is then all-reduced in
-place, one axis after the other. Where its parts are still on their way (reduce-scattered over z into their slots), that
-waits until the next bucket of the kind closes, or for the end of backward: what is issued when depends on sizes and
-order alone, never on time.
+A gradient that is reduced over data gets a slot in the open bucket of its kind (dtype and axes) in the order in which
+layers ask: the same on all ranks. Others have a bucket each. A full bucket closes and is then all-reduced in place, one
+axis after the other. Where its parts are still on their way (reduce-scattered over z into their slots), that waits
+until the next bucket of the kind closes, or for the end of backward: what is issued when depends on sizes and order
+alone, never on time.
 
 With ZeRO-2 the last stage is a reduce-scatter, so that each rank gets its rows of each gradient: a closed bucket of
 gradients ``[r_i, c_i]`` is packed as ``[Gdata, sum of ceil(r_i / Gdata) c_i]``, for each rank its rows of every
@@ -55,8 +55,7 @@ class Slot:
 
     def gradient(self) -> torch.Tensor:
         """The finished gradient, padding dropped: a view of the bucket unless that has room to spare."""
-        shape = (self.rows, *self.parameter.shape[1:])
-        found = self.tensor if self.tensor.shape == shape else self.tensor[: self.rows].view(shape)
+        found = self.tensor[: self.rows].view(self.rows, *self.parameter.shape[1:])
         return found if self.bucket.exact else found.clone()
 
 
@@ -193,7 +192,7 @@ class Buckets:
     def _capacity(self, kind: Kind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, stages = kind
-        if not any(axis in ("z", "data") for axis, _ in stages):
+        if not any(axis == "data" for axis, _ in stages):
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)

@@ -31,7 +31,7 @@ class Overlap:
         gather_cache: ``"all"``, ``"none"``, a number of layers, or bytes such as ``"512MiB"``: gathered weights that
             are kept until backward has used them. Weights gathered for N layers a step: N with all, 2N with none,
             2N - K with K layers, with activation checkpointing and without.
-        bucket_bytes: Gradients that are all-reduced share buckets of this size; 0: each by itself.
+        bucket_bytes: Gradients are reduced over the data axis in buckets of this size; 0: each by itself.
         idle_bytes: Memory of buffers that may stay allocated on a CPU between steps with nothing in it, as bytes or
             ``"512MiB"``; None: all that a pass needed at once. What is given back must be allocated anew in each step.
 

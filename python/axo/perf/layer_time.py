@@ -46,7 +46,7 @@ class Run:
             in the recomputation of a checkpointed block, else in backward.
         micro_batches: Pieces that the batch of a rank is run in, one after another (gradient accumulation).
         rows: Rows of one data-parallel group and micro-batch, where whole sequences make them more than the even share.
-        bucket_bytes: Gradients are all-reduced in buckets of this size.
+        bucket_bytes: Gradients are reduced over data in buckets of this size.
         zero: 1 cuts the optimizer's state over data, 2 the gradients too.
         offload: The optimizer's state lies in the host's memory, and its step runs there (``axo.Offload``).
         selective: A checkpointed block keeps the results of its products and of attention; only what lies between
