@@ -75,13 +75,13 @@ def whose_own():
     dist.init_process_group("axo")
     for grid, own in (("2x1x1x1", True), ("1x2x1x1", False), ("1x1x2x1", False)):
         comms = axo.connect(grid)
-        for layer in (axo.nn.LayerNorm(8, comms=comms), axo.nn.RMSNorm(8, comms=comms)):
-            output = layer(torch.randn(3, layer.local_features, requires_grad=True))
-            assert ("_Normalize" not in output.grad_fn.name()) == own, (grid, layer)
+        layer = axo.nn.LayerNorm(8, comms=comms)
+        output = layer(torch.randn(3, layer.local_features, requires_grad=True))
+        assert ("_Normalize" not in output.grad_fn.name()) == own, grid
         comms.close()
 
 
-def test_a_norm_that_communicates_nothing_is_torchs_own():
+def test_a_layer_norm_that_communicates_nothing_is_torchs_own():
     run_ranks(whose_own, 2)
 
 

@@ -9,8 +9,8 @@
 The sums over h, one or two numbers a token, are all-reduced over the axis in fp32 (fp64 for fp64 inputs). LayerNorm
 takes the mean first and then the squares around it, two small all-reduces: the sum of squares alone would lose digits
 where the mean is large beside the deviation. Weights are split like the hidden dim and replicated elsewhere. A
-LayerNorm whose hidden dim nobody splits runs torch's kernel; a norm in fp32 whose gradients do not travel either is
-torch's own.
+LayerNorm whose hidden dim nobody splits runs torch's kernel; in fp32, where its gradients do not travel either, it is
+torch's own. (torch's RMSNorm is several operations on a CPU, which keep more for backward than this one.)
 
 Not here: norms over more than the last dim.
 """
@@ -89,17 +89,14 @@ class _Norm(ParallelLayer):
         alike = weight is not None and input.dtype is weight.dtype
         if not alike:
             self._check_norm_dtype(input)
-        if self.is_silent and alike and input.dtype is torch.float32 and not self.unit_offset:
-            output = self._torchs_own(input, weight, bias)
-        else:
-            output = _Normalize.apply(input, weight, bias, self)
+        output = self._normalize(input, weight, bias)
         if self.first_pass:
             self._first_pass(input, output)
         return output
 
-    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        """torch's norm, where this rank has all of the hidden dim and no gradient travels."""
-        raise NotImplementedError
+    def _normalize(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        output: torch.Tensor = _Normalize.apply(input, weight, bias, self)
+        return output
 
     def _check_norm_dtype(self, input: torch.Tensor) -> None:
         """torch's norms take halves beside fp32 weights; no integers, and LayerNorm no fp64 beside other weights."""
@@ -179,11 +176,13 @@ class LayerNorm(_Norm, nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.comms.grid.world_size == 1:
-            return self._torchs_own(input, self.weight, self.bias)
+            return F.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
         return super().forward(input)
 
-    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+    def _normalize(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
+        if self.is_silent and weight is not None and input.dtype is weight.dtype is torch.float32:
+            return F.layer_norm(input, self.normalized_shape, weight, bias, self.eps)
+        return super()._normalize(input, weight, bias)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -231,11 +230,8 @@ class RMSNorm(_Norm, nn.RMSNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.comms.grid.world_size == 1 and not self.unit_offset:
-            return self._torchs_own(input, self.weight, None)
+            return F.rms_norm(input, self.normalized_shape, self.weight, self.eps)
         return super().forward(input)
-
-    def _torchs_own(self, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
-        return F.rms_norm(input, self.normalized_shape, weight, self.eps)
 
 
 class _Normalize(torch.autograd.Function):
