@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import signal
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 import torch
 
 from axo import launch
-from axo.errors import CheckpointError, user_message
+from axo.errors import CheckpointError, ResourceError, user_message
 from axo.launch import launch_local
 from tests.launcher import run_ranks
 
@@ -139,6 +140,19 @@ def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
     assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
     assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"
     assert "ranks='2' is no number" in text
+
+
+def launch_with_few_files() -> str:
+    limit = len(os.listdir("/proc/self/fd")) + 9
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    with pytest.raises(ResourceError) as error:
+        launch_local(handlers, 2)
+    return str(user_message(error.value))
+
+
+def test_too_few_files_are_told_at_once() -> None:
+    message = run_ranks(launch_with_few_files, 1, timeout=25)[0]
+    assert "files open (ulimit -n)" in message and "local ranks need at least 16 more" in message
 
 
 def handlers() -> list[str]:

@@ -18,6 +18,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import select
 import signal
 import socket
@@ -31,13 +32,14 @@ from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
-from axo.errors import Aborted, PeerLost, Timeout, user_message
+from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
 _SHM = "/dev/shm"
 _ASKED = "asked-to-end"  # a file among the reports
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
+_FREE_FILES = 16
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
 
@@ -194,6 +196,7 @@ def launch_local(
 
     Raises:
         ValueError: ``ranks`` is no number of ranks.
+        axo.errors.ResourceError: This process may not open the files that it takes.
         RankFailed: A rank raised or died; all others have been ended.
         Interrupted: A signal came, or nobody reads what rank 0 prints; all ranks have been ended.
     """
@@ -204,6 +207,7 @@ def launch_local(
 
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks!r} is no number of ranks; use a whole number of at least 1")
+    _check_files()
     rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
     elastic = "torch.distributed.elastic"
     for name in (elastic, f"{elastic}.agent.server.api", "torch.multiprocessing.spawn"):
@@ -248,6 +252,16 @@ def launch_local(
         finally:
             if terminate:
                 signal.signal(signal.SIGTERM, before)
+
+
+def _check_files() -> None:
+    """Refuse what torch's store would try again for five minutes, or abort the process over."""
+    limit, used = resource.getrlimit(resource.RLIMIT_NOFILE)[0], len(os.listdir("/proc/self/fd"))
+    if limit != resource.RLIM_INFINITY and limit - used < _FREE_FILES:
+        raise ResourceError(
+            f"launch: this process may have {limit} files open (ulimit -n) and has {used}; local ranks need at least"
+            f" {_FREE_FILES} more"
+        )
 
 
 def _signals(terminate: bool) -> list[str]:
