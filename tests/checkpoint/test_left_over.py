@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
-from axo.checkpoint import load, save
+from axo.checkpoint import latest, load, save
 from axo.checkpoint.folder import name_of, whole_file
 from tests.checkpoint.test_checkpoint_safety import filled, names_in, value_of
 from tests.launcher import rank_outcomes
@@ -49,6 +50,26 @@ def test_what_a_save_leaves_that_dies_before_it_holds_its_lock_is_removed(
     monkeypatch.setattr(os, "rename", clean_after_it)
     save(tmp_path, filled(5.0), step=5)
     assert names_in(tmp_path) == [name_of(3), name_of(4), name_of(5)] and len(lost) == 2
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+def test_a_save_whose_folder_is_taken_away_is_whole_in_the_one_that_its_writers_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The data went into a new folder of the same name; it was without the marker, and latest knew nothing of it."""
+    folder, real = tmp_path / "a", dcp.save
+
+    def take_away(*args: Any, **options: Any) -> Any:
+        if how == "moved":
+            folder.rename(tmp_path / "moved")
+        else:
+            shutil.rmtree(folder)
+        return real(*args, **options)
+
+    monkeypatch.setattr(dcp, "save", take_away)
+    save(folder, filled(1.0), step=1)
+    model = filled(0.0)
+    assert latest(folder) == folder / name_of(1) and load(folder, model).step == 1 and value_of(model) == 1.0
 
 
 def test_a_save_that_is_about_to_begin_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

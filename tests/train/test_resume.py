@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from axo import checkpoint
+from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.train import TrainConfig, loop, models, runner
 from axo.train.log import TrainLog
@@ -74,6 +75,8 @@ def lose_the_folder(config: TrainConfig) -> list[str]:
 
     def moving(self: loop.Trainer, index: int) -> Any:
         if index == 2:
+            assert pending.save is not None
+            pending.save.finish()
             os.rename(config.out, f"{config.out}.moved")
         return step(self, index)
 

@@ -264,6 +264,10 @@ class Part:
             OSError: The file system refused; what was there before is there.
         """
         check_place(self.final, self.run)
+        if not is_open(self.path / MARKER, self._lock):  # the folder was moved or removed: the writers made another
+            new = os.open(self.path / MARKER, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            os.close(self._lock)
+            self._lock = new
         with open(self._lock, "wb", closefd=False) as marker:
             marker.write(json.dumps(asdict(Marker(step, self.run, metadata, checksum.KIND))).encode())
         os.fsync(self._lock)
@@ -345,6 +349,14 @@ def lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def is_open(path: Path, descriptor: int) -> bool:
+    """Whether what stands at ``path`` is the file that is open."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except OSError:
+        return False
 
 
 def make_folder(folder: Path) -> None:

@@ -96,7 +96,7 @@ class Run:
 
     def _take_again(self) -> str:
         folder, lost = Path(self._folder), self._lock
-        if lost < 0 or _is_open(folder / _LOCK, lost):
+        if lost < 0 or folders.is_open(folder / _LOCK, lost):
             return self.id
         folders.make_folder(folder)
         try:
@@ -197,14 +197,6 @@ def _lives_here(owner: str) -> bool:
     """Whether what holds a folder is a process of this host that lives."""
     found = re.fullmatch(r"process (\d+) on (.+)", owner)
     return found is not None and found[2] == socket.gethostname() and Path("/proc", found[1]).exists()
-
-
-def _is_open(path: Path, descriptor: int) -> bool:
-    """Whether what stands at ``path`` is the file that is open."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except OSError:
-        return False
 
 
 def _identify(folder: Path, identity: str) -> None:
