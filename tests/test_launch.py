@@ -170,7 +170,7 @@ def launch_one_with_and_without_nohup() -> list[list[str]]:
 def test_no_signal_raises_within_a_rank() -> None:
     ended, ignored = str(signal.Handlers.SIG_DFL), str(signal.Handlers.SIG_IGN)
     without, with_nohup = run_ranks(launch_one_with_and_without_nohup, 1)[0]
-    assert without == [ended, ended, ended, ignored] and with_nohup == [ended, ended, ignored, ignored]
+    assert without == [ended, ended, ended, ended] and with_nohup == [ended, ended, ignored, ended]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)

@@ -306,9 +306,9 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     # The default action ends a rank even while it is blocked outside of Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # TorchElastic's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # no core of each rank: the launcher got it, and ends them
     Path(reports, f"{os.getpid()}.pid").touch()
     if Path(reports, _ASKED).exists():  # SIGTERM came before this rank could be found
         os.kill(os.getpid(), signal.SIGTERM)
