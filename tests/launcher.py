@@ -24,6 +24,8 @@ computes forks the ranks, and pytest itself, which computes, does not. Each rank
 ``torch.set_num_threads(1)``. The zygote and the ranks die with pytest. The rendezvous store lives in the pytest
 process, so that no rank's death takes it along; every job has its own. ``AXO_TEST_SLOWNESS=3`` multiplies all time
 limits on a busy machine.
+
+Long because pytest's, the zygote's and the ranks' side of one protocol are read together.
 """
 
 from __future__ import annotations
