@@ -226,13 +226,22 @@ def fork_the_ranks_of_torchrun() -> None:
 
 def _rank_of_torchrun(*arguments: str) -> None:
     import torch
+    from torch.distributed.elastic.multiprocessing.api import SignalException
 
     torch.set_num_threads(1)
     words = [word for word in arguments if word != "-u"]  # python -u [-m] PROGRAM ...
     module = words[0] == "-m"
     sys.argv = words[module:]
     run = runpy.run_module if module else runpy.run_path
-    run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if module else {}))
+    try:
+        run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if module else {}))
+    except SignalException:
+        raise
+    except Exception as error:  # not torch's, which would tell of it in Axo's place
+        sys.excepthook(type(error), error, error.__traceback__)
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 class Zygote:

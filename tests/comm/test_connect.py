@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import axo
 from axo.comm import flight
-from tests.launcher import Command, rank_outcomes, run_ranks
+from tests.launcher import Command, fork_the_ranks_of_torchrun, rank_outcomes, run_ranks
 
 # Far more than noticing a death takes (milliseconds), far less than any time limit of an operation: a busy machine
 # passes, and a rank that waits for its time limit does not.
@@ -383,7 +383,8 @@ def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
         lines.insert(1, 'assert "axo" in torch.distributed.Backend.backend_list and "axo._C" not in sys.modules')
     program.write_text("\n".join(lines))
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=3")
-    command = Command(*torchrun, str(program), f"{tmp_path}/told")
+    prepare = fork_the_ranks_of_torchrun if block else None
+    command = Command(*torchrun, str(program), f"{tmp_path}/told", prepare=prepare)
     output = command.communicate()
     assert command.returncode != 0
     for rank in (0, 2):
