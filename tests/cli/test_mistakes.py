@@ -150,8 +150,8 @@ def test_other_commands(here: Path, arguments: str, message: str) -> None:
 def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, value: str, message: str) -> None:
     for variable in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    for variable, usual in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
-        monkeypatch.setenv(variable, value if variable == name else usual)
+    for variable, usual in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", name: value}.items():
+        monkeypatch.setenv(variable, usual)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     result = CliRunner().invoke(cli.app, ["train"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
