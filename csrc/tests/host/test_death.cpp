@@ -302,7 +302,8 @@ PROCESS_TEST(a_forked_child_keeps_its_own_time_of_the_link) {
   const auto reserve = [] {
     const auto self = ProgressEngine::get().self();
     const auto now = Clock::now();
-    CHECK(hosts::LinkLimit({1e9, 0}, self).reserve(1000, now) > now);
+    hosts::simulate_link({1e9, 0});
+    CHECK(hosts::LinkLimit(self).reserve(1000, now) > now);
     CHECK(self->page()->link_free > 0);
   };
   const auto ends = ranks::processes(1, [&](int) {
