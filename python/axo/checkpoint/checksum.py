@@ -57,6 +57,6 @@ def hasher(kind: str, path: Path) -> Hasher:
     if kind not in _HASHERS:
         raise ValueError(
             f"checkpoint: {path} has checksums {kind!r}, and {', '.join(_HASHERS)} are known here; load it with the"
-            " version of Axo that wrote it, or with verify=False take it as it is"
+            " version of Axo that wrote it, or by axo.checkpoint.load(..., verify=False), which takes it as it is"
         )
     return _HASHERS[kind]()

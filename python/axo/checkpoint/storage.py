@@ -38,8 +38,8 @@ from axo.checkpoint.parts import LoadPlanner
 _PIECE = 16 << 20  # bytes that are read, then hashed while the next are read: a cache that cores share still holds them
 _SMALL = 256 << 10  # bytes that are hashed at once: they are in the cache, and a hand-over takes longer
 _WRONG = (
-    "the checksum of what is there is not that of what was saved; load another checkpoint, or with verify=False take it"
-    " as it is"
+    "the checksum of what is there is not that of what was saved; use another checkpoint, or"
+    " axo.checkpoint.load(..., verify=False), which takes it as it is"
 )
 
 
