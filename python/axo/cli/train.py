@@ -55,9 +55,9 @@ def train(context: typer.Context, **given: Any) -> None:
         config = _planned(config, rank, ranks, machine, said)
     if rank is not None:
         check_ranks("train", config.grid, config.pipeline, rank.world_size)  # before what takes seconds to import
-    from axo.train import run
+    from axo.integrations.litgpt import early
 
-    outcome = run(config)
+    outcome = early.load("axo.train", "run")(config)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 
