@@ -23,6 +23,7 @@ import axo
 from axo import dryrun
 from axo.cli import main as cli
 from axo.cli.dryrun import _of_litgpt
+from axo.comm import recording as recorded
 from axo.comm.counting import watch
 from axo.comm.recording import recording
 from axo.grid import Grid
@@ -122,6 +123,14 @@ def is_what_ranks_do(cases: list[TrainConfig], ranks: tuple[int, ...], per_rank:
 @pytest.mark.slow
 def test_a_dry_run_is_what_eight_ranks_do() -> None:
     is_what_ranks_do(CASES, (1, 6), run_ranks(real, 8, CASES, (1, 6)))  # each place on each axis, and of each stage
+
+
+def test_where_links_are_slow_memory_does_not_fill_with_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = config("1x1x4x1", precision="32-true", model_overrides=SIZES | {"n_layer": 6})
+    fast = dryrun.run(case, 1).most["gradients under way"]
+    monkeypatch.setattr(recorded, "_AT_ONCE", 1_000_000)  # no collective is complete before somebody waits for it
+    block = 96 * 64 * 4  # bytes of a block's largest weight
+    assert fast <= dryrun.run(case, 1).most["gradients under way"] <= fast + 2 * block
 
 
 @pytest.mark.soak

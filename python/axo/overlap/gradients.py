@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GradientBuffer = torch.Tensor | Slot  # what a product may put a gradient into
+_AT_ONCE = 3  # blocks that are being scattered: where a link is slow, memory would fill with them
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -206,8 +207,8 @@ class Gradients:
         if shards is not None and slot.leaves():
             slot.leave(shards.take(slot.gradient(), parameter.dtype, pending.wait, held=(slot.tensor, into)))
             return
-        while self._arriving and self._arriving[0].done():
-            self._arriving.popleft()  # lets go of the buffer it was scattered from
+        while self._arriving and (self._arriving[0].done() or len(self._arriving) == _AT_ONCE):
+            self._arriving.popleft().wait()  # lets go of the buffer it was scattered from
         self._arriving.append(pending)
 
     def _start_scatter(self, route: Route, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
