@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GradientBuffer = torch.Tensor | Slot  # what a product may put a gradient into
-_AT_ONCE = 3  # blocks that are being scattered: where a link is slow, memory would fill with them
+_AT_ONCE = 16  # blocks that are being scattered, of three transformer layers: a slow link would fill the memory
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
