@@ -33,7 +33,7 @@ import torch
 from axo import dryrun
 from axo.grid import Grid
 from axo.perf import memory, readers
-from axo.perf.layer_time import PRECISIONS, Run
+from axo.perf.layer_time import PRECISIONS, RunOptions
 from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
@@ -92,12 +92,12 @@ def cases() -> list[Case]:
     return whole + [one._replace(split=True) for one in whole if Grid.parse(one.grid).x > 1]
 
 
-def estimate(case: Case) -> tuple[Workload, Run, memory.Memory]:
+def estimate(case: Case) -> tuple[Workload, RunOptions, memory.Memory]:
     """What the planner knows of the step, and what it counts."""
     config = case.config()
     fields = vars(models.resolve(config.model, config.model_overrides))
     workload = readers.from_litgpt(fields, seq_length=LENGTH).with_checkpointing(config.recompute)
-    run = Run(
+    run = RunOptions(
         SEQUENCES * LENGTH,
         cached_gathers=float(config.gather_cache == "all"),
         micro_batches=config.accumulate,

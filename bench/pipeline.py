@@ -37,7 +37,7 @@ from torch.distributed.pipelining import PipelineStage
 import axo
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf.pipeline_schedule import KINDS, rank_of, simulate
-from axo.pipeline.actions import METHODS, Ran, record
+from axo.pipeline.actions import METHODS, RecordedAction, record
 
 from .lib.arguments import Parser
 from .lib.table import Table, environment
@@ -208,7 +208,7 @@ class Measured(NamedTuple):
     message: float
 
 
-def sent_at(schedule: Any, ran: list[Ran]) -> list[float]:
+def sent_at(schedule: Any, ran: list[RecordedAction]) -> list[float]:
     """When the result of each action is sent: at its end; of torch's pairs (dualpipev) when both are done."""
     if not hasattr(schedule, "pipeline_order_with_comms"):  # one stage a rank
         return [one.end for one in ran]
@@ -219,7 +219,7 @@ def sent_at(schedule: Any, ran: list[Ran]) -> list[float]:
     return sent
 
 
-def bubbles(name: str, every: list[tuple[float, list[Ran], list[float]]], microbatches: int) -> Measured:
+def bubbles(name: str, every: list[tuple[float, list[RecordedAction], list[float]]], microbatches: int) -> Measured:
     """What all ranks ran in one step, and when it was sent, beside what the simulator says to it."""
     ranks, kind = len(every), KINDS[name]
     count = ranks * kind.stages_per_rank

@@ -30,8 +30,8 @@ import torch
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.perf import machine, model, profile, readers, simulator, tesseract
-from axo.perf.layer_time import Run
-from axo.perf.stages import Timing, planned
+from axo.perf.layer_time import RunOptions
+from axo.perf.stages import StageTimes, planned
 from axo.perf.workload import Workload
 from axo.train.data import rank_rows
 
@@ -221,7 +221,7 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     """Seconds of a step: the closed form, the simulator, the closed form without placement."""
     name, _, how = plan.partition(" ")
     work, grid, tokens = workload(), Grid.parse(name), SEQUENCES * LENGTH
-    run = Run(tokens, itemsize=4, cached_gathers=1.0, sequence_parallel="tokens" in how)
+    run = RunOptions(tokens, itemsize=4, cached_gathers=1.0, sequence_parallel="tokens" in how)
     if "tesseract" in how:
         held = tesseract.as_much_as(grid)
         run = replace(run, rows=tokens // held.data, cached_gathers=0.0)
@@ -230,8 +230,8 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     if "stages" in how:
         run = replace(run, micro_batches=micro_batches(grid), rows=grid.z * LENGTH)
         cut = replace(planned(work, STAGES, "1f1b"), bounds=(0, 1, 2))
-        closed, agnostic = (Timing(work, grid, one, run).predict(cut).total for one in (on, on.agnostic()))
-        timing = Timing(work, grid, on, run)
+        closed, agnostic = (StageTimes(work, grid, one, run).predict(cut).total for one in (on, on.agnostic()))
+        timing = StageTimes(work, grid, on, run)
         return closed, closed - timing.estimate(cut) + timing.simulate(cut).seconds, agnostic
     closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, on.agnostic()))
     return closed, simulator.simulate(work, grid, on, run).seconds, agnostic

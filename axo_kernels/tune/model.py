@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from axo_kernels.tune.model_shapes import Layer
+from axo_kernels.tune.model_shapes import LinearShape
 from axo_kernels.tune.tuner import Tuner
 
 
@@ -27,7 +27,9 @@ class Row:
         return self.torch_seconds / self.chosen_seconds if self.chosen_seconds else 1.0
 
 
-def tune_model(layers: list[Layer], tuner: Tuner, *, dtype: torch.dtype, device: str | torch.device) -> Iterator[Row]:
+def tune_model(
+    layers: list[LinearShape], tuner: Tuner, *, dtype: torch.dtype, device: str | torch.device
+) -> Iterator[Row]:
     """Measure each product of a model's layers once and write the tuner's cache; yields one row a product.
 
     Args:

@@ -28,7 +28,7 @@ MODELS = {
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearShape:
     """One linear layer as one rank sees it: ``O[m, n] = I[m, k] W[n, k]^T``."""
 
     name: str
@@ -45,7 +45,7 @@ class Layer:
         }
 
 
-def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048, shrink: int = 1) -> list[Layer]:
+def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048, shrink: int = 1) -> list[LinearShape]:
     """Return the four linear layers of a block.
 
     Args:
@@ -81,7 +81,9 @@ def layers(model: str, grid: tuple[int, int, int] = (1, 1, 1), rows: int = 2048,
             raise ValueError(
                 f"{model}: {rows} rows do not divide over z={ranks['z']}; use {-(-rows // ranks['z']) * ranks['z']}"
             )
-        found.append(Layer(name, rows // ranks["z"], out_features // ranks[over_out], in_features // ranks[over_in]))
+        found.append(
+            LinearShape(name, rows // ranks["z"], out_features // ranks[over_out], in_features // ranks[over_in])
+        )
     return found
 
 

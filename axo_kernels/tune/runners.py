@@ -16,7 +16,7 @@ from axo_kernels.gemm.matmul import describable, matmul, vendor_matmul
 from axo_kernels.gemm.tiles import accumulating
 from axo_kernels.tune.choice import Choice
 
-Run = Callable[..., torch.Tensor]
+Runner = Callable[..., torch.Tensor]
 
 
 def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
@@ -38,7 +38,7 @@ def runner(choice: Choice, stored: str) -> Callable[..., torch.Tensor]:
 
 
 # Straight to torch, for what is called thousands of times a step: layout, b has two dims.
-SHORTEST: dict[tuple[str, bool], Run] = {
+SHORTEST: dict[tuple[str, bool], Runner] = {
     ("NN", True): torch.matmul,
     ("NN", False): torch.matmul,
     ("NT", True): torch.nn.functional.linear,

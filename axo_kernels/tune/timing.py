@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-Call = Callable[[], object]
+Thunk = Callable[[], object]
 # Larger than the L2 of any GPU in tiles.TARGETS.
 _FLUSH_BYTES = 256 << 20
 # Cycles a second, at least as many as any GPU does; and the shortest and the longest head start of the host, seconds.
@@ -36,7 +36,7 @@ class Timing:
     late_ratio: float
 
 
-def issue_time(call: Call, device: torch.device) -> float:
+def issue_time(call: Thunk, device: torch.device) -> float:
     """Seconds that the host needs to issue a call; 0 on a CPU, which does not issue but work."""
     if device.type != "cuda":
         return 0.0
@@ -57,7 +57,7 @@ def head_start(issued: float) -> float:
     return min(_LONGEST, max(_SHORTEST, 2 * issued))
 
 
-def replayed(call: Call, device: torch.device) -> Call | None:
+def replayed(call: Thunk, device: torch.device) -> Thunk | None:
     """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
 
     The call must have run before, outside the capture.
@@ -70,7 +70,7 @@ def replayed(call: Call, device: torch.device) -> Call | None:
     return graph.replay
 
 
-def once(call: Call, device: torch.device, issued: float = 0.0) -> float:
+def once(call: Thunk, device: torch.device, issued: float = 0.0) -> float:
     """Time one call, after everything before it has finished; ``issued``: what :func:`issue_time` has found."""
     if device.type != "cuda":
         started = time.perf_counter()
@@ -86,7 +86,7 @@ def once(call: Call, device: torch.device, issued: float = 0.0) -> float:
 
 
 def paired(
-    calls: Sequence[Call], device: torch.device, rounds: int = 9, warmup: int = 2, budget: float = float("inf")
+    calls: Sequence[Thunk], device: torch.device, rounds: int = 9, warmup: int = 2, budget: float = float("inf")
 ) -> list[Timing]:
     """Time all calls in turns.
 

@@ -17,12 +17,12 @@ import torch
 from axo_kernels.gemm.layout import Product, stored_shapes
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.runners import Runner
 
 # An element may be off by this share of the result's root mean square: twice the rounding of the largest elements,
 # which are six times that. A step of K that is left out, or taken twice, is 1 / sqrt(steps).
 _LIMITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 12 * 2.0**-11, torch.float32: 1e-3}
 _ROWS = 2048  # of the result, compared at once
-Run = Callable[..., torch.Tensor]
 
 
 def shape_class(choice: Choice, product: Product) -> tuple[Any, ...]:
@@ -37,7 +37,7 @@ def shape_class(choice: Choice, product: Product) -> tuple[Any, ...]:
 class Trust:
     """What has been compared so far; ``run(choice)`` gives how a choice is run: (a, b, out=, bias=, accumulate=)."""
 
-    def __init__(self, run: Callable[[Choice], Run]) -> None:
+    def __init__(self, run: Callable[[Choice], Runner]) -> None:
         self._run = run
         self._known: dict[tuple[Any, ...], str] = {}
 

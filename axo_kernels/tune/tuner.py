@@ -28,7 +28,7 @@ from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
-from axo_kernels.tune.runners import SHORTEST, Run, run_fused, runner
+from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.trust import Trust
 
@@ -87,7 +87,7 @@ class Tuner:
         self._progress = progress
         self._caches: dict[torch.device, Cache] = {}
         self._given = cache
-        self._runs: dict[Any, tuple[Run, Run]] = {}  # without and with an epilogue
+        self._runs: dict[Any, tuple[Runner, Runner]] = {}  # without and with an epilogue
         self._choices: dict[str, Choice] = {}
         self._trust: dict[str, Trust] = {}  # by the layout of the operands
 
@@ -116,7 +116,7 @@ class Tuner:
             a, b, out=out, bias=bias, activation=activation, accumulate=accumulate, out_dtype=out_dtype, gate=gate
         )
 
-    def _runners(self, a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[Run, Run]:
+    def _runners(self, a: torch.Tensor, b: torch.Tensor, layout: str) -> tuple[Runner, Runner]:
         product = product_of(a, b, layout)
         choice = Choice("vendor", layout)
         if self.mode != "off" and product.flops:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from axo.perf.machine import Machine
 from axo.perf.workload import Workload
 
@@ -72,7 +72,9 @@ def layer_times(
     )
 
 
-def communication_seconds(workload: Workload, grid: Grid, machine: Machine, run: Run, *, aware: bool = True) -> float:
+def communication_seconds(
+    workload: Workload, grid: Grid, machine: Machine, run: RunOptions, *, aware: bool = True
+) -> float:
     """Return the papers' own figure of merit: equation (9) over all fully connected layers, seconds.
 
     Args:

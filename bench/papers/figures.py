@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 from axo.grid import Grid
 from axo.perf import machine, model, planner, readers
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from axo.perf.model import StepTime
-from axo.perf.planner import Candidate, Plan, Request
+from axo.perf.planner import Candidate, GridPlan, Request
 
 from . import calibrate
 from .calibrate import Row
@@ -62,7 +62,7 @@ def overlap_steps() -> Group:
     )
     bars = []
     for name, overlap, cached in ways:
-        run = Run(2**15, overlap=frozenset(overlap), cached_gathers=cached)
+        run = RunOptions(2**15, overlap=frozenset(overlap), cached_gathers=cached)
         bars.append(bar(name, model.predict(workload, grid, on, run)))
     title = "20B on 16 A100, 2x2x4x1 (A 4D Hybrid Algorithm, IV and figure 3)"
     note = "tokens a step are not given; 32,768 are taken. The paper's four gains give 36%, its text 34%"
@@ -70,7 +70,7 @@ def overlap_steps() -> Group:
     return _steps(bars, gains, text["total"], title, note)
 
 
-def overlap_gains(plans: dict[Row, Plan]) -> Group:
+def overlap_gains(plans: dict[Row, GridPlan]) -> Group:
     """Figure 5 of "Democratizing AI": 80B on 8,192 GCDs, each overlap on top of those before, each on its best grid."""
     row, bars = Row("frontier", 8192, "gpt-80b"), list[Bar]()
     for name, overlap in (("no overlap", set[str]()), *OVERLAPS):
@@ -99,7 +99,7 @@ def _steps(bars: list[Bar], gains: Sequence[float | str], total: float | str, ti
 # -------------------------------------------------------------------------------------- against one dimension and HSDP
 
 
-def grid_and_overlap(plans: dict[Row, Plan]) -> Group:
+def grid_and_overlap(plans: dict[Row, GridPlan]) -> Group:
     """Figure 7 of "Democratizing AI": x = a node with HSDP across; then the best grid; then every overlap."""
     text = readers.papers()["democratizing_text"]
     grids = "{} to {}".format(*text["pmm_perfmodel_vs_1Dtp_hsdp_pct"])
@@ -157,7 +157,7 @@ def without_overlap(row: Row, on: machine.Machine) -> tuple[Candidate, Candidate
 # ------------------------------------------------------------------------------------------------ against frameworks
 
 
-def percent(made: Plan, one: Candidate) -> float:
+def percent(made: GridPlan, one: Candidate) -> float:
     """Percent of peak as the papers count it: attention in full."""
     return made.percent_of_peak(one, full_attention=True)
 
@@ -165,7 +165,7 @@ def percent(made: Plan, one: Candidate) -> float:
 class Rivals(NamedTuple):
     """The best plan of each framework on one machine; None: nothing of its kind fits."""
 
-    made: Plan
+    made: GridPlan
     ours: Candidate
     zero_3: Candidate | None
     megatron: Candidate | None

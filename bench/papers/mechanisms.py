@@ -16,7 +16,7 @@ from functools import cache
 from axo.grid import Grid
 from axo.perf import machine, planner, readers
 from axo.perf.machine import Machine
-from axo.perf.planner import DAY, Plan, Request
+from axo.perf.planner import DAY, GridPlan, Request
 
 from . import calibrate
 from .calibrate import BATCH, Row
@@ -28,7 +28,7 @@ WIDE = Row("frontier", 512, "gpt-640b")  # the row that wide products are fitted
 RINGS = 1024  # the ZeRO-3 row that slow rings are fitted on
 
 
-def _made(row: Row, on: Machine) -> Plan:
+def _made(row: Row, on: Machine) -> GridPlan:
     return planner.plan(calibrate.request(row, on))
 
 
@@ -60,7 +60,7 @@ def zero_3(gpus: int, latency_us: float = 0.0) -> float:
     size = readers.papers()["axonn4d_util_pct"][gpus][0]
     asked = Request(readers.read(f"gpt-{size.lower()}"), on, gpus, 2**22, gather="drop")
     found = planner.consider(asked, Grid(z=gpus))
-    return Plan(asked, [found]).percent_of_peak(found, full_attention=True)
+    return GridPlan(asked, [found]).percent_of_peak(found, full_attention=True)
 
 
 @cache

@@ -14,8 +14,8 @@ import yaml
 
 from axo.grid import Grid
 from axo.perf import machine, model, planner, readers
-from axo.perf.layer_time import Run
-from axo.perf.planner import DAY, Plan, Request
+from axo.perf.layer_time import RunOptions
+from axo.perf.planner import DAY, GridPlan, Request
 from axo.perf.workload import Workload
 
 from . import calibrate, equations, figures, mechanisms
@@ -46,7 +46,7 @@ def groups() -> Iterator[Group]:
     yield mechanisms_tried()
 
 
-def weak_scaling(plans: dict[Row, Plan]) -> Group:
+def weak_scaling(plans: dict[Row, GridPlan]) -> Group:
     """Table III of "Democratizing AI": percent of the advertised peak on the best predicted grid."""
     lines = []
     for row, measured in calibrate.rows().items():
@@ -65,7 +65,7 @@ def weak_scaling(plans: dict[Row, Plan]) -> Group:
     return Group("Weak scaling, 16.8M tokens a batch (Democratizing AI, Table III)", lines, note)
 
 
-def _efficiencies(plans: dict[Row, Plan]) -> Group:
+def _efficiencies(plans: dict[Row, GridPlan]) -> Group:
     percent = {row: figures.percent(made, made.best) for row, made in plans.items()}
 
     def against(name: str, gpus: int, first: int) -> float:
@@ -117,7 +117,7 @@ def _strong_scaling() -> Group:
     return Group("Strong scaling: time to train on 2T tokens, frontier (Democratizing AI, VII-C)", lines)
 
 
-def _kernels(plans: dict[Row, Plan]) -> Group:
+def _kernels(plans: dict[Row, GridPlan]) -> Group:
     text = readers.papers()["democratizing_text"]
     slow, fast = text["blas_320B_compute_s"]
     made = plans[Row("frontier", 32768, "gpt-320b")]
@@ -183,10 +183,10 @@ def rankings() -> Group:
     )
 
 
-def measured_steps() -> tuple[dict[Grid, float], Workload, machine.Machine, Run]:
+def measured_steps() -> tuple[dict[Grid, float], Workload, machine.Machine, RunOptions]:
     """Seconds of a step by grid (``grids.yaml``); the model, the machine on which it ran, and how the steps ran."""
     numbers = yaml.safe_load((HERE / "grids.yaml").read_text())
-    run = Run(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0)
+    run = RunOptions(numbers["sequences"] * numbers["length"], itemsize=4, cached_gathers=1.0)
     seconds = {Grid.parse(grid): float(value) for grid, value in numbers["seconds"].items()}
     workload = readers.from_litgpt(numbers["config"], seq_length=numbers["length"]).with_checkpointing(False)
     return seconds, workload, machine.load(str(HERE / "machine.yaml")), run

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Layer(Protocol):
+class ShardedLayer(Protocol):
     """What a parallel layer says of itself; see ``axo.nn.layer.ParallelLayer``."""
 
     comms: Communicators
@@ -47,7 +47,7 @@ class Layer(Protocol):
         """How messages call it."""
 
 
-def shard(full: torch.Tensor, where: Placement | Layer) -> torch.Tensor:
+def shard(full: torch.Tensor, where: Placement | ShardedLayer) -> torch.Tensor:
     """Cut this rank's part out of a whole tensor, as a tensor of its own.
 
     Raises:
@@ -56,7 +56,7 @@ def shard(full: torch.Tensor, where: Placement | Layer) -> torch.Tensor:
     return _placement(where).take(full).clone(memory_format=torch.contiguous_format)
 
 
-def unshard(local: torch.Tensor, where: Placement | Layer) -> torch.Tensor:
+def unshard(local: torch.Tensor, where: Placement | ShardedLayer) -> torch.Tensor:
     """Gather the whole tensor from all ranks' parts, on every rank. Every rank must call it.
 
     Raises:
@@ -140,7 +140,7 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
     return batch
 
 
-def shard_input(layer: Layer, tensor: torch.Tensor) -> torch.Tensor:
+def shard_input(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
     """Cut out what ``layer`` takes on this rank: rows (dim 0) as ``shard_batch``, features over its in axis.
 
     Raises:
@@ -160,7 +160,7 @@ def shard_input(layer: Layer, tensor: torch.Tensor) -> torch.Tensor:
     return shard(tensor, Placement(tuple(tensor.shape), tuple(splits), comms=layer.comms))
 
 
-def unshard_output(layer: Layer, tensor: torch.Tensor) -> torch.Tensor:
+def unshard_output(layer: ShardedLayer, tensor: torch.Tensor) -> torch.Tensor:
     """Gather what ``layer`` returned: features over its out axis, then rows (dim 0) over the axes that split them.
 
     Ranks may hold different numbers of rows; the other dims must agree. Every rank must call it.
@@ -320,7 +320,7 @@ def pad_to(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(tensor, [amount for size in reversed(missing) for amount in (0, size)])
 
 
-def _placement(where: Placement | Layer) -> Placement:
+def _placement(where: Placement | ShardedLayer) -> Placement:
     if isinstance(where, Placement):
         placement = where
     elif isinstance(getattr(where, "placements", None), dict):

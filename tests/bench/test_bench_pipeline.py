@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from axo.perf.pipeline_schedule import KINDS, simulate
-from axo.pipeline.actions import Ran
+from axo.pipeline.actions import RecordedAction
 from bench import pipeline
 
 
@@ -33,9 +33,9 @@ def test_what_is_measured_of_a_step_is_what_happened(name: str, ranks: int) -> N
     pause, stages = 0.25, ranks * KINDS[name].stages_per_rank
     forward = [3.0 + stage / 2 for stage in range(stages)]
     known = simulate(name, ranks, 8, forward, 2.0, 4.0, 0.5)
-    every: list[tuple[float, list[Ran], list[float]]] = [(known.seconds, [], []) for _ in range(ranks)]
+    every: list[tuple[float, list[RecordedAction], list[float]]] = [(known.seconds, [], []) for _ in range(ranks)]
     for rank, action, start, end in known.ran:
-        every[rank][1].append(Ran(*action, start + pause, end))
+        every[rank][1].append(RecordedAction(*action, start + pause, end))
         every[rank][2].append(end)
     found = pipeline.bubbles(name, every, 8)
     assert found.bubble == pytest.approx(known.bubble) and found.message == pytest.approx(0.5)

@@ -13,7 +13,7 @@ import pytest
 from axo import dryrun
 from axo.grid import Grid
 from axo.perf import machine, memory, readers
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from axo.train.config import TrainConfig
 from bench import memory as bench
 
@@ -77,7 +77,7 @@ def test_a_plan_of_a_large_model_is_what_a_dry_run_holds(options: dict[str, Any]
     workload = readers.read(config.model, seq_length=config.seq_len, checkpointed=config.recompute)
     layers = 0 if config.gather_cache == "none" else int(config.gather_cache)
     tokens = config.batch_size * config.seq_len
-    run = Run(
+    run = RunOptions(
         tokens,
         cached_gathers=layers / workload.linears,
         micro_batches=config.accumulate,

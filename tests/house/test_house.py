@@ -55,6 +55,11 @@ LEVELS = [
     {"integrations"},
     {"cli"},
 ]
+# Names of two classes, each of which is public: why both keep it. Any other name stands for one class.
+SHARED_NAMES = {
+    "AxoStrategy": "what Fabric and Lightning's Trainer call a strategy, each with its own base class",
+    "Mismatch": "ranks that would not do the same: the error of a run, and what a dry run finds instead",
+}
 LEVEL = {name: number for number, names in enumerate(LEVELS) for name in names}
 # The same for the folders of csrc: a file includes its own folder and those to its left; device knows no host or hosts.
 CORE_FOLDERS = ["base", "memory", "progress", "host", "hosts", "device", "torch"]
@@ -236,6 +241,28 @@ def test_no_replaced_word_is_left():
         for number, line in enumerate(text.splitlines() if any_of_them.search(text) else (), 1):
             wrong += [f"{place(path, number)}: say {new!r}" for old, new in REPLACED.items() if re.search(old, line)]
     assert not wrong, "\n".join(wrong)
+
+
+def class_names(path):
+    """(name, line) of each class, and of each type that a module gives a name to (``Pair = tuple[int, int]``)."""
+    tree = ast.parse(path.read_text(), str(path))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            yield node.name, node.lineno
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        yield from ((name, node.lineno) for name in names if re.fullmatch(r"_*[A-Z]\w*[a-z]\w*", name))
+
+
+def test_a_class_name_stands_for_one_class():
+    defined = {}
+    for path in [*AXO.rglob("*.py"), *(ROOT / "axo_kernels").rglob("*.py")]:
+        for name, line in class_names(path):
+            defined.setdefault(name, []).append(place(path, line))
+    twice = {name: places for name, places in defined.items() if len(places) > 1}
+    assert "Grid" in defined and "Sum" in defined
+    assert set(twice) == set(SHARED_NAMES), {name: twice.get(name) for name in set(twice) ^ set(SHARED_NAMES)}
 
 
 def test_a_file_opens_with_what_it_does():

@@ -101,12 +101,12 @@ class Late:
     """Lets each copy run only when somebody waits for it, or for a collective: the latest that is allowed."""
 
     def __init__(self, gpu: standin.Gpu, patch: pytest.MonkeyPatch) -> None:
-        held: list[tuple[lane.Done, lane.Lane, Any, tuple[Any, ...]]] = []  # in the order of issue
-        copy, block, synchronize = lane.Lane.copy, lane.Done.block, lane.Done.synchronize
+        held: list[tuple[lane.CopyEvent, lane.Lane, Any, tuple[Any, ...]]] = []  # in the order of issue
+        copy, block, synchronize = lane.Lane.copy, lane.CopyEvent.block, lane.CopyEvent.synchronize
         wait = DeviceWork.wait
         self.copies = 0
 
-        def late_copy(mine: lane.Lane, pairs: Any, *after: Any, **options: Any) -> lane.Done:
+        def late_copy(mine: lane.Lane, pairs: Any, *after: Any, **options: Any) -> lane.CopyEvent:
             if mine._stream is None:  # of a parameter that lies on the host
                 return copy(mine, pairs, *after, **options)
             with mine._stream:
@@ -116,7 +116,7 @@ class Late:
             self.copies += 1
             return done
 
-        def let(done: lane.Done) -> None:
+        def let(done: lane.CopyEvent) -> None:
             """Open the gates of a copy, of those before it on its stream, and of what these come after."""
             found = next((each for each in held if each[0] is done), None)
             if found is None:
@@ -136,8 +136,8 @@ class Late:
 
         patch.setattr(lane.Lane, "copy", late_copy)
         patch.setattr(DeviceWork, "wait", lambda work: (let_all(), wait(work))[1])
-        patch.setattr(lane.Done, "block", lambda done: (let(done), block(done))[1])
-        patch.setattr(lane.Done, "synchronize", lambda done: (let(done), synchronize(done))[1])
+        patch.setattr(lane.CopyEvent, "block", lambda done: (let(done), block(done))[1])
+        patch.setattr(lane.CopyEvent, "synchronize", lambda done: (let(done), synchronize(done))[1])
 
 
 def trained(folder: Path) -> bool:

@@ -133,7 +133,7 @@ def counted(grid: str) -> bool:
             with axo.count_collectives() as counts:
                 loss_of(comms, model, 0).backward()
                 optimizer.step()
-            run = layer_time.Run(gpt.BATCH * gpt.TOKENS, itemsize=4, cached_gathers=1.0, bucket_bytes=limit)
+            run = layer_time.RunOptions(gpt.BATCH * gpt.TOKENS, itemsize=4, cached_gathers=1.0, bucket_bytes=limit)
             workload = readers.from_litgpt(config, seq_length=gpt.TOKENS).with_checkpointing(False)
             calls = step_calls(workload, comms.grid, run, comms.coords)
             if stage == 2:

@@ -2,11 +2,11 @@
 
 from axo.grid import Coords, Grid
 from axo.matmul import cost
-from axo.perf.layer_time import Run, calls_of, ends_block
+from axo.perf.layer_time import RunOptions, calls_of, ends_block
 from axo.perf.workload import Workload
 
 
-def step_calls(workload: Workload, grid: Grid, run: Run, coords: Coords = cost.FIRST) -> list[cost.Call]:
+def step_calls(workload: Workload, grid: Grid, run: RunOptions, coords: Coords = cost.FIRST) -> list[cost.Call]:
     """Return every collective of one step of one micro-batch on the rank at ``coords``.
 
     Gradients come in the order of backward, since that decides which share a bucket.

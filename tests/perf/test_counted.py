@@ -118,7 +118,7 @@ def predict(case: dict, rank: int) -> dict:
         blocks = list(workload.blocks)
         blocks[1] = blocks[1].__class__(blocks[1].layers, blocks[1].repeat, True)
         workload = workload.__class__(**{**workload.__dict__, "blocks": tuple(blocks)})
-    run = layer_time.Run(
+    run = layer_time.RunOptions(
         case["sequences"] * case["seq"],
         itemsize=4,
         cached_gathers=1.0 if case["keep"] else 0.0,

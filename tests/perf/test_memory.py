@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.grid import Grid
 from axo.perf import memory, readers
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from tests.launcher import run_ranks
 
 LLAMA = {
@@ -87,7 +87,7 @@ def test_saved_bytes_are_what_autograd_saves() -> None:
     for (grid, split, name, precision, recomputed), (total, inputs) in recorded.items():
         config, cut = configs[name], Grid.parse(grid)
         itemsize, stream = {"bf16-mixed": (2, 4), "32-true": (4, 4), "bf16-true": (2, 2)}[precision]
-        run = Run(SEQUENCES * LENGTH, itemsize=itemsize, stream=stream, sequence_parallel=split)
+        run = RunOptions(SEQUENCES * LENGTH, itemsize=itemsize, stream=stream, sequence_parallel=split)
         workload = readers.from_litgpt(config, seq_length=LENGTH).with_checkpointing(recomputed)
         rows = run.group_rows(cut) // cut.z
         expected = 0.0

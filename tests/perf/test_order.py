@@ -7,7 +7,7 @@ Each of OAR, ORS, OAG and the buckets is then broken in the engine: a wait where
 gradient; the comparison must see it.
 
 Left out on both sides: gradients of replicated vectors (norm weights) over z, which go with the end of the step. Over
-data the schedule has an operation a layer where the engine has buckets: those are compared with ``cost.in_buckets``.
+data the planner has an operation a layer where the engine has buckets: those are compared with ``cost.in_buckets``.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,13 +22,13 @@ import axo
 from axo.comm.counting import watch
 from axo.grid import Grid
 from axo.overlap.buckets import Buckets
-from axo.overlap.events import Pending
+from axo.overlap.events import TracedWork
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathers
 from axo.overlap.gradients import Gradients
-from axo.perf import machine, readers, schedule
+from axo.perf import machine, readers, step_operations
 from axo.perf.chrome_trace import COMPUTE
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from tests.launcher import run_ranks
 from tests.perf.support import step_calls
 
@@ -139,7 +139,7 @@ def record(cases: list[Case]) -> list[tuple[list[Seen], list[int]]]:
     from litgpt import GPT, Config
 
     torch.distributed.init_process_group("axo")
-    Pending.done = lambda self: False  # type: ignore[method-assign]  # whether it finds one complete is chance
+    TracedWork.done = lambda self: False  # type: ignore[method-assign]  # whether it finds one complete is chance
     found = []
     for case in cases:
         comms = axo.connect(case.grid)
@@ -178,8 +178,8 @@ def record(cases: list[Case]) -> list[tuple[list[Seen], list[int]]]:
     return found
 
 
-def run_of(case: Case) -> Run:
-    return Run(
+def run_of(case: Case) -> RunOptions:
+    return RunOptions(
         SEQUENCES * LENGTH,
         itemsize=4,
         overlap=frozenset(case.overlap.split()),
@@ -188,9 +188,11 @@ def run_of(case: Case) -> Run:
 
 
 def simulated(case: Case) -> list[Seen]:
-    """The same from the planner's schedule."""
+    """The same from the operations of the planner's step."""
     workload = readers.from_litgpt(CONFIG, seq_length=LENGTH).with_checkpointing(case.checkpointed)
-    operations = schedule.build(workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case)).operations
+    operations = step_operations.build(
+        workload, Grid.parse(case.grid), machine.load("perlmutter"), run_of(case)
+    ).operations
     layers = {layer.name for block in workload.blocks for layer in block.layers if layer.kind == "linear"}
     begun, products = [0], ("forward", "recompute", "dI", "dW")
     for operation in operations:

@@ -15,8 +15,8 @@ import pytest
 
 from axo.grid import Grid
 from axo.perf import machine, memory, model, others, planner, readers, simulator
-from axo.perf.candidate import impossible, run_of, ways
-from axo.perf.layer_time import OVERLAPS, Run
+from axo.perf.candidate import impossible, run_options, ways
+from axo.perf.layer_time import OVERLAPS, RunOptions
 from axo.perf.workload import gpt
 
 COLD = """
@@ -108,7 +108,7 @@ def test_offload_by_hand() -> None:
     asked, grid = request(), Grid(z=16, data=4)
     shard = asked.workload.parameters / 16
     for zero, mine in ((0, shard), (2, shard / 4)):
-        run = Run(2**20, zero=zero, offload=True)
+        run = RunOptions(2**20, zero=zero, offload=True)
         there = memory.estimate(asked.workload, grid, replace(run, offload=False))
         assert memory.estimate(asked.workload, grid, run) == replace(there, optimizer=0.0)
         step = model.predict(asked.workload, grid, asked.machine, run)
@@ -143,7 +143,7 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     residual stream's dtype; the last norm its own with two statistics a row, the head its in bf16; logits in bf16 with
     two statistics and an id; ids of the embedding. Gradients travel in bf16, two blocks' weights are gathered."""
     asked = request()
-    held = memory.estimate(asked.workload, Grid(z=64), Run(2**20))
+    held = memory.estimate(asked.workload, Grid(z=64), RunOptions(2**20))
     shard = asked.workload.parameters / 64
     assert (held.weights, held.gradients, held.optimizer) == (4 * shard, 4 * shard, 8 * shard)
     assert held.buckets == 2 * shard
@@ -160,10 +160,10 @@ def test_memory_is_what_its_parts_are_by_hand() -> None:
     moments = {"at the loss": at_loss, "blocks run backward": early + held.working, "backward ends": ends}
     assert held.moments == moments
     assert held.total == max(held.moments.values()) * (1 + memory.SLACK) + memory.RESERVED
-    several = memory.estimate(asked.workload, Grid(z=64), Run(2**20, micro_batches=2))
+    several = memory.estimate(asked.workload, Grid(z=64), RunOptions(2**20, micro_batches=2))
     assert several.accumulates and several.kept < held.kept, "gradients of the first micro-batch are there too"
     for stage in (0, 1, 2):
-        cut = memory.estimate(asked.workload, Grid(z=16, data=4), Run(2**20, zero=stage))
+        cut = memory.estimate(asked.workload, Grid(z=16, data=4), RunOptions(2**20, zero=stage))
         assert cut.gradients == 4 * 4 * shard / (4 if stage == 2 else 1)
         assert cut.optimizer == 8 * 4 * shard / (4 if stage else 1)
 
@@ -173,10 +173,10 @@ def test_zero_cuts_state_over_data_and_costs_a_gather() -> None:
     gradients' all-reduce (ring: 2 (G-1)/G) halved to a reduce-scatter by stage 2."""
     workload, grid, on = readers.read("gpt-5b"), Grid(z=4, data=16), replace(machine.load("frontier"), contention=0.0)
     shard = workload.parameters / 4
-    held = [memory.estimate(workload, grid, Run(2**20, zero=stage)) for stage in (0, 1, 2)]
+    held = [memory.estimate(workload, grid, RunOptions(2**20, zero=stage)) for stage in (0, 1, 2)]
     assert [one.optimizer for one in held] == [8 * shard, 8 * shard / 16, 8 * shard / 16]
     assert [one.gradients for one in held] == [4 * shard, 4 * shard, 4 * shard / 16]
-    plain, first, second = (model.predict(workload, grid, on, Run(2**20, zero=stage)) for stage in (0, 1, 2))
+    plain, first, second = (model.predict(workload, grid, on, RunOptions(2**20, zero=stage)) for stage in (0, 1, 2))
     ring, _ = on.latency(grid, "data")
     gather = 15 / 16 * 4 * shard / on.bandwidth(grid, "data") + ring
     reduce = plain.exposed["data"]
@@ -184,7 +184,7 @@ def test_zero_cuts_state_over_data_and_costs_a_gather() -> None:
     assert second.exposed["data"] == pytest.approx(reduce / 2 + gather)
     assert first.optimizer == second.optimizer == pytest.approx(plain.optimizer / 16)
     for stage, closed in ((1, first), (2, second)):
-        found = simulator.simulate(workload, grid, on, Run(2**20, zero=stage))
+        found = simulator.simulate(workload, grid, on, RunOptions(2**20, zero=stage))
         assert found.seconds == pytest.approx(closed.total, rel=0.15)
     assert planner.plan(request(zero=2)).best.run.zero == 2
 
@@ -221,9 +221,9 @@ def test_hours_and_energy_of_a_training() -> None:
 def test_micro_batches_reduce_their_gradients_each() -> None:
     """As ``axo train`` runs them: four micro-batches cost four all-reduces over data, in both computations."""
     workload, grid, on = readers.read("gpt-5b"), Grid(z=4, data=16), replace(machine.load("frontier"), contention=0.0)
-    one, four = (model.predict(workload, grid, on, Run(2**20, micro_batches=n)).exposed["data"] for n in (1, 4))
+    one, four = (model.predict(workload, grid, on, RunOptions(2**20, micro_batches=n)).exposed["data"] for n in (1, 4))
     assert four == pytest.approx(4 * one)
-    run = Run(2**20, micro_batches=4)
+    run = RunOptions(2**20, micro_batches=4)
     found = simulator.simulate(workload, grid, on, run)
     assert found.seconds == pytest.approx(model.predict(workload, grid, on, run).total, rel=0.15)
 
@@ -238,7 +238,7 @@ def test_what_a_layer_takes_beside_its_products_counts_for_each_micro_batch(name
     slow = replace(made.machine, layer_us=20.0)
     each = [(block.checkpointed, sum(layer.experts for layer in block.layers)) for block in made.workload.unrolled()]
     seconds = 4 * 20e-6 * sum(layers * (1.5 if again else 1) for again, layers in each)
-    grid, run = Grid(data=64), run_of(made, micro_batches=4)
+    grid, run = Grid(data=64), run_options(made, micro_batches=4)
     before, after = (model.predict(made.workload, grid, on, run) for on in (made.machine, slow))
     assert after.compute - before.compute == pytest.approx(seconds)
     steps = [simulator.simulate(made.workload, grid, on, run).seconds for on in (made.machine, slow)]
@@ -252,7 +252,7 @@ def test_x_above_the_groups_of_keys_and_values() -> None:
     assert workload.misfit(Grid(x=3)) == "x=3 does not divide heads=32"
     odd = gpt("odd", layers=1, hidden=96, heads=12, kv_heads=4)
     assert odd.misfit(Grid(x=6)) == "x=6 neither divides kv_heads=4 nor is a multiple of it"
-    weights = memory.estimate(workload, Grid(x=16), Run(2**16)).weights
+    weights = memory.estimate(workload, Grid(x=16), RunOptions(2**16)).weights
     copied = 16 * (weights / 4 - workload.tables) - workload.parameters
     assert copied == 32 * 2 * 8 * 128 * 4096, "keys and values once more in each of 32 blocks"
     asked = request(workload=workload, machine=machine.load("frontier"), gpus=64, batch_tokens=2**17)
@@ -265,14 +265,14 @@ def test_x_above_the_groups_of_keys_and_values() -> None:
 
 def test_more_sharding_never_needs_more_memory_for_weights() -> None:
     workload = readers.read("gpt-20b")
-    runs = [memory.estimate(workload, Grid(z=z, data=64 // z), Run(2**20)) for z in (1, 2, 4, 8, 16, 32, 64)]
+    runs = [memory.estimate(workload, Grid(z=z, data=64 // z), RunOptions(2**20)) for z in (1, 2, 4, 8, 16, 32, 64)]
     weights = [held.weights + held.gradients + held.optimizer for held in runs]
     assert weights == sorted(weights, reverse=True) and weights[0] == pytest.approx(64 * weights[-1])
 
 
 def test_checkpointing_saves_memory_and_costs_time() -> None:
     plain, checkpointed = (readers.read("gpt-5b", checkpointed=on) for on in (False, True))
-    grid, run, on = Grid(z=64), Run(2**20), machine.load("perlmutter")
+    grid, run, on = Grid(z=64), RunOptions(2**20), machine.load("perlmutter")
     assert memory.estimate(checkpointed, grid, run).kept < memory.estimate(plain, grid, run).kept / 5
     assert model.predict(checkpointed, grid, on, run).compute > 1.2 * model.predict(plain, grid, on, run).compute
 
@@ -282,11 +282,11 @@ def test_overlap_and_cache_only_help() -> None:
     grid = Grid(2, 2, 4, 4)
     times = []
     for overlap in ((), ("oar",), ("oar", "ors"), OVERLAPS):
-        run = Run(2**20, overlap=frozenset(overlap))
+        run = RunOptions(2**20, overlap=frozenset(overlap))
         times.append(model.predict(asked.workload, grid, asked.machine, run).exposed_total)
     assert times == sorted(times, reverse=True) and times[-1] < times[0]
     without, kept = (
-        model.predict(asked.workload, grid, asked.machine, Run(2**20, cached_gathers=share)).communication["z"]
+        model.predict(asked.workload, grid, asked.machine, RunOptions(2**20, cached_gathers=share)).communication["z"]
         for share in (0.0, 1.0)
     )
     assert kept < without
@@ -381,7 +381,7 @@ def test_closed_form_and_simulation_agree(grid: str, overlap: tuple[str, ...]) -
     15%: where links are shared at the borders between phases the closed form cannot see it.
     """
     asked = request()
-    run = Run(2**20, overlap=frozenset(overlap))
+    run = RunOptions(2**20, overlap=frozenset(overlap))
     closed = model.predict(asked.workload, Grid.parse(grid), asked.machine, run)
     found = simulator.simulate(asked.workload, Grid.parse(grid), asked.machine, run)
     assert found.seconds == pytest.approx(closed.total, rel=0.15)

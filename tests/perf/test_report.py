@@ -29,11 +29,11 @@ from tests.launcher import run_ranks
 
 
 @pytest.fixture(scope="session")
-def made() -> planner.Plan:
+def made() -> planner.GridPlan:
     return planner.plan(planner.Request(readers.read("gpt-5b"), machine.load("frontier"), 32, 2**18, 1e12))
 
 
-def test_csv_has_every_grid(made: planner.Plan) -> None:
+def test_csv_has_every_grid(made: planner.GridPlan) -> None:
     rows = list(csv.DictReader(io.StringIO(output.plan_csv(made))))
     assert len(rows) == len(made.ranked) + len(made.left_out) == len(list(Grid.all(32)))
     assert rows[0]["grid"] == str(made.best.grid) and made.best.time is not None
@@ -42,7 +42,7 @@ def test_csv_has_every_grid(made: planner.Plan) -> None:
     assert all(None not in row and None not in row.values() for row in rows)  # as many fields as the header
 
 
-def test_json_adds_up(made: planner.Plan) -> None:
+def test_json_adds_up(made: planner.GridPlan) -> None:
     found = json.loads(json.dumps(output.plan_json(made)))
     assert len(found["ranked"]) == len(made.ranked) and len(found["left_out"]) == len(made.left_out)
     for entry in found["ranked"]:
@@ -71,7 +71,7 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_every_row_ends_with_the_command_that_runs_it(made: planner.Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_ends_with_the_command_that_runs_it(made: planner.GridPlan, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of the papers: the simulation, which the printed command gives again; one of LitGPT's: training."""
     lines = output.commands(made, 3)
     assert lines[0].startswith(f"1: axo simulate --model gpt-5b --grid {made.best.grid} --machine frontier")
@@ -99,7 +99,7 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.Plan, monkey
     assert CliRunner().invoke(cli.app, words[7:]).exit_code == 0 and configs.pop().offload == "optimizer"
 
 
-def test_plans_are_compared_side_by_side(made: planner.Plan, tmp_path: Path) -> None:
+def test_plans_are_compared_side_by_side(made: planner.GridPlan, tmp_path: Path) -> None:
     slower = replace(made, ranked=made.ranked[::-1])
     for name, plan in (("a.json", slower), ("b.json", made)):
         (tmp_path / name).write_text(json.dumps(output.plan_json(plan, gpu_hour=2.5) | {"watts": 500.0}))
@@ -114,7 +114,7 @@ def test_plans_are_compared_side_by_side(made: planner.Plan, tmp_path: Path) -> 
         assert found.exit_code == 2 and "holds no plan; `axo plan ... --json FILE` writes one" in found.stderr
 
 
-def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:
+def test_page_is_whole_and_fetches_nothing(made: planner.GridPlan) -> None:
     step = simulator.simulate(made.request.workload, made.best.grid, made.request.machine, made.best.run)
     drawn = plots.plan_plots(made, step)
     text = output.plan_page(made, step, drawn)
@@ -126,7 +126,7 @@ def test_page_is_whole_and_fetches_nothing(made: planner.Plan) -> None:
     assert str(made.best.grid) in text
 
 
-def test_plots_are_pngs(made: planner.Plan) -> None:
+def test_plots_are_pngs(made: planner.GridPlan) -> None:
     for name, png in plots.plan_plots(made).items():
         assert png.startswith(b"\x89PNG\r\n") and len(png) > 5000, name
 
@@ -180,7 +180,7 @@ def test_a_grid_that_is_left_out_is_explained_by_its_reason_alone() -> None:
     assert "traffic of" not in done.output and "memory of" not in done.output
 
 
-def test_the_columns_of_a_row_add_up_to_its_step(made: planner.Plan) -> None:
+def test_the_columns_of_a_row_add_up_to_its_step(made: planner.GridPlan) -> None:
     header, rows = output.plan_table(made, 5)
     first, last = header.index("products s"), header.index("hidden s")
     for row in rows:
@@ -255,7 +255,7 @@ def test_a_measured_machine_file_can_be_planned_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_browser_shows_the_page_without_a_network(made: planner.Plan, tmp_path: Path) -> None:
+def test_a_browser_shows_the_page_without_a_network(made: planner.GridPlan, tmp_path: Path) -> None:
     """Headless Chromium (`apt-get install chromium`), no host reachable: plots decoded, no table wider than the page.
 
     The page has no script; a copy gets one that says what the browser sees.

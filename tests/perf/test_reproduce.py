@@ -18,18 +18,18 @@ from examples.unet.model import UNet
 
 
 @pytest.fixture(scope="session")
-def plans() -> dict[Row, planner.Plan]:
+def plans() -> dict[Row, planner.GridPlan]:
     return {row: planner.plan(calibrate.request(row)) for row in calibrate.rows()}
 
 
-def test_eleven_rows_are_held_out_and_their_mean_error_is_small(plans: dict[Row, planner.Plan]) -> None:
+def test_eleven_rows_are_held_out_and_their_mean_error_is_small(plans: dict[Row, planner.GridPlan]) -> None:
     group = reproduce.weak_scaling(plans)
     held = lines_of.held_out(group.lines)
     assert len(group.lines) == 15 and len(held) == 11
     assert calibrate.mean_error(held) <= 0.10
 
 
-def test_machine_files_hold_the_fit_to_the_four_rows_and_name_them(plans: dict[Row, planner.Plan]) -> None:
+def test_machine_files_hold_the_fit_to_the_four_rows_and_name_them(plans: dict[Row, planner.GridPlan]) -> None:
     """The rows that were fitted come back within 1%: the files round the fractions to three digits."""
     named = {row for name in ("frontier", "perlmutter", "alps") for row in machine.load(name).calibrated_on}
     assert named == {str(row) for row in calibrate.CALIBRATION}
@@ -39,7 +39,7 @@ def test_machine_files_hold_the_fit_to_the_four_rows_and_name_them(plans: dict[R
     assert len({machine.load(name).network_fraction for name in ("frontier", "perlmutter", "alps")}) == 1
 
 
-def test_frontier_is_ranked_as_measured(plans: dict[Row, planner.Plan]) -> None:
+def test_frontier_is_ranked_as_measured(plans: dict[Row, planner.GridPlan]) -> None:
     frontier = [row for row in plans if row.machine == "frontier"]
     predicted = [plans[row].percent_of_peak(plans[row].best) for row in frontier]
     assert calibrate.spearman(predicted, [calibrate.rows()[row] for row in frontier]) >= 0.9
@@ -52,7 +52,7 @@ def test_gain_over_one_dimension_and_hsdp_at_80b() -> None:
     assert (base.grid.x, base.grid.y) == (8, 1)
 
 
-def test_overlap_gain_at_80b_is_near_the_papers_two_figures(plans: dict[Row, planner.Plan]) -> None:
+def test_overlap_gain_at_80b_is_near_the_papers_two_figures(plans: dict[Row, planner.GridPlan]) -> None:
     """18.69% in one place, 22% in another; not calibrated on, so 5 points of slack."""
     line = next(line for line in figures.overlap_gains(plans).lines if line.what.startswith("all of"))
     assert 18.69 - 5 <= line.predicted <= 22 + 5
@@ -98,7 +98,7 @@ def test_unets_are_the_examples_convolutions() -> None:
     assert whole == pytest.approx(196e6, rel=0.01) and readers.read("unet-250m").parameters > 0.75 * whole
 
 
-def test_figures_of_overlap_and_frameworks(plans: dict[Row, planner.Plan]) -> None:
+def test_figures_of_overlap_and_frameworks(plans: dict[Row, planner.GridPlan]) -> None:
     """Each overlap gains or costs nothing; bars are whole steps; what the text gives stands there as it gives it."""
     steps, large = figures.overlap_steps(), figures.overlap_gains(plans)
     for group in (steps, large):

@@ -1,4 +1,4 @@
-"""The event-driven simulator, on schedules small enough to work out by hand.
+"""The event-driven simulator, on steps small enough to work out by hand.
 
 Oracles: hand-made timelines; conservation (a stream's busy time is the sum of its operations, memory returns to where
 it began); the trace format's own rules.
@@ -11,14 +11,14 @@ import pytest
 
 from axo.grid import Grid
 from axo.perf import chrome_trace as trace
-from axo.perf import machine, readers, schedule, simulator
-from axo.perf.layer_time import Run
-from axo.perf.schedule import Operation, Schedule
+from axo.perf import machine, readers, simulator, step_operations
+from axo.perf.layer_time import RunOptions
 from axo.perf.simulator import Simulation
+from axo.perf.step_operations import Operation, StepOperations
 
 
 def play(operations: list[Operation], *, contention: float = 0.0, shared: tuple[str, ...] = ()) -> Simulation:
-    made = Schedule(operations, {axis: axis in shared for axis in ("x", "y", "z", "data")})
+    made = StepOperations(operations, {axis: axis in shared for axis in ("x", "y", "z", "data")})
     return simulator._Clock(made, contention, [(0, 0, 0, 0)], [1.0], Grid(2, 2, 2, 2)).run()
 
 
@@ -61,7 +61,7 @@ def test_a_stream_keeps_its_order() -> None:
 
 
 def step(grid: str, name: str = "gpt-5b", gpus_machine: str = "frontier", **options: object) -> Simulation:
-    run = Run(2**20, **options)  # type: ignore[arg-type]
+    run = RunOptions(2**20, **options)  # type: ignore[arg-type]
     return simulator.simulate(readers.read(name), Grid.parse(grid), machine.load(gpus_machine), run)
 
 
@@ -77,15 +77,15 @@ def test_memory_returns_to_where_it_began(grid: str, cached: float) -> None:
 
 def test_without_checkpointing_memory_returns_too() -> None:
     workload = readers.read("gpt-5b", checkpointed=False)
-    found = simulator.simulate(workload, Grid(2, 2, 4, 2), machine.load("frontier"), Run(2**20))
+    found = simulator.simulate(workload, Grid(2, 2, 4, 2), machine.load("frontier"), RunOptions(2**20))
     assert found.memory[-1][1] == pytest.approx(found.memory[0][1], rel=1e-9)
 
 
 def test_streams_are_busy_for_what_they_ran_and_waits_add_up() -> None:
-    run = Run(2**20, overlap=frozenset())
+    run = RunOptions(2**20, overlap=frozenset())
     workload, on, grid = readers.read("gpt-5b"), machine.load("frontier"), Grid(2, 2, 4, 2)
     found = simulator.simulate(workload, grid, on, run)
-    operations = schedule.build(workload, grid, on, run).operations
+    operations = step_operations.build(workload, grid, on, run).operations
     for stream in ("compute", "x", "y", "z", "data"):
         wanted = sum(operation.seconds for operation in operations if operation.stream == stream)
         assert found.busy[stream] == pytest.approx(wanted, rel=1e-6)  # nothing overlaps, so nothing is slowed
@@ -96,7 +96,7 @@ def test_gathers_a_step_with_and_without_the_cache() -> None:
     workload, on, grid = readers.read("gpt-5b"), machine.load("frontier"), Grid(1, 1, 32, 1)
 
     def gathers(**options: object) -> int:
-        operations = schedule.build(workload, grid, on, Run(2**20, **options)).operations  # type: ignore[arg-type]
+        operations = step_operations.build(workload, grid, on, RunOptions(2**20, **options)).operations  # type: ignore[arg-type]
         return sum(operation.name.endswith("gather") for operation in operations)
 
     blocks, others = 4 * 24, 2  # the head, and the embedding, whose backward wants no weight
@@ -108,7 +108,7 @@ def test_gathers_a_step_with_and_without_the_cache() -> None:
 def test_order_of_one_layer_with_every_overlap() -> None:
     """OAG: the next block is gathered before this one's first product; OAR: dW runs beside dI's sum; ORS: no wait."""
     workload, on = readers.read("gpt-5b"), machine.load("frontier")
-    operations = schedule.build(workload, Grid(2, 2, 4, 2), on, Run(2**20)).operations
+    operations = step_operations.build(workload, Grid(2, 2, 4, 2), on, RunOptions(2**20)).operations
     number = {operation.name: i for i, operation in enumerate(operations)}
     gather, product = operations[number["2.mlp.proj forward gather"]], number["1.attn.qkv forward"]
     assert set(gather.after) == set(operations[product].after) - {number["1.attn.qkv forward gather"]}
@@ -121,7 +121,9 @@ def test_order_of_one_layer_with_every_overlap() -> None:
 
 def test_switched_off_everything_waits_where_it_is_issued() -> None:
     workload, on = readers.read("gpt-5b"), machine.load("frontier")
-    operations = schedule.build(workload, Grid(2, 2, 4, 2), on, Run(2**20, overlap=frozenset())).operations
+    operations = step_operations.build(
+        workload, Grid(2, 2, 4, 2), on, RunOptions(2**20, overlap=frozenset())
+    ).operations
     number = {operation.name: i for i, operation in enumerate(operations)}
     assert operations[number["1.mlp.fc dW"]].after == (number["1.mlp.fc dI all-reduce"],)
     scatter = number["1.mlp.fc dW reduce-scatter"]
@@ -129,7 +131,7 @@ def test_switched_off_everything_waits_where_it_is_issued() -> None:
 
 
 def test_stragglers_slow_a_step_and_the_seed_decides() -> None:
-    workload, on, grid, run = readers.read("gpt-5b"), machine.load("frontier"), Grid(2, 1, 16, 4), Run(2**20)
+    workload, on, grid, run = readers.read("gpt-5b"), machine.load("frontier"), Grid(2, 1, 16, 4), RunOptions(2**20)
     even = simulator.simulate(workload, grid, on, run)
     first, again, other = (simulator.simulate(workload, grid, on, run, straggle=0.05, seed=s) for s in (1, 1, 2))
     assert first.seconds == again.seconds != other.seconds
@@ -140,11 +142,11 @@ def test_stragglers_slow_a_step_and_the_seed_decides() -> None:
 
 
 def test_many_micro_batches_repeat() -> None:
-    """Twelve, written out by hand from the schedule, against twelve of which eight are simulated."""
+    """Twelve, written out by hand from the operations, against twelve of which eight are simulated."""
     workload, on, grid = readers.read("gpt-5b"), machine.load("frontier"), Grid(2, 2, 4, 2)
-    run = Run(12 * 2**16, micro_batches=12)
+    run = RunOptions(12 * 2**16, micro_batches=12)
     found = simulator.simulate(workload, grid, on, run)
-    made = schedule.build(workload, grid, on, run)
+    made = step_operations.build(workload, grid, on, run)
     whole = simulator._Clock(made, on.contention, [(0, 0, 0, 0)], [1.0], grid).run()
     assert (found.micro_batches, whole.seconds) == (8, pytest.approx(found.seconds, rel=1e-3))
     assert found.busy == pytest.approx(whole.busy, rel=1e-3)
@@ -162,7 +164,7 @@ def test_320b_on_32768_gpus_is_soon_done() -> None:
 def test_trace_opens_in_perfetto(tmp_path: Path) -> None:
     """Complete events with microseconds, names for processes and threads, no overlap inside a thread."""
     found = simulator.simulate(
-        readers.read("gpt-5b"), Grid(2, 1, 8, 1), machine.load("frontier"), Run(2**18), straggle=0.02
+        readers.read("gpt-5b"), Grid(2, 1, 8, 1), machine.load("frontier"), RunOptions(2**18), straggle=0.02
     )
     trace.write(tmp_path / "trace.json", found.spans, found.ranks, found.memory)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

@@ -17,8 +17,8 @@ from axo.perf import cut, machine, memory, model, output, planner, plots, reader
 from axo.perf import pipeline_schedule as schedules
 from axo.perf.candidate import share_that_fits, ways
 from axo.perf.command import command_line
-from axo.perf.layer_time import Run
-from axo.perf.stages import Stages, Timing, planned
+from axo.perf.layer_time import RunOptions
+from axo.perf.stages import Stages, StageTimes, planned
 from axo.train.config import TrainConfig
 
 
@@ -57,9 +57,9 @@ def test_one_stage_takes_what_the_grid_takes() -> None:
     """Oracle: the model of one grid with as many micro-batches, on axes whose traffic does not depend on them."""
     asked = request()
     for grid, overlap in ((Grid(2, 2, 1, 1), {"oar"}), (Grid(4, 1, 1, 2), set())):
-        run = Run(2**18, micro_batches=4, overlap=frozenset(overlap))
+        run = RunOptions(2**18, micro_batches=4, overlap=frozenset(overlap))
         alone = model.predict(asked.workload, grid, asked.machine, run)
-        timing = Timing(asked.workload, grid, asked.machine, run)
+        timing = StageTimes(asked.workload, grid, asked.machine, run)
         found = timing.predict(Stages(1, "1f1b", (0, 32)))
         assert found.compute == pytest.approx(alone.compute) and found.bubble == pytest.approx(0, abs=1e-9)
         for axis in "xy":
@@ -71,8 +71,8 @@ def test_time_and_memory_of_stages_by_hand() -> None:
     """gpt-20b, 4 stages of 8 blocks on 1x1x2x2: gradients once a step, micro-batches in flight, buffers of messages."""
     asked = request(gpus=16)
     workload, grid = asked.workload, Grid(z=2, data=2)
-    run = Run(2**18, micro_batches=8, rows=2 * 4 * 2048, cached_gathers=1.0)
-    timing, stages = Timing(workload, grid, asked.machine, run), Stages(4, "1f1b", (0, 8, 16, 24, 32))
+    run = RunOptions(2**18, micro_batches=8, rows=2 * 4 * 2048, cached_gathers=1.0)
+    timing, stages = StageTimes(workload, grid, asked.machine, run), Stages(4, "1f1b", (0, 8, 16, 24, 32))
     step, found = timing.predict(stages), timing.simulate(stages)
     assert step.bubble == pytest.approx(found.seconds - max(found.busy), rel=0.05)
     message = 4 * 4 * 2048 * workload.hidden  # fp32, four sequences
@@ -80,7 +80,7 @@ def test_time_and_memory_of_stages_by_hand() -> None:
     crosses = asked.machine.inter_gbs * asked.machine.network_fraction / 8
     seconds = 1e-6 * asked.machine.latency_intra_us + message / (1e9 * asked.machine.intra(4, 2))
     assert timing.message_seconds() == pytest.approx(seconds)
-    wide = Timing(workload, Grid(z=8), asked.machine, replace(run, rows=8 * 4 * 2048))
+    wide = StageTimes(workload, Grid(z=8), asked.machine, replace(run, rows=8 * 4 * 2048))
     assert wide.message_seconds() == pytest.approx(1e-6 * asked.machine.latency_inter_us + message / (1e9 * crosses))
     held = timing.memory(stages)
     block = 12 * workload.hidden**2 + 13 * workload.hidden
@@ -138,25 +138,25 @@ def test_the_search_leaves_out_only_what_cannot_win(
     for one in staged:
         other = planner.consider(replace(asked, offload=True), one.grid, one.stages.ranks)
         assert other.reason or (one.seconds <= other.seconds and (other.seconds > one.seconds or one.run.offload))
-    least = Timing.least
+    least = StageTimes.least
 
-    def full(timing: Timing, stages: Stages, zero: int, offload: bool) -> float:
+    def full(timing: StageTimes, stages: Stages, zero: int, offload: bool) -> float:
         for share in (0.0, 0.3, 1.0):
             run = replace(timing.run, cached_gathers=share, zero=zero, offload=offload)
-            one = Timing(timing.workload, timing.grid, timing.machine, run)
+            one = StageTimes(timing.workload, timing.grid, timing.machine, run)
             bounds.append((least(timing, stages, zero, offload), one.memory(stages).total))
         return 0.0
 
-    def none(timing: Timing, stages: Stages) -> float:
+    def none(timing: StageTimes, stages: Stages) -> float:
         split = replace(timing.run, sequence_parallel=True)
-        other, state = Timing(timing.workload, timing.grid, timing.machine, split), [(0, False)]
+        other, state = StageTimes(timing.workload, timing.grid, timing.machine, split), [(0, False)]
         saves = timing.seconds(stages, state)[0] - other.seconds(stages, state)[0]
         saved.append((saves, saved_by_splitting(timing, stages)))
         return 0.0
 
-    saved_by_splitting = Timing.saved_by_splitting
-    monkeypatch.setattr(Timing, "least", full)
-    monkeypatch.setattr(Timing, "saved_by_splitting", none)
+    saved_by_splitting = StageTimes.saved_by_splitting
+    monkeypatch.setattr(StageTimes, "least", full)
+    monkeypatch.setattr(StageTimes, "saved_by_splitting", none)
     for one in (*made.ranked, *made.left_out):
         each = [planner.consider(asked, one.grid, one.pipeline, None, [way]) for way in ways(asked, one.grid)]
         fits = [other.seconds for other in each if not other.reason]
@@ -173,8 +173,8 @@ def test_the_search_leaves_out_only_what_cannot_win(
 def test_what_split_tokens_save_at_most(schedule: str) -> None:
     """Where the network is slow and hides nothing, a gate's shared sum saves more than the residual stream takes."""
     workload, on, grid = readers.read("Llama-3-8B", seq_length=2048).otherwise, machine.load("frontier"), Grid(x=8)
-    run = Run(2**17, micro_batches=32, rows=2 * 2048, overlap=frozenset())
-    whole, split = (Timing(workload, grid, on, replace(run, sequence_parallel=how)) for how in (False, True))
+    run = RunOptions(2**17, micro_batches=32, rows=2 * 2048, overlap=frozenset())
+    whole, split = (StageTimes(workload, grid, on, replace(run, sequence_parallel=how)) for how in (False, True))
     stages = planned(workload, 2, schedule)
     saved = whole.seconds(stages, [(0, False)])[0] - split.seconds(stages, [(0, False)])[0]
     assert 0 < saved <= whole.saved_by_splitting(stages)
@@ -193,7 +193,7 @@ def test_selective_recomputation_stands_between_none_and_full() -> None:
     asked, grid, on = request(), Grid(2, 1, 4, 1), machine.load("h100")
     runs = [(asked.workload.otherwise, False), (asked.workload, True), (asked.workload, False)]
     none, some, full = ((memory.estimate(w, grid, r), model.predict(w, grid, on, r))
-                        for w, s in runs for r in [Run(2**18, micro_batches=4, selective=s)])  # fmt: skip
+                        for w, s in runs for r in [RunOptions(2**18, micro_batches=4, selective=s)])  # fmt: skip
     assert none[0].kept > some[0].kept > full[0].kept and none[1].compute < some[1].compute < full[1].compute
     assert some[1].communication["x"] == full[1].communication["x"] > none[1].communication["x"]
     made = planner.plan(request(selective=True), [grid])

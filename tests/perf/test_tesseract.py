@@ -52,7 +52,7 @@ def test_a_step_sends_what_the_engine_issues():
         for case, counted in zip(drawn, counts, strict=True):
             grid = Grid.parse(case["grid"])
             workload = readers.from_litgpt(case["config"], seq_length=case["seq"])
-            run = layer_time.Run(case["sequences"] * case["seq"], itemsize=4)
+            run = layer_time.RunOptions(case["sequences"] * case["seq"], itemsize=4)
             rows = case["sequences"] // grid.data * case["seq"]
             calls = [
                 call
@@ -71,7 +71,7 @@ def test_time_of_one_layer_by_hand():
     on = replace(machine.load("dgx-a100"), latency_intra_us=0, latency_inter_us=0, memory_gbs=1e9, contention=0.0)
     grid = Grid(q, q, d)
     for overlap in (frozenset(layer_time.OVERLAPS), frozenset[str]()):
-        run = layer_time.Run(m, overlap=overlap, rows=m // (q * d))
+        run = layer_time.RunOptions(m, overlap=overlap, rows=m // (q * d))
         found = tesseract.predict(workload, grid, on, run)
         product = 2 * m * k * n / grid.world_size / on.gemm_flops
         assert found.compute == pytest.approx(3 * product, rel=1e-3)

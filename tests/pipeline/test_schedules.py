@@ -23,11 +23,11 @@ from torch.utils.checkpoint import checkpoint
 import axo
 from axo.nn.elsewhere import Elsewhere
 from axo.overlap import record
-from axo.overlap.events import Pending
+from axo.overlap.events import TracedWork
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf import machine
-from axo.perf.layer_time import Run
-from axo.perf.stages import Timing
+from axo.perf.layer_time import RunOptions
+from axo.perf.stages import StageTimes
 from axo.pipeline.cut import part_of, workload_of
 from tests.gpt import LLAMA, NEOX
 from tests.launcher import run_ranks
@@ -130,7 +130,7 @@ def messages(schedule):
 def check_messages(sent, comms, schedule, model, microbatches):
     """Each micro-batch goes over each border of stages on two ranks, there and back; bytes as the planner counts."""
     workload = replace(workload_of(model), seq_length=TOKENS)
-    all_rows = Timing(workload, comms.grid, machine.load("perlmutter"), Run(ROWS * TOKENS)).message()
+    all_rows = StageTimes(workload, comms.grid, machine.load("perlmutter"), RunOptions(ROWS * TOKENS)).message()
     row = all_rows // (ROWS // (comms.grid.z * comms.grid.data))
     costs = [row * part.numel() for part in torch.arange(ROWS // comms.data_ranks).tensor_split(microbatches)]
     mine = {stage.stage_index for stage in schedule.axo_stages}
@@ -258,7 +258,7 @@ def messages_and_waits(names):
         _, schedule = build(comms, name, FOUR)
         ids, targets = (my_rows(comms, tensor) for tensor in batch(0))
         done = []
-        send, wait = axo.pipeline.Stage.get_bwd_send_ops, Pending.wait
+        send, wait = axo.pipeline.Stage.get_bwd_send_ops, TracedWork.wait
 
         def sending(stage, number, send=send, done=done):
             done.append("message")
@@ -268,7 +268,7 @@ def messages_and_waits(names):
             done.append("wait")
             return wait(pending)
 
-        with patch.object(axo.pipeline.Stage, "get_bwd_send_ops", sending), patch.object(Pending, "wait", waiting):
+        with patch.object(axo.pipeline.Stage, "get_bwd_send_ops", sending), patch.object(TracedWork, "wait", waiting):
             schedule.step(ids, target=targets)
         found.append(done)
     return found

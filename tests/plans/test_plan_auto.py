@@ -496,7 +496,7 @@ class Normed(nn.Module):
 
 def test_group_norms_stay_between_convolutions():
     """Oracle: by hand. A group's channels lie on one rank if its norm, in all its calls, sees channels and no more."""
-    from axo.plans.auto.decide import Candidate, decide
+    from axo.plans.auto.decide import SplitCandidate, decide
     from axo.plans.auto.regions import CHANNELS, Size, find_regions
 
     def regions(model):
@@ -509,8 +509,8 @@ def test_group_norms_stay_between_convolutions():
     model = Normed(joined)
     (region,) = regions(model)
     assert (region.makers, region.takers, region.norms) == ({model.a, model.time}, {model.b}, {model.norm})
-    layers = [Candidate(name, getattr(model, name), "conv2d", 8, 8) for name in ("a", "b")]
-    layers.append(Candidate("time", model.time, "linear", 4, 8))
+    layers = [SplitCandidate(name, getattr(model, name), "conv2d", 8, 8) for name in ("a", "b")]
+    layers.append(SplitCandidate("time", model.time, "linear", 4, 8))
     for grid, split in (("4x1x1x1", True), ("8x1x1x1", False)):  # four groups lie on four ranks, not on eight
         choices, inside = decide(layers, [region], {}, axo.Grid.parse(grid))
         assert choices["a"].split_out == choices["b"].split_in == split, grid

@@ -17,7 +17,7 @@ from torch import nn
 
 import axo
 from axo.plans.auto.by_heads import prove
-from axo.plans.auto.heads_trace import NotProved
+from axo.plans.auto.heads_interpreter import NotProved
 from axo.plans.auto.regions import Size
 from examples.nanogpt.model import GPT, CausalSelfAttention, GPTConfig
 from examples.vit.model import ViT

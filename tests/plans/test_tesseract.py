@@ -122,7 +122,7 @@ def linear_counts(comms):
         along_z = comms.z.all_gather(layer.weight.grad.unsqueeze(0))
         assert torch.equal(along_z[0], along_z[1])
     whole = axo.unshard_grad(layer.weight)
-    layer.exchanges[0].weight_stages = ()  # without the sum over depth
+    layer.exchanges[0].weight_reductions = ()  # without the sum over depth
     layer.zero_grad()
     layer(given).square().sum().backward()
     assert not torch.allclose(axo.unshard_grad(layer.weight), whole, rtol=1e-2, atol=1e-2)

@@ -149,7 +149,7 @@ def test_shape_counts_parameters() -> None:
     config = models.resolve("tiny", SMALL)
     shape = models.shape_of(config)
     attention, mlp, norms = (64 + 2 * 32) * 64 + 64 * 64, 3 * 64 * 128, 2 * 64
-    assert shape == models.Shape(2, 64, 256, 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64)
+    assert shape == models.ModelSize(2, 64, 256, 2 * 256 * 64 + 2 * (attention + mlp + norms) + 64)
 
 
 # --- recipe, peaks, verdict, pictures ----------------------------------------------------------------------------

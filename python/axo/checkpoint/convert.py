@@ -22,7 +22,7 @@ from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.reader import read_head, read_state_dict, shapes_of
 from axo.checkpoint.storage import read_bytes, read_into, read_metadata
-from axo.checkpoint.writer import Target, head, write
+from axo.checkpoint.writer import Destination, head, write
 
 
 def consolidate(
@@ -165,8 +165,8 @@ def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
     final = folder.absolute() / folders.name_of(step)
     folders.check_place(final, None)
     try:
-        part = folders.Part(final, None)
+        part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:
         raise ValueError(f"consolidate: {final} cannot be written: {error.strerror}") from None
-    write(Target(final, part.path, part, step), entries)
+    write(Destination(final, part.path, part, step), entries)
     return final

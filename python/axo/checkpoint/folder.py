@@ -206,7 +206,7 @@ def _run(run: str | None) -> str:
     return "a run without identity" if run is None else f"run {run}"
 
 
-class Part:
+class UnfinishedCheckpoint:
     """A checkpoint that is being written, in a hidden folder; one process makes it, all write into it.
 
     Args:

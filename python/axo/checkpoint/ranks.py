@@ -18,7 +18,7 @@ class Running(Protocol):
     def finish(self) -> None: ...
 
 
-class Pending:
+class PendingSave:
     """The save under way in this process: one at a time, whatever is saved, so that host memory holds one copy."""
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Pending:
             save.wait()
 
 
-pending = Pending()
+pending = PendingSave()
 
 
 def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:

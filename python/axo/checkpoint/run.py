@@ -61,14 +61,14 @@ class Run:
         self._lock, self._folder, self._comms = -1, folder, comms
         group = checkpoint_group(comms)
 
-        def take() -> str:
+        def claim() -> str:
             if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
                 raise ValueError(f"checkpoint: folder={folder!r} names no folder; give the run's own")
             folders.check_local(folder)
             self._folder = Path(folder).absolute()
-            return self._take(self._folder, Path(checkpoints or folder), resume, overwrite)
+            return self._claim(self._folder, Path(checkpoints or folder), resume, overwrite)
 
-        problem, found = self._attempt(take) if rank_in(group) == 0 else ("", "")
+        problem, found = self._attempt(claim) if rank_in(group) == 0 else ("", "")
         where = str(folder)
         try:
             self.id: str = agree(group, problem, found, folder=where, resume=resume, overwrite=overwrite)
@@ -76,9 +76,9 @@ class Run:
             self.close()
             raise
 
-    def _attempt(self, take: Callable[[], str]) -> tuple[str, str]:
+    def _attempt(self, claim: Callable[[], str]) -> tuple[str, str]:
         try:
-            return "", take()
+            return "", claim()
         except ValueError as error:
             return str(error), ""
         except OSError as error:
@@ -92,9 +92,9 @@ class Run:
             ValueError: Another has it by now; on every rank.
         """
         group = checkpoint_group(self._comms)
-        agree(group, self._attempt(self._take_again)[0] if rank_in(group) == 0 else "")
+        agree(group, self._attempt(self._claim_again)[0] if rank_in(group) == 0 else "")
 
-    def _take_again(self) -> str:
+    def _claim_again(self) -> str:
         folder, lost = Path(self._folder), self._lock
         if lost < 0 or folders.is_open(folder / _LOCK, lost):
             return self.id
@@ -132,7 +132,7 @@ class Run:
             _held.discard(self._lock)
             self._lock = -1
 
-    def _take(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
+    def _claim(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
         folders.make_folder(folder)
         self._hold(folder)
         known, found = _identity(folder), folders.complete(checkpoints)

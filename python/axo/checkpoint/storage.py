@@ -197,7 +197,7 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
     places = [(metadata.storage_data[index], index) for index in requests]
     places.sort(key=lambda place: (place[0].relative_path, place[0].offset))
     with torch.no_grad(), futures.ThreadPoolExecutor(1) as beside:
-        reader = _Reader(path, verify, beside)
+        reader = _FileReader(path, verify, beside)
         for name, of_file in groupby(places, key=lambda place: place[0].relative_path):
             try:
                 with open(path / name, "rb", buffering=0) as file:
@@ -209,7 +209,7 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
         reader.check()
 
 
-class _Reader:
+class _FileReader:
     """Reads bytes of files, and compares their checksums.
 
     Raises:
@@ -274,7 +274,7 @@ class _Reader:
 
 
 def _read(
-    reader: _Reader,
+    reader: _FileReader,
     file: io.RawIOBase,
     info: Any,
     metadata: Metadata,

@@ -142,7 +142,7 @@ def save(
         _join_stages(entries, group)
     if rank_in(group) == 0:
         try:
-            part = folders.Part(final, run)
+            part = folders.UnfinishedCheckpoint(final, run)
         except OSError as error:
             problem = f"checkpoint: {final.parent} cannot be written to: {error.strerror}"
     try:
@@ -153,7 +153,7 @@ def save(
         if part is not None:
             part.close()
         raise
-    target = Target(final, path, part, step, keep, group)
+    target = Destination(final, path, part, step, keep, group)
     handle = Save(final)
     if not async_:
         write(target, entries)
@@ -279,18 +279,18 @@ def head(
 
 
 @dataclass
-class Target:
+class Destination:
     """Where a save goes. ``part`` is rank 0's."""
 
     final: Path
     path: Path
-    part: folders.Part | None
+    part: folders.UnfinishedCheckpoint | None
     step: int
     keep: int | None = None
     group: dist.ProcessGroup | None = None
 
 
-def write(target: Target, entries: dict[str, Any]) -> None:
+def write(target: Destination, entries: dict[str, Any]) -> None:
     """Everything that may run on another thread. Every rank of the group runs it."""
     group, part, problem = target.group, target.part, ""
     interrupt: BaseException | None = None

@@ -31,7 +31,7 @@ _OF_LITGPT = ("litgpt", "jsonargparse")  # jsonargparse comes with it
 _ASCII = {"·": "-", "×": "x", "…": "...", "–": "-", "—": "-"}
 
 
-class Command(TyperGroup):
+class CommandGroup(TyperGroup):
     """The group of all subcommands: runs one, and turns every error into a line and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *options: Any, **more: Any) -> NoReturn:

@@ -14,13 +14,13 @@ import typer
 
 from axo import __version__
 from axo.cli import bench, consolidate, dryrun, info, litgpt, plan, sample, train, tune
-from axo.cli.errors import Command
+from axo.cli.errors import CommandGroup
 from axo.cli.output import say
 
 app = typer.Typer(
     name="axo",
     help="Train large models with four-dimensional parallelism; measure, plan and inspect.",
-    cls=Command,
+    cls=CommandGroup,
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 MOST_TOKENS = 1e18
 
-Model = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
+ModelName = Annotated[str, typer.Option(help="gpt-5b ... gpt-640b, unet-250m ... unet-4b, a LitGPT name, or a file.")]
 MachineName = Annotated[str, typer.Option("--machine", help="A known machine, or a machine file (axo profile).")]
 Batch = Annotated[str, typer.Option(help="Tokens of one step, all ranks: 16.8M, 4M, 524288.")]
 Seq = Annotated[int | None, typer.Option(help="Tokens of one sample; default 2048.")]
-Overlap = Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")]
-Gather = Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")]
+Overlaps = Annotated[str, typer.Option(help="Which overlaps are on: oar,ors,oag or none.")]
+GatherMode = Annotated[str, typer.Option(help="Gathered weights: keep, drop, or auto (keep what fits).")]
 Checkpoint = Annotated[bool, typer.Option("--checkpoint/--no-checkpoint", help="Run blocks again in backward.")]
 Gigabits = Annotated[
     float, typer.Option("--network", help="Gb/s of a node's NICs together, instead of the machine's: 400, 3200.")
 ]
 Pieces = Annotated[int, typer.Option("--micro-batches", help="Pieces of a rank's rows; 0: as few as fit.")]
 Keeps = Annotated[str, typer.Option(help="What recomputation keeps: nothing, or products (and attention).")]
-Schedule = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
-Zero = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
+ScheduleNames = Annotated[str, typer.Option(help="Of stages: gpipe, 1f1b, ..., dualpipev; commas between several.")]
+ZeroStage = Annotated[int, typer.Option(help="ZeRO over data: 1 cuts optimizer state, 2 gradients too.")]
 OffloadTo = Annotated[str, typer.Option("--offload", help="In the host's memory: none, or optimizer (AdamW's state).")]
 Tokens = Annotated[bool, typer.Option("--sequence-parallel", help="Split the residual stream's tokens over x.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")]
@@ -53,10 +53,10 @@ def plan(
     tokens: Annotated[str, typer.Option(help="Tokens of the whole training, for the days: 2T.")] = "0",
     seq: Seq = None,
     top: Annotated[int, typer.Option(help="Rows to print.")] = 10,
-    overlap: Overlap = "oar,ors,oag",
-    gather: Gather = "auto",
+    overlap: Overlaps = "oar,ors,oag",
+    gather: GatherMode = "auto",
     checkpoint: Checkpoint = True,
-    zero: Zero = 0,
+    zero: ZeroStage = 0,
     micro_batches: Pieces = 0,
     network: Gigabits = 0.0,
     precision: Annotated[str, typer.Option(help="bf16-mixed or bf16-true.")] = "bf16-mixed",
@@ -69,7 +69,7 @@ def plan(
     pipeline: Annotated[
         str, typer.Option(help="Stages to try: 1, 4, or 1,2,4; auto: 1 and every power of two that divides.")
     ] = "1",
-    schedule: Schedule = "",
+    schedule: ScheduleNames = "",
     gpu_hour: Annotated[float, typer.Option(help="Price of a GPU hour, for the cost of --tokens.")] = 0.0,
     algorithm: Annotated[
         str, typer.Option(help="axonn, tesseract (where x = y), or all: both in one ranking.")
@@ -129,22 +129,22 @@ def plan(
 
 
 def simulate(
-    model: Model,
+    model: ModelName,
     grid: Annotated[str, typer.Option(help="XxYxZxDATA, such as 2x2x128x16.")],
     machine_name: MachineName,
     batch_tokens: Batch = "16.8M",
     seq: Seq = None,
-    overlap: Overlap = "oar,ors,oag",
-    gather: Gather = "auto",
+    overlap: Overlaps = "oar,ors,oag",
+    gather: GatherMode = "auto",
     checkpoint: Checkpoint = True,
-    zero: Zero = 0,
+    zero: ZeroStage = 0,
     micro_batches: Pieces = 0,
     network: Gigabits = 0.0,
     recompute_keeps: Keeps = "nothing",
     offload: OffloadTo = "none",
     sequence_parallel: Tokens = False,
     pipeline: Annotated[int, typer.Option(help="Stages, each of them such a grid.")] = 1,
-    schedule: Schedule = "1f1b",
+    schedule: ScheduleNames = "1f1b",
     straggle: Annotated[float, typer.Option(help="Standard deviation of the ranks' speeds; 0.02: two percent.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Of the ranks' speeds.")] = 0,
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace here (opens in Perfetto).")] = None,
@@ -170,7 +170,7 @@ def simulate(
             f"{request.workload.name} cannot run on grid {parsed} of {request.machine.name}: {candidate.reason};"
             f" axo plan --gpus {request.gpus} ranks the grids that can"
         )
-    made = planner.Plan(request, [candidate])
+    made = planner.GridPlan(request, [candidate])
     if candidate.stages is not None:
         _simulate_stages(made, json_out, plot)
         return
@@ -206,15 +206,15 @@ def simulate(
             say(f"trace: {trace} (open it in ui.perfetto.dev)")
 
 
-def _simulate_stages(made: planner.Plan, json_out: Path | None, plot: Path | None) -> None:
+def _simulate_stages(made: planner.GridPlan, json_out: Path | None, plot: Path | None) -> None:
     """Run the stages of the one candidate of a plan against the clock."""
     from axo.perf import output, plots
     from axo.perf.memory import GIB
-    from axo.perf.stages import Timing
+    from axo.perf.stages import StageTimes
 
     asked, best = made.request, made.best
     assert best.stages is not None and best.memory is not None
-    timing = Timing(made.workload(best), best.grid, asked.machine, best.run)
+    timing = StageTimes(made.workload(best), best.grid, asked.machine, best.run)
     found = timing.simulate(best.stages)
     held = found.held([1 / (best.stages.count / best.stages.ranks)] * best.stages.count)
     step = best.seconds - timing.estimate(best.stages) + found.seconds
@@ -302,7 +302,7 @@ def reproduce(
 def profile(
     ranks: Annotated[int, typer.Option(help="Local ranks; under torchrun its world counts.")] = 2,
     out: Annotated[Path, typer.Option(help="The machine file to write.")] = Path("machine.yaml"),
-    model: Model = "pythia-14m",
+    model: ModelName = "pythia-14m",
     rows: Annotated[int, typer.Option(help="Rows of the products before z shards them.")] = 2048,
     message: Annotated[str, typer.Option(help="Bytes of the large message: 64M.")] = "64M",
     repeats: Annotated[int, typer.Option(help="Repeats of every measurement; the best counts.")] = 5,
@@ -406,7 +406,7 @@ def _request(
 def _counts(text: str, gpus: int) -> tuple[int, ...]:
     """Numbers of stages: ``4``, ``1,2,4``, or auto."""
     if text == "auto":
-        from axo.perf.choice import stage_counts
+        from axo.perf.grid_choice import stage_counts
 
         return stage_counts(gpus)
     parts = [part.strip() for part in text.split(",")]
@@ -437,7 +437,7 @@ def _grid(text: str, gpus: int) -> Grid:
     return grid
 
 
-def _explained(made: planner.Plan, grid: Grid) -> Candidate:
+def _explained(made: planner.GridPlan, grid: Grid) -> Candidate:
     for candidate in (*made.ranked, *made.left_out):
         if candidate.grid == grid:
             return candidate
@@ -447,7 +447,7 @@ def _explained(made: planner.Plan, grid: Grid) -> Candidate:
     )
 
 
-def _print_plan(made: planner.Plan, top: int, chosen: Candidate | None, gpu_hour: float) -> None:
+def _print_plan(made: planner.GridPlan, top: int, chosen: Candidate | None, gpu_hour: float) -> None:
     from axo.perf import others, output
 
     asked = made.request
@@ -492,7 +492,7 @@ def _print_plan(made: planner.Plan, top: int, chosen: Candidate | None, gpu_hour
             show_table(f"memory of {chosen.grid}", output.memory_table(chosen))
 
 
-def _cost(made: planner.Plan, gpu_hour: float) -> str:
+def _cost(made: planner.GridPlan, gpu_hour: float) -> str:
     hours, energy = made.gpu_hours(made.best), made.megawatt_hours(made.best)
     text = (
         f"{made.request.tokens:g} tokens on {made.best.name}: {made.days(made.best):.1f} days, {hours:,.0f} GPU hours"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
     from axo_kernels.tune.model import Row
-    from axo_kernels.tune.model_shapes import Layer
+    from axo_kernels.tune.model_shapes import LinearShape
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -126,7 +126,7 @@ def _device(name: str) -> torch.device:
     return place
 
 
-def _check_memory(cut: list[Layer], dtype: torch.dtype, place: torch.device) -> None:
+def _check_memory(cut: list[LinearShape], dtype: torch.dtype, place: torch.device) -> None:
     """Refuse a product whose operands, results and fp32 draws do not fit beside each other.
 
     Raises:

@@ -38,7 +38,7 @@ def milliseconds(timeout: float) -> int:
     return int(min(float(timeout), _LONGEST_S) * 1000)
 
 
-class Pending(Protocol):
+class CoreWork(Protocol):
     """What the core, or what stands for it, gives for an operation: ``_C.Work``; times in milliseconds."""
 
     def wait(self) -> None: ...
@@ -55,7 +55,7 @@ class Work:
 
     __slots__ = ("_communicator", "_copies", "_core", "_recorded", "_result")
 
-    def __init__(self, communicator: Communicator, core: Pending | None, result: Any, copies: tuple) -> None:
+    def __init__(self, communicator: Communicator, core: CoreWork | None, result: Any, copies: tuple) -> None:
         self._communicator = communicator
         self._core = core  # None: nothing is pending
         self._result = result

@@ -173,7 +173,7 @@ class FollowedPool(Pool):
         super().__init__()
         self._ledger, self._mode = ledger, mode
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         caller = sys._getframe(1)
         gathers = caller.f_globals["__name__"] in ("axo.overlap.gathers", "axo.overlap.exchange")
         before, self._ledger.kind = self._ledger.kind, GATHERED if gathers else UNDER_WAY

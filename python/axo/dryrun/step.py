@@ -45,7 +45,7 @@ from axo.dryrun.memory import (
 )
 from axo.dryrun.shapes import Faking
 from axo.nn import loss
-from axo.overlap.events import Pending
+from axo.overlap.events import TracedWork
 from axo.overlap.model import engines
 from axo.train import loop
 from axo.train.check import check_step
@@ -170,7 +170,7 @@ def _two_chunks_for_all() -> AbstractContextManager[object]:
 
 def _no_delay() -> AbstractContextManager[object]:
     """Let a collective among real ranks be complete when somebody asks: how long it takes is not what is measured."""
-    return mock.patch.object(Pending, "done", lambda pending: pending.wait() is not None)
+    return mock.patch.object(TracedWork, "done", lambda pending: pending.wait() is not None)
 
 
 def _receiving(ledger: Ledger, mode: Faking | Following) -> AbstractContextManager[object]:

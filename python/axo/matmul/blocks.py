@@ -32,8 +32,8 @@ from axo.matmul.algorithm import accumulator, add_product, ahead
 from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
 from axo.matmul.products import compute_dtype
 from axo.matmul.shared_input import InputSum
-from axo.overlap.events import Pending, span
-from axo.overlap.exchange import Done, Sum
+from axo.overlap.events import TracedWork, span
+from axo.overlap.exchange import Completed, Sum
 from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden
 from axo.placement import Placement
@@ -71,7 +71,7 @@ class BlockMatmul(DistributedMatmul):
         assert input_sum is None  # dI is not summed by an all-reduce
         if self.exchange.comms.grid.world_size == 1:
             return self.products.alone(input, weight, bias)
-        return _Product.apply(input, weight, bias, self, torch.is_grad_enabled())
+        return _BlockProduct.apply(input, weight, bias, self, torch.is_grad_enabled())
 
     def broadcast(self, axis: str, mine: torch.Tensor, root: int) -> Sum:
         """Start to send the block of rank ``root`` along ``axis``; all blocks are of one shape."""
@@ -79,24 +79,24 @@ class BlockMatmul(DistributedMatmul):
         line = engine.comms.axis(axis)
         block = mine.contiguous()
         if line.rank != root:
-            block = engine.pool.take(tuple(mine.shape), mine.dtype, mine.device)
+            block = engine.pool.allocate(tuple(mine.shape), mine.dtype, mine.device)
         if engine.overlap.all_gather:
-            return Pending(engine, line.broadcast(block, root, async_op=True), block, "broadcast", axis, name)
+            return TracedWork(engine, line.broadcast(block, root, async_op=True), block, "broadcast", axis, name)
         with span(engine.events, "wait", "broadcast", axis, name):
-            return Done(line.broadcast(block, root))
+            return Completed(line.broadcast(block, root))
 
     def reduce(self, axis: str, partial: torch.Tensor, root: int, op: str, overlapped: bool) -> Sum:
         """Start to add ``partial`` up over ``axis``; the sum is in it at rank ``root``."""
         engine, name = self.exchange.engine, self.exchange.name
         line = engine.comms.axis(axis)
         if overlapped:
-            return Pending(engine, line.reduce(partial, root, op, async_op=True), partial, "reduce", axis, name)
+            return TracedWork(engine, line.reduce(partial, root, op, async_op=True), partial, "reduce", axis, name)
         with span(engine.events, "wait", "reduce", axis, name):
             line.reduce(partial, root, op)
-        return Done(partial)
+        return Completed(partial)
 
 
-class _Product(torch.autograd.Function):
+class _BlockProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -49,7 +49,7 @@ OPERATION = {
 _GATHERED = "b"  # the weight is the second operand
 
 
-class Sum:
+class FusedSum:
     """A sum over the ranks on its way; ``wait`` gives it."""
 
     def __init__(self, out: torch.Tensor, finish: Callable[[], object]) -> None:
@@ -151,10 +151,10 @@ class FusedProducts:
             return product.n
         return product.m // (self._comms.grid.size(axis) if kind == "grad_weight" else 1)
 
-    def start(self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, layout: str) -> Sum:
+    def start(self, choice: Choice, a: torch.Tensor, b: torch.Tensor, axis: str, layout: str) -> FusedSum:
         """Begin the product and its sum over ``axis``."""
         self.calls += 1
-        return Sum(*start_all_reduce(a, b, self.on(axis), layout, way_of(choice, layout)))
+        return FusedSum(*start_all_reduce(a, b, self.on(axis), layout, way_of(choice, layout)))
 
     def gather(
         self, choice: Choice, a: torch.Tensor, shard: torch.Tensor, bias: torch.Tensor | None, axis: str

@@ -28,7 +28,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -38,16 +38,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from axo.comm.connect import Communicators
-from axo.matmul.fused import FusedProducts, Sum, published
+from axo.matmul.fused import FusedProducts, FusedSum, published
 from axo.placement import Placement
 from axo.settings import default_of
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused import fp8
 from axo_kernels.gemm.layout import DTYPES, Product
 from axo_kernels.tune.choice import Choice
+from axo_kernels.tune.runners import Runner
 from axo_kernels.tune.tuner import Tuner, runner
 
-Run = Callable[..., torch.Tensor]
 LAYOUT = {"forward": "NT", "grad_input": "NN", "grad_weight": "TN"}
 _MEETING_S = 300.0
 # Seconds for the timed rounds of one product at a first step: a model has a dozen.
@@ -127,7 +127,7 @@ class LayerProducts:
         self._calls = self.products.calls
         self._site = (placement.global_shape, placement.splits, placement.blocks)
         self._features, self._even = _shares(comms, placement)
-        self._runs: dict[Any, Run] = {}
+        self._runs: dict[Any, Runner] = {}
         self._whole: dict[Any, bool] = {}
         self._fp8: str | None = None
 
@@ -162,7 +162,7 @@ class LayerProducts:
         found = self._start("forward", rows, block, axis)
         return None if found is None else found.wait()
 
-    def start_fused_grad_input(self, grad: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
+    def start_fused_grad_input(self, grad: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
         """(m, n), (n, k) -> the (m, k) on its way to the sum over ``axis``; None as above."""
         return self._start("grad_input", grad, block, axis)
 
@@ -171,7 +171,7 @@ class LayerProducts:
         """Whether any product of this layer could run with its collective as one."""
         return self.products.fused.possible and not self._fp8
 
-    def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> Sum | None:
+    def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
         choice = self._fused_choice(kind, a, axis)
         if choice is None or axis is None:
             return None
@@ -253,7 +253,7 @@ class LayerProducts:
         product = Product(LAYOUT[kind], *sizes, dtype)
         return self.products.choice((kind, dtype, *self._site), product, device)
 
-    def _find(self, kind: str, a: torch.Tensor, b: torch.Tensor) -> Run:
+    def _find(self, kind: str, a: torch.Tensor, b: torch.Tensor) -> Runner:
         m, n = (b.shape[0], a.shape[1]) if kind == "grad_weight" else (a.shape[0], b.shape[0])
         k = b.shape[1]
         layout = LAYOUT[kind]
@@ -291,10 +291,10 @@ def _own_grad_weight(grad: torch.Tensor, rows: torch.Tensor, out: torch.Tensor |
     return torch.mm(grad.t(), rows) if out is None else torch.mm(grad.t(), rows, out=out)
 
 
-_TORCHS_OWN: dict[str, Run] = {"forward": F.linear, "grad_input": torch.mm, "grad_weight": _own_grad_weight}
+_TORCHS_OWN: dict[str, Runner] = {"forward": F.linear, "grad_input": torch.mm, "grad_weight": _own_grad_weight}
 
 
-def _tuned(kind: str, run: Run) -> Run:
+def _tuned(kind: str, run: Runner) -> Runner:
     """The tuner's runner with the arguments of ``kind``."""
     if kind == "forward":
         return lambda rows, block, bias: run(rows, block, bias=bias)
@@ -303,7 +303,7 @@ def _tuned(kind: str, run: Run) -> Run:
     return run
 
 
-def _in_fp8(kind: str, scaling: str) -> Run:
+def _in_fp8(kind: str, scaling: str) -> Runner:
     """The product of operands that are rounded to eight bits: e5m2 for the gradient that comes from behind."""
 
     def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -326,7 +326,7 @@ def _in_fp8(kind: str, scaling: str) -> Run:
         found = product(grad.t(), rows)
         return found if out is None else out.copy_(found)
 
-    runs: dict[str, Run] = {"forward": forward, "grad_input": product, "grad_weight": grad_weight}
+    runs: dict[str, Runner] = {"forward": forward, "grad_input": product, "grad_weight": grad_weight}
     return runs[kind]
 
 

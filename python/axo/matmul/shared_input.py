@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from axo.matmul.products import compute_dtype
-from axo.overlap.weight_phase import Product, WeightPhase, Work
+from axo.overlap.weight_phase import DeferredProducts, WeightPhase, WeightProduct
 
 if TYPE_CHECKING:
     from axo.matmul.product import DistributedMatmul
@@ -39,9 +39,9 @@ class InputSum:
     def __init__(self, first: DistributedMatmul, shared: SharedInput) -> None:
         self.first = first
         self._shared = weakref.ref(shared)
-        self._work: list[tuple[int, Work]] = []
+        self._work: list[tuple[int, DeferredProducts]] = []
 
-    def put_off(self, weight: torch.Tensor, product: Product) -> None:
+    def put_off(self, weight: torch.Tensor, product: WeightProduct) -> None:
         """Compute ``product``, which fills ``weight.grad``, when the sum of this backward pass is under way."""
         self._work.append((torch._C._current_graph_task_id(), [(weight, product)]))
 
@@ -67,9 +67,9 @@ class SharedInput:
 
     def __init__(self, layers: int) -> None:
         self._layers = layers
-        self._last: _Taken | None = None  # until all layers have come, or another input, or backward
+        self._last: _SharedTensor | None = None  # until all layers have come, or another input, or backward
 
-    def take(
+    def share(
         self, matmul: DistributedMatmul, input: torch.Tensor, cut: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[torch.Tensor, InputSum]:
         """What ``matmul`` is to multiply instead of ``input``, and where its dI is summed.
@@ -81,7 +81,7 @@ class SharedInput:
         if last is None or not last.serves(matmul, input, dtype):
             sum = InputSum(matmul, self)
             tensor: torch.Tensor = _SumOverRanks.apply(cut(input.to(dtype)), sum)
-            last = self._last = _Taken(weakref.ref(input), input._version, tensor, sum, set())
+            last = self._last = _SharedTensor(weakref.ref(input), input._version, tensor, sum, set())
         last.by.add(matmul)
         if len(last.by) == self._layers:
             self._last = None
@@ -97,7 +97,7 @@ class SharedInput:
         return new
 
 
-class _Taken(NamedTuple):
+class _SharedTensor(NamedTuple):
     """An input, what stands for it, and who has taken it so far."""
 
     input: weakref.ref[torch.Tensor]

@@ -90,7 +90,7 @@ class GroupNorm(ParallelLayer, nn.GroupNorm):
         if self.comms.grid.world_size == 1 or self.weight is None:  # nothing to reduce
             output = F.group_norm(input, self.local_groups, self.weight, self.bias, self.eps)
         else:
-            output = _Normalize.apply(input, self.weight, self.bias, self)
+            output = _GroupNormalize.apply(input, self.weight, self.bias, self)
         if self.first_pass:
             self._first_pass(input, output)
         return output
@@ -104,7 +104,7 @@ class GroupNorm(ParallelLayer, nn.GroupNorm):
         return f"{super().extra_repr()}, split over {self.out_axis}, grid={self.comms.grid}"
 
 
-class _Normalize(torch.autograd.Function):
+class _GroupNormalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, norm: GroupNorm) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)

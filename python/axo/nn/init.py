@@ -62,7 +62,7 @@ class _Shared:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._own = model, shared(model)
 
-    def take(self, serial: nn.Module, name: str, keys: list[str]) -> None:
+    def fill(self, serial: nn.Module, name: str, keys: list[str]) -> None:
         """The other stage's layer ``name`` has been filled: ``keys`` of it."""
         for key in keys:
             owner, _, child = self._own.get(f"{name}.{key}", "").rpartition(".")
@@ -144,7 +144,7 @@ def _draw_module(
         if module.placements:
             weight = getattr(module, next(iter(module.placements)))
             for serial, keys in _filled(module, name, fill, device, weight.dtype, True):
-                shared.take(serial, name, keys)
+                shared.fill(serial, name, keys)
         return
     tensors = any(True for kind in (module.parameters, module.buffers) for _ in kind(recurse=False))
     if tensors:

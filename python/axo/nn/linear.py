@@ -198,7 +198,7 @@ class Linear(ParallelLayer, nn.Linear):
             self._check_dtype(input, weight)
         input_sum = None
         if self.shared_input is not None and input.requires_grad and torch.is_grad_enabled() and input.dim():
-            input, input_sum = self.shared_input.take(self.matmul, input, self._cut)
+            input, input_sum = self.shared_input.share(self.matmul, input, self._cut)
             first = input_sum.first is self.matmul
             if first is not self.sums_input_grad:
                 self.sums_input_grad = first

@@ -68,7 +68,7 @@ class _Norm(ParallelLayer):
         self.exchange = Exchange(comms, placement, grad_reduce)
         self.exchanges = (self.exchange,)
         over = (*sum_grad_over, *([axis] if axis else []))
-        self.is_silent = self.exchange.silent and not self.exchange.stages_of(over)
+        self.is_silent = self.exchange.silent and not self.exchange.reductions_of(over)
         for absent in {"weight", "bias"} - set(parameters):
             self.register_parameter(absent, None)
         self._add_parameters(default_device(device, comms), dtype)

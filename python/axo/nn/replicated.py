@@ -91,7 +91,7 @@ class ReduceGradient:
         self.exchange, self.parameter = exchange, weakref.ref(parameter)
 
     def __call__(self, grad: torch.Tensor) -> torch.Tensor:
-        if not self.exchange.vector_stages and self.exchange.vector_copies is None:
+        if not self.exchange.vector_reductions and self.exchange.vector_copies is None:
             return grad
         parameter, engine = self.parameter(), self.exchange.engine
         if engine.holding and parameter is not None:
@@ -149,7 +149,7 @@ def replicate(
     kept: Any = module
     kept.comms, kept.placements = comms, placements
     kept.exchange = Exchange(comms, Placement((1,), comms=comms), grad_reduce)
-    kept.exchange.vector_stages, kept.sum_over = kept.exchange.stages_of(sum_over), sum_over
+    kept.exchange.vector_reductions, kept.sum_over = kept.exchange.reductions_of(sum_over), sum_over
     kept.exchanges = (kept.exchange,)
     kept._attach()
     return module

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from axo.offload.lane import Done, Lane
+from axo.offload.lane import CopyEvent, Lane
 from axo.offload.tier import Blocks, Tier, tier_for
 
 SMALLEST = 64 << 10  # bytes; what is smaller stays
@@ -66,10 +66,10 @@ class _Saved:
 
     __slots__ = ("__weakref__", "arrived", "here", "left", "memory", "number")
 
-    def __init__(self, number: int, memory: torch.Tensor, left: Done) -> None:
+    def __init__(self, number: int, memory: torch.Tensor, left: CopyEvent) -> None:
         self.number, self.memory, self.left = number, memory, left
         self.here: torch.Tensor | None = None
-        self.arrived: Done | None = None
+        self.arrived: CopyEvent | None = None
 
 
 class Activations:
@@ -165,7 +165,7 @@ class Activations:
 
     def _send(self, tensor: torch.Tensor) -> _Saved:
         strides = torch.empty_like(tensor, device="meta").stride()  # the tensor's, without what lies between
-        memory = self._blocks.take(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
+        memory = self._blocks.allocate(tensor.nbytes).view(tensor.dtype).as_strided(tensor.shape, strides)
         left = self._leaving.copy([(memory, tensor)])
         self._tier.rest(memory)
         return _Saved(len(self._order), memory, left)

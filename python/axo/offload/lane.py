@@ -17,11 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+TensorPair = tuple[torch.Tensor, torch.Tensor]
 _MOST_BYTES = 256 << 20
 
 
-class Done:
+class CopyEvent:
     """The end of a copy."""
 
     __slots__ = ("_device", "_event")
@@ -54,10 +54,10 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._held: deque[tuple[Done, object, int]] = deque()
+        self._held: deque[tuple[CopyEvent, object, int]] = deque()
         self._bytes = 0
 
-    def copy(self, pairs: Iterable[Pair], *after: Done | None, held: object = None) -> Done:
+    def copy(self, pairs: Iterable[TensorPair], *after: CopyEvent | None, held: object = None) -> CopyEvent:
         """Copy each source into its target (of one shape), after ``after`` too; return the end of it.
 
         ``held`` lives as long as what is copied.
@@ -66,7 +66,7 @@ class Lane:
         if self._stream is None:
             for target, source in pairs:
                 target.copy_(source)
-            return Done(self._device, None)
+            return CopyEvent(self._device, None)
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         for before in after:
             if before is not None and before._event is not None:
@@ -74,7 +74,7 @@ class Lane:
         with self._stream:
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-            done = Done(self._device, self._stream.record_event())
+            done = CopyEvent(self._device, self._stream.record_event())
         self._hold(done, pairs, held)
         return done
 
@@ -87,7 +87,7 @@ class Lane:
         if self._held:
             self._held[-1][0].synchronize()
 
-    def _hold(self, done: Done, pairs: list[Pair], held: object) -> None:
+    def _hold(self, done: CopyEvent, pairs: list[TensorPair], held: object) -> None:
         size = sum(target.nbytes for target, _ in pairs)
         self._held.append((done, (pairs, held), size))
         self._bytes += size

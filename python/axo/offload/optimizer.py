@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim.adamw import adamw
 
-from axo.offload.lane import Done, Lane, Pair
+from axo.offload.lane import CopyEvent, Lane, TensorPair
 from axo.offload.parameters import home_of
 from axo.offload.tier import RUN, Tier, tier_for
 from axo.placement import placement_of
@@ -285,7 +285,7 @@ class _Arrived(NamedTuple):
 
     grads: list[torch.Tensor]
     values: list[torch.Tensor | None]
-    done: Done
+    done: CopyEvent
 
 
 class _Route:
@@ -295,7 +295,7 @@ class _Route:
         self._device = device
         self._down, self._up = Lane(device), Lane(device)
         self._buffers: dict[tuple[str, int, torch.dtype], torch.Tensor] = {}
-        self._sent: list[Done | None] = [None, None]
+        self._sent: list[CopyEvent | None] = [None, None]
 
     def bring(self, piece: list[_Part], number: int) -> _Arrived:
         grads = self._rooms("grads", piece, number, piece[0].grad.dtype)
@@ -317,7 +317,7 @@ class _Route:
                 before.synchronize()
             rounded = self._rooms("rounded", piece, number, dtype)
             masters = [room.copy_(master) for room, master in zip(rounded, masters, strict=True)]
-        pairs: list[Pair] = [(part.of(part.parameter), value) for part, value in zip(piece, masters, strict=True)]
+        pairs: list[TensorPair] = [(part.of(part.parameter), value) for part, value in zip(piece, masters, strict=True)]
         self._sent[number % 2] = self._up.copy(pairs)
 
     def finish(self) -> None:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from axo.offload.lane import Done, Lane
+from axo.offload.lane import CopyEvent, Lane
 from axo.offload.tier import Blocks, PinnedMemory
 
 
@@ -33,9 +33,9 @@ class Shards:
     def __init__(self, device: torch.device) -> None:
         self._up, self._down = Lane(device), Lane(device)
         self._rooms = Blocks(PinnedMemory())
-        self._coming: Done | None = None
+        self._coming: CopyEvent | None = None
 
-    def bring(self, room: torch.Tensor, shard: torch.Tensor) -> Done:
+    def bring(self, room: torch.Tensor, shard: torch.Tensor) -> CopyEvent:
         """Copy a shard to ``room`` on the device, which may have another dtype."""
         if room.dtype == shard.dtype:
             return self._up.copy([(room, shard)])
@@ -46,7 +46,7 @@ class Shards:
         """What is issued in this block follows the shards that were brought, not the computation."""
         return self._up.following()
 
-    def take(
+    def to_host(
         self, grad: torch.Tensor, dtype: torch.dtype, after: Callable[[], object] | None = None, held: object = None
     ) -> torch.Tensor:
         """Copy a gradient to the host, in ``dtype``; it is there after ``wait``.
@@ -55,7 +55,7 @@ class Shards:
             after: Lets the current stream go on after what completes the gradient; default: it is complete.
             held: What must live until then.
         """
-        room = self._rooms.take(grad.numel() * dtype.itemsize).view(dtype).view(grad.shape)
+        room = self._rooms.allocate(grad.numel() * dtype.itemsize).view(dtype).view(grad.shape)
         pairs = [(room, grad)]
         if grad.dtype != dtype:
             cast = torch.empty_like(grad, dtype=dtype)
@@ -71,7 +71,7 @@ class Shards:
         self._up.synchronize()
 
     def wait(self) -> None:
-        """Block the host until the gradients that were taken are there, and no shard is being read."""
+        """Block the host until the gradients that were copied are there, and no shard is being read."""
         if self._coming is not None:
             self._coming.synchronize()
             self._coming = None

@@ -156,7 +156,7 @@ def tier_for(device: torch.device, folder: str | os.PathLike[str] | None) -> Tie
     return MappedFiles(folder)
 
 
-class _Entry:
+class _Block:
     __slots__ = ("last_used", "memory")
 
     def __init__(self, memory: torch.Tensor) -> None:
@@ -168,10 +168,10 @@ class Blocks:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._of_size: dict[int, list[_Entry]] = {}
+        self._of_size: dict[int, list[_Block]] = {}
         self._passes = 0
 
-    def take(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         """A block of ``size`` bytes with anything in it, (size,) uint8; free again when the last tensor on it is gone.
 
         Raises:
@@ -181,7 +181,7 @@ class Blocks:
         of_size = self._of_size.setdefault(room, [])
         entry = next((each for each in of_size if _references(each.memory) == _FREE), None)
         if entry is None:
-            entry = _Entry(self._tier.block(room))
+            entry = _Block(self._tier.block(room))
             of_size.append(entry)
         entry.last_used = self._passes
         return entry.memory[:size]

@@ -6,7 +6,7 @@ axis after the other. Where its parts are still on their way (reduce-scattered o
 until the next bucket of the kind closes, or for the end of backward: what is issued when depends on sizes and order
 alone, never on time.
 
-With ZeRO-2 the last stage is a reduce-scatter, so that each rank gets its rows of each gradient: a closed bucket of
+With ZeRO-2 the last reduction is a reduce-scatter, so that each rank gets its rows of each gradient: a closed bucket of
 gradients ``[r_i, c_i]`` is packed as ``[Gdata, sum of ceil(r_i / Gdata) c_i]``, for each rank its rows of every
 gradient, the shorter padded with zeros.
 """
@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 import torch
 
 from axo.comm.work import Work
-from axo.overlap.events import Pending
+from axo.overlap.events import TracedWork
 from axo.overlap.pool import Pool
-from axo.overlap.route import Copies, Stage
+from axo.overlap.route import Copies, Reduction
 from axo.placement import chunk_bounds, chunk_size
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
-Kind = tuple[torch.dtype, torch.device, tuple[Stage, ...]]
+BucketKind = tuple[torch.dtype, torch.device, tuple[Reduction, ...]]
 
 
 class Slot:
@@ -42,12 +42,12 @@ class Slot:
     def __init__(self, parameter: torch.Tensor, tensor: torch.Tensor, rows: int, bucket: Bucket) -> None:
         self.parameter, self.tensor, self.rows, self.bucket = parameter, tensor, rows, bucket
         self.first = 0
-        self.arriving: Pending | None = None
+        self.arriving: TracedWork | None = None
         self.copies: Copies | None = None
 
     def leaves(self) -> bool:
         """Whether the gradient is complete when it has arrived, so that it may leave for another place then."""
-        return not self.bucket.stages and self.copies is None and self.bucket.exact
+        return not self.bucket.reductions and self.copies is None and self.bucket.exact
 
     def leave(self, tensor: torch.Tensor) -> None:
         """The gradient will be in ``tensor``; its place in the bucket is given up."""
@@ -62,13 +62,13 @@ class Slot:
 class Bucket:
     """Gradients of one kind in one buffer."""
 
-    def __init__(self, kind: Kind, capacity: int, pool: Pool) -> None:
-        dtype, device, stages = kind
-        self.kind, self.stages, self.capacity = kind, list(stages), capacity
-        self.buffer = pool.take((capacity,), dtype, device)
+    def __init__(self, kind: BucketKind, capacity: int, pool: Pool) -> None:
+        dtype, device, reductions = kind
+        self.kind, self.reductions, self.capacity = kind, list(reductions), capacity
+        self.buffer = pool.allocate((capacity,), dtype, device)
         self.used = 0
         self.slots: list[Slot] = []
-        self.under_way: Pending | None = None
+        self.under_way: TracedWork | None = None
 
     @property
     def exact(self) -> bool:
@@ -89,11 +89,11 @@ class Bucket:
         if self.under_way is not None:
             self.under_way.wait()
             self.under_way = None
-        if not self.stages or not self.used:
+        if not self.reductions or not self.used:
             return False
-        axis, op = self.stages.pop(0)
+        axis, op = self.reductions.pop(0)
         work, part, name = self.start(engine, axis, op)
-        self.under_way = Pending(engine, work, part, name, axis, f"{len(self.slots)} gradients")
+        self.under_way = TracedWork(engine, work, part, name, axis, f"{len(self.slots)} gradients")
         return True
 
     def start(self, engine: Engine, axis: str, op: str) -> tuple[Work, torch.Tensor, str]:
@@ -117,8 +117,8 @@ class ScatteredBucket(Bucket):
         ranks, mine = engine.comms.grid.data, engine.comms.coords.data
         sizes = [chunk_size(slot.rows, ranks) * _row(slot) for slot in self.slots]
         like, total = self.buffer, sum(sizes)
-        parts = engine.pool.take((ranks, total), like.dtype, like.device)
-        result = engine.pool.take((total,), like.dtype, like.device)
+        parts = engine.pool.allocate((ranks, total), like.dtype, like.device)
+        result = engine.pool.allocate((total,), like.dtype, like.device)
         for slot, part, piece in zip(self.slots, parts.split(sizes, 1), result.split(sizes), strict=True):
             _pack(slot.tensor[: slot.rows], part)
             low, high = chunk_bounds(slot.rows, ranks, mine)
@@ -159,16 +159,21 @@ class Buckets:
     def __init__(self, engine: Engine, bucket_bytes: int, *, scatter: bool = False) -> None:
         self._engine, self._bytes = engine, bucket_bytes
         self._bucket = ScatteredBucket if scatter else Bucket
-        self._open: dict[Kind, Bucket] = {}
+        self._open: dict[BucketKind, Bucket] = {}
         self._closed: list[Bucket] = []
         self._slots: list[Slot] = []
-        self._sizes: dict[Kind, list[int]] = {}  # of each kind: elements of its buckets in the last backward
+        self._sizes: dict[BucketKind, list[int]] = {}  # of each kind: elements of its buckets in the last backward
 
     def slot(
-        self, parameter: torch.Tensor, shape: tuple[int, ...], rows: int, like: torch.Tensor, stages: tuple[Stage, ...]
+        self,
+        parameter: torch.Tensor,
+        shape: tuple[int, ...],
+        rows: int,
+        like: torch.Tensor,
+        reductions: tuple[Reduction, ...],
     ) -> Slot:
-        """Room for a gradient that is then reduced over ``stages``."""
-        kind = (like.dtype, like.device, stages)
+        """Room for a gradient that is then reduced by ``reductions``."""
+        kind = (like.dtype, like.device, reductions)
         size = math.prod(shape)
         bucket = self._open.get(kind)
         if bucket is not None and bucket.used + size > bucket.capacity:
@@ -183,27 +188,27 @@ class Buckets:
         self._slots.append(slot)
         return slot
 
-    def ready(self, slot: Slot, arriving: Pending | None = None) -> None:
+    def ready(self, slot: Slot, arriving: TracedWork | None = None) -> None:
         """The slot is filled, or will be when ``arriving`` is complete."""
         slot.arriving = arriving
         if slot.bucket.used == slot.bucket.capacity:
             self._close(slot.bucket.kind)
 
-    def _capacity(self, kind: Kind, size: int) -> int:
+    def _capacity(self, kind: BucketKind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
-        dtype, _, stages = kind
-        if not any(axis == "data" for axis, _ in stages):
+        dtype, _, reductions = kind
+        if not any(axis == "data" for axis, _ in reductions):
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)
         return max(size, sizes[number] if number < len(sizes) else self._bytes // dtype.itemsize)
 
-    def _close(self, kind: Kind) -> None:
+    def _close(self, kind: BucketKind) -> None:
         bucket = self._open.pop(kind)
-        if not bucket.stages:
+        if not bucket.reductions:
             return
         for other in self._closed:
-            if other.kind == kind and other.under_way is None and other.stages:
+            if other.kind == kind and other.under_way is None and other.reductions:
                 other.wait_for_parts()
                 other.advance(self._engine)
         self._closed.append(bucket)
@@ -213,7 +218,7 @@ class Buckets:
     def drain(self) -> None:
         """Issue what is closed: whoever calls is about to use the same communicators."""
         for bucket in self._closed:
-            if bucket.under_way is None and bucket.stages:
+            if bucket.under_way is None and bucket.reductions:
                 bucket.wait_for_parts()
                 bucket.advance(self._engine)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from axo.overlap.gathers import version_of
-from axo.overlap.route import Route, Stage
+from axo.overlap.route import Reduction, Route
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -24,15 +24,15 @@ class Deferred:
         route: The route of the layer whose gradient it is.
         parameter: What it is the gradient of, or of whose block.
         grad: That of the first micro-batch; halves are added up in fp32.
-        stages: What it is reduced over, for what z replicates; None: the gradient of a block.
+        reductions: What it is reduced over, for what z replicates; None: the gradient of a block.
     """
 
-    __slots__ = ("_mark", "_seen", "_was_zero", "parameter", "route", "runs_hooks", "stages", "tensor", "version")
+    __slots__ = ("_mark", "_seen", "_was_zero", "parameter", "reductions", "route", "runs_hooks", "tensor", "version")
 
     def __init__(
-        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...] | None
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, reductions: tuple[Reduction, ...] | None
     ) -> None:
-        self.route, self.parameter, self.stages = route, parameter, stages
+        self.route, self.parameter, self.reductions = route, parameter, reductions
         self.tensor = grad.float() if grad.dtype in _HALF else grad
         self.version = version_of(parameter)
         self.runs_hooks = True  # of the parameter, on the finished gradient

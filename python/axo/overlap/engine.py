@@ -36,7 +36,7 @@ from axo.overlap.step_check import check_same_inputs, refuse_compiled
 from axo.overlap.zero import Zero
 
 
-class _End:
+class _EndOfBackward:
     """What autograd calls at the end of a backward pass, and drops when it fails."""
 
     __slots__ = ("__weakref__", "_called", "_engine")
@@ -87,7 +87,7 @@ class Engine:
         self._rooted = self._hinted = False
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._root: weakref.ref[torch.nn.Module] | None = None
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[_EndOfBackward] | None = None
         self._shards: Shards | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -170,7 +170,7 @@ class Engine:
             self.gathers.forget_nodes()
         if armed:
             return
-        end = _End(self)
+        end = _EndOfBackward(self)
         self._end = weakref.ref(end)
         self.awaits_backward = False
         Variable._execution_engine.queue_callback(end)

@@ -69,7 +69,7 @@ def computed(events: Events | None, op: str, layer: str, product: Callable[..., 
         return product(*operands)
 
 
-class Pending:
+class TracedWork:
     """A collective under way: its Work, and what to call it. ``wait`` may be called again."""
 
     __slots__ = ("_engine", "_names", "_work", "tensor")

@@ -18,14 +18,14 @@ from axo.comm.connect import Communicators
 from axo.overlap import gradients as wants
 from axo.overlap.buckets import Slot
 from axo.overlap.engine import Engine
-from axo.overlap.events import Pending, span
+from axo.overlap.events import TracedWork, span
 from axo.overlap.gathers import Gathered
 from axo.overlap.gradients import GradientBuffer
 from axo.overlap.modes import dispatch_modes, hidden
 from axo.overlap.options import Overlap
 from axo.overlap.quantized import QuantizedWeight, values
-from axo.overlap.route import Copies, Route, Stage
-from axo.overlap.weight_phase import Product, WeightPhase
+from axo.overlap.route import Copies, Reduction, Route
+from axo.overlap.weight_phase import WeightPhase, WeightProduct
 from axo.placement import Placement
 
 
@@ -39,7 +39,7 @@ class Sum(Protocol):
 class PutsOff(Protocol):
     """What runs the product of a weight's gradient when there is something to hide behind it."""
 
-    def put_off(self, weight: torch.Tensor, product: Product) -> None: ...
+    def put_off(self, weight: torch.Tensor, product: WeightProduct) -> None: ...
 
 
 class Exchange(Route):
@@ -108,7 +108,7 @@ class Exchange(Route):
         if block.dtype is dtype or torch.compiler.is_compiling():
             return block.to(dtype)
         with hidden():
-            return self.engine.pool.take(tuple(block.shape), dtype, block.device).copy_(block)
+            return self.engine.pool.allocate(tuple(block.shape), dtype, block.device).copy_(block)
 
     def release_block(self) -> None:
         """The product of backward is done with the block."""
@@ -141,12 +141,12 @@ class Exchange(Route):
     def start_reduce(self, tensor: torch.Tensor, axis: str | None) -> Sum:
         """Begin to add up partial sums over ``axis``; ``wait()`` gives them."""
         if axis is None or self.size(axis) == 1:
-            return Done(tensor)
+            return Completed(tensor)
         tensor = tensor.contiguous()
         if not self.engine.overlap.all_reduce:
-            return Done(self.reduce(tensor, axis))
+            return Completed(self.reduce(tensor, axis))
         work = self.comms.axis(axis).all_reduce(tensor, "sum", async_op=True)
-        return Pending(self.engine, work, tensor, "all_reduce", axis, self.name)
+        return TracedWork(self.engine, work, tensor, "all_reduce", axis, self.name)
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class Exchange(Route):
         What needs no communication at all is given to autograd.
         """
         found = wants.how(node, index)
-        silent = self.silent and not self.stages_of(sum_over)
+        silent = self.silent and not self.reductions_of(sum_over)
         return wants.NOW if found == wants.LATER and silent else found
 
     def hows(self, node: torch.autograd.graph.Node) -> list[str]:
@@ -167,14 +167,14 @@ class Exchange(Route):
         return found
 
     def gradient(
-        self, how: str, parameter: torch.Tensor, product: Product, behind: PutsOff | None = None
+        self, how: str, parameter: torch.Tensor, product: WeightProduct, behind: PutsOff | None = None
     ) -> torch.Tensor | None:
         """The gradient of ``parameter``, by ``product``; None: it comes to .grad later.
 
         Where the backward pass under way is the input phase of two, the product runs in the weight phase; else
         ``behind`` runs it, if there is one.
         """
-        if self.weight_phase is not None and (how == wants.LATER or not self.vector_stages):
+        if self.weight_phase is not None and (how == wants.LATER or not self.vector_reductions):
             if self.weight_phase.take(parameter, product):
                 return None
         if behind is None or (how != wants.LATER and wants.has_hooks(parameter)):  # autograd would run them with None
@@ -208,7 +208,7 @@ class Exchange(Route):
         grad = self.engine.gradients.cast(into)
         if self.shard_axis is not None and self.shards > 1:
             grad = self.comms.axis(self.shard_axis).reduce_scatter(grad, op=self.op)
-        grad = self._now(grad, self.weight_stages, self.weight_copies)
+        grad = self._now(grad, self.weight_reductions, self.weight_copies)
         return grad[: self.shard_rows].to(weight).view(weight.shape)
 
     def leaves_whole(self, how: str) -> bool:
@@ -238,7 +238,7 @@ class Exchange(Route):
         if isinstance(into, Slot):
             self.engine.gradients.add_shard(self, into)
             return None
-        return self._now(into, self.weight_stages, self.weight_copies).to(weight).view(weight.shape)
+        return self._now(into, self.weight_reductions, self.weight_copies).to(weight).view(weight.shape)
 
     def vector_gradient(
         self, how: str, parameter: torch.Tensor, grad: torch.Tensor, sum_over: tuple[str, ...] = ()
@@ -247,23 +247,23 @@ class Exchange(Route):
 
         ``sum_over`` names axes whose ranks hold partial sums, whatever ``grad_reduce`` says.
         """
-        stages = self.stages_of(sum_over)
+        reductions = self.reductions_of(sum_over)
         if how == wants.LATER:
-            self.engine.gradients.add_vector(self, parameter, grad, stages)
+            self.engine.gradients.add_vector(self, parameter, grad, reductions)
             return None
         cast = self.engine.gradients.cast(grad)
-        return self._now(cast, stages, self.vector_copies).to(parameter.dtype)
+        return self._now(cast, reductions, self.vector_copies).to(parameter.dtype)
 
     def reduce_now(self, grad: torch.Tensor) -> torch.Tensor:
         """Reduce the gradient of what z and data replicate, in place, on the spot."""
-        return self._now(self.engine.gradients.cast(grad), self.vector_stages, self.vector_copies).to(grad.dtype)
+        return self._now(self.engine.gradients.cast(grad), self.vector_reductions, self.vector_copies).to(grad.dtype)
 
-    def _now(self, tensor: torch.Tensor, stages: tuple[Stage, ...], copies: Copies | None) -> torch.Tensor:
-        if stages:
+    def _now(self, tensor: torch.Tensor, reductions: tuple[Reduction, ...], copies: Copies | None) -> torch.Tensor:
+        if reductions:
             self.engine.gradients.buckets.drain()
             if self.engine.zero is not None and self.engine.zero.stage == 2:
                 self.engine.arm()  # the gradient goes to autograd whole: its rows are cut out at the end
-        for axis, op in stages:
+        for axis, op in reductions:
             tensor = self.comms.axis(axis).all_reduce(tensor.contiguous(), op)
         if copies is not None:
             tensor = tensor.contiguous()
@@ -272,7 +272,7 @@ class Exchange(Route):
         return tensor
 
 
-class Done:
+class Completed:
     """A sum, or a block, that is there already."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

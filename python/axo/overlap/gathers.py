@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from axo.comm.communicator import group
-from axo.overlap.events import Pending, span
+from axo.overlap.events import TracedWork, span
 from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Route
@@ -63,7 +63,9 @@ class Gathered:
 
     __slots__ = ("__weakref__", "_block", "_dtype", "_pending", "_pointer", "_version", "_weight")
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: Pending | None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, dtype: torch.dtype, block: torch.Tensor, pending: TracedWork | None
+    ) -> None:
         self._weight, self._version, self._pointer = weakref.ref(owner(weight)), version_of(weight), weight.data_ptr()
         self._dtype, self._block, self._pending = dtype, block, pending
 
@@ -319,7 +321,7 @@ class Gathers:
                     room = shard.new_empty(shard.shape, device=device)
                     shards.bring(room, shard).block()
                     shard, shards = room, None
-            whole = engine.pool.take((route.padded_rows, columns), kind, device)
+            whole = engine.pool.allocate((route.padded_rows, columns), kind, device)
             mine = whole[line.rank * rows : (line.rank + 1) * rows]  # in place: the collective copies only the others'
             real, held = mine, shard.shape[0]
             if held != rows:
@@ -340,7 +342,7 @@ class Gathers:
             return Gathered(weight, dtype, block, None)
         with nullcontext() if shards is None else shards.after_bringing():
             work = line.all_gather(mine, whole, async_op=True)
-        return Gathered(weight, dtype, block, Pending(engine, work, block, *names))
+        return Gathered(weight, dtype, block, TracedWork(engine, work, block, *names))
 
 
 def _reach(order: list[Route]) -> list[int]:

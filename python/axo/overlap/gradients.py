@@ -21,9 +21,9 @@ import torch
 from axo.offload.shards import Shards
 from axo.overlap.buckets import Buckets, Slot
 from axo.overlap.deferred import Deferred
-from axo.overlap.events import Pending, span
+from axo.overlap.events import TracedWork, span
 from axo.overlap.gathers import in_backward
-from axo.overlap.route import Route, Stage
+from axo.overlap.route import Reduction, Route
 from axo.overlap.weight_phase import deliver
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class Gradients:
         self.buckets = buckets
         self.deferred: dict[int, Deferred] = {}
         self._hooks: dict[int, list[tuple[Any, dict[int, Any]]]] = {}  # each parameter's: its dicts, what they held
-        self._arriving: deque[Pending] = deque()
+        self._arriving: deque[TracedWork] = deque()
         self._count = 0
 
     def forget_zeroed(self) -> None:
@@ -110,8 +110,8 @@ class Gradients:
         shape = (route.padded_rows, columns)
         last = route.shards == 1 and self._reduced_in(like) == like.dtype
         if last and not self._engine.defers:
-            return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
-        return self._engine.pool.take(shape, like.dtype, like.device)
+            return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
+        return self._engine.pool.allocate(shape, like.dtype, like.device)
 
     def add_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
         """The gradient of the block is in what ``gradient_buffer`` gave, or in any padded buffer: reduce it in time."""
@@ -133,29 +133,31 @@ class Gradients:
         """Where a gradient goes that its product reduces over z: this rank's rows."""
         self._begin(parameter)
         shape = (route.shard_rows, columns)
-        return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_stages)
+        return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
 
     def add_shard(self, route: Route, slot: Slot) -> None:
         """What ``shard_buffer`` gave is filled."""
         slot.copies = route.weight_copies
         self.buckets.ready(slot)
 
-    def add_vector(self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]) -> None:
-        """The gradient of a parameter that z and data replicate: reduce it over ``stages`` in time."""
+    def add_vector(
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, reductions: tuple[Reduction, ...]
+    ) -> None:
+        """The gradient of a parameter that z and data replicate: reduce it by ``reductions`` in time."""
         self._begin(parameter)
         if self._engine.defers:
-            self._defer(route, parameter, grad, stages)
+            self._defer(route, parameter, grad, reductions)
             return
         grad = self.cast(grad)
         self._take_deferred(parameter, grad)
-        self._send_vector(route, parameter, grad, stages)
+        self._send_vector(route, parameter, grad, reductions)
 
     def keep_vector(self, route: Route, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Keep a gradient of a pipeline's micro-batch that is replicated, out of one of its hooks, for the step's end.
 
         No hook runs on it again.
         """
-        self._defer(route, parameter, grad.clone(), route.vector_stages)
+        self._defer(route, parameter, grad.clone(), route.vector_reductions)
         self.deferred[id(parameter)].runs_hooks = False
 
     def _reduced_in(self, grad: torch.Tensor) -> torch.dtype:
@@ -191,13 +193,13 @@ class Gradients:
             if isinstance(into, Slot):
                 slot = into
             else:
-                slot = self.buckets.slot(parameter, tuple(into.shape), route.shard_rows, into, route.weight_stages)
+                slot = self.buckets.slot(parameter, tuple(into.shape), route.shard_rows, into, route.weight_reductions)
                 slot.tensor.copy_(into)
             slot.copies = route.weight_copies
             self.buckets.ready(slot)
             return
         rows = route.padded_rows // route.shards
-        slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_stages)
+        slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_reductions)
         slot.copies = route.weight_copies
         pending = self._start_scatter(route, into, slot.tensor)
         self.buckets.ready(slot, pending)
@@ -205,13 +207,13 @@ class Gradients:
             return
         shards = self._engine.shards_of(parameter)
         if shards is not None and slot.leaves():
-            slot.leave(shards.take(slot.gradient(), parameter.dtype, pending.wait, held=(slot.tensor, into)))
+            slot.leave(shards.to_host(slot.gradient(), parameter.dtype, pending.wait, held=(slot.tensor, into)))
             return
         while self._arriving and (self._arriving[0].done() or len(self._arriving) == _AT_ONCE):
             self._arriving.popleft().wait()  # lets go of the buffer it was scattered from
         self._arriving.append(pending)
 
-    def _start_scatter(self, route: Route, buffer: torch.Tensor, out: torch.Tensor) -> Pending | None:
+    def _start_scatter(self, route: Route, buffer: torch.Tensor, out: torch.Tensor) -> TracedWork | None:
         """Reduce-scatter the padded gradient of the block into ``out``; None when that is done already."""
         engine = self._engine
         assert route.shard_axis is not None
@@ -222,22 +224,22 @@ class Gradients:
                 line.reduce_scatter(buffer, out, op=route.op)
             return None
         work = line.reduce_scatter(buffer, out, op=route.op, async_op=True)
-        return Pending(engine, work, out, *names)
+        return TracedWork(engine, work, out, *names)
 
     def _send_vector(
-        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...]
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, reductions: tuple[Reduction, ...]
     ) -> None:
-        slot = self.buckets.slot(parameter, tuple(grad.shape), grad.shape[0], grad, stages)
+        slot = self.buckets.slot(parameter, tuple(grad.shape), grad.shape[0], grad, reductions)
         slot.copies = route.vector_copies
         slot.tensor.copy_(grad)
         self.buckets.ready(slot)
 
     def _defer(
-        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, stages: tuple[Stage, ...] | None
+        self, route: Route, parameter: torch.Tensor, grad: torch.Tensor, reductions: tuple[Reduction, ...] | None
     ) -> None:
         old = self.deferred.get(id(parameter))
         if old is None:
-            self.deferred[id(parameter)] = Deferred(route, parameter, grad, stages)
+            self.deferred[id(parameter)] = Deferred(route, parameter, grad, reductions)
             return
         old.check_unchanged()
         old.tensor.add_(grad)
@@ -257,10 +259,10 @@ class Gradients:
         """Reduce what only the micro-batches without synchronisation have used."""
         for left in list(self.deferred.values()):
             left.check_unchanged()
-            if left.stages is None:
+            if left.reductions is None:
                 self._send_weight(left.route, left.parameter, self.cast(left.tensor))
             else:
-                self._send_vector(left.route, left.parameter, self.cast(left.tensor), left.stages)
+                self._send_vector(left.route, left.parameter, self.cast(left.tensor), left.reductions)
         self.deferred.clear()
 
     def start(self) -> None:
@@ -286,7 +288,7 @@ class Gradients:
             if here is not None:
                 shards = here
                 if grad.device != parameter.device:
-                    grad = here.take(grad, parameter.dtype)
+                    grad = here.to_host(grad, parameter.dtype)
             if id(parameter) in totals:  # used twice
                 if here is not None:
                     here.wait()
@@ -312,7 +314,7 @@ class Gradients:
         """``grad`` in ``dtype``, in memory that is used again once nobody has the gradient any more."""
         if grad.dtype == dtype:
             return grad
-        return self._engine.pool.take(tuple(grad.shape), dtype, grad.device).copy_(grad)
+        return self._engine.pool.allocate(tuple(grad.shape), dtype, grad.device).copy_(grad)
 
     def _give_hooks_back(self) -> dict[int, Any]:
         taken, self._hooks = self._hooks, {}

@@ -19,7 +19,7 @@ _SHARED_FROM = 32 * 1024  # bytes; the transport stages smaller ones anyway
 _KEPT_PASSES = 2
 
 
-class _Entry:
+class _Buffer:
     __slots__ = ("last_used", "memory")
 
     def __init__(self, memory: Any) -> None:
@@ -27,11 +27,11 @@ class _Entry:
         self.last_used = 0
 
 
-def _references(entry: _Entry) -> int:
+def _references(entry: _Buffer) -> int:
     return sys.getrefcount(entry.memory)
 
 
-_FREE = _references(_Entry(object()))  # the entry's own reference, and those of the question
+_FREE = _references(_Buffer(object()))  # the entry's own reference, and those of the question
 
 
 class Pool:
@@ -43,10 +43,10 @@ class Pool:
 
     def __init__(self, idle_limit: float = math.inf) -> None:
         self._idle_limit = idle_limit
-        self._entries: dict[int, list[_Entry]] = {}
+        self._entries: dict[int, list[_Buffer]] = {}
         self._passes = 0
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised contiguous tensor."""
         size = math.prod(shape) * dtype.itemsize
         if device.type != "cpu" or size < _SHARED_FROM:
@@ -56,7 +56,7 @@ class Pool:
             if _references(entry) == _FREE:
                 break
         else:
-            entry = _Entry(shared_block(size))
+            entry = _Buffer(shared_block(size))
             entries.append(entry)
         entry.last_used = self._passes
         return torch.frombuffer(entry.memory, dtype=dtype).view(shape)

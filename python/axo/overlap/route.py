@@ -27,7 +27,7 @@ from axo.grid import AXES
 from axo.placement import Placement, Range, chunk_size
 
 GRAD_REDUCE = {"mean": "avg", "sum": "sum"}
-Stage = tuple[str, str]  # axis, op
+Reduction = tuple[str, str]  # axis, op
 
 
 class Copies(NamedTuple):
@@ -55,7 +55,7 @@ class Route:
         together: Layers that are equal in this are gathered as one group.
         shard_axis, shards: The axis that the weight is gathered over (None: it is not), and its ranks.
         block_rows, shard_rows, padded_rows: Of the weight: after the gather, on this rank, and as they travel.
-        weight_stages, vector_stages: What the gradient of this rank's rows, or of a vector, is reduced over.
+        weight_reductions, vector_reductions: What the gradient of this rank's rows, or of a vector, is reduced over.
         fp8: As which scaling of ``axo_kernels.fused.fp8`` the weight is packed before it is gathered; None: it is not.
         weight_copies, vector_copies: The rows that neighbours hold too: of this rank's weight, or of its block.
         silent, alone: Whether the gradient of a vector, or of the weight, needs no communication.
@@ -80,8 +80,8 @@ class Route:
         self.shard_rows = placement.local_shape(grid, coords)[0]
         self.padded_rows = self.shards * chunk_size(self.block_rows, self.shards)
         self.fp8: str | None = None
-        self.weight_stages = self._stages(axis for axis in reversed(row_axes) if axis not in placement.axes)
-        self.vector_stages = self._stages(reversed(row_axes))
+        self.weight_reductions = self._reductions(axis for axis in reversed(row_axes) if axis not in placement.axes)
+        self.vector_reductions = self._reductions(reversed(row_axes))
         self.weight_copies: Copies | None = None
         self.vector_copies: Copies | None = None
         shared = whole.copied_rows(grid, coords)
@@ -90,16 +90,16 @@ class Route:
             mine = placement.copied_rows(grid, coords)
             self.weight_copies = Copies(mine, holders) if mine else None
             self.vector_copies = Copies(shared, holders)
-        self.silent = not self.vector_stages and self.vector_copies is None
-        self.alone = self.shards == 1 and not self.weight_stages and self.weight_copies is None
+        self.silent = not self.vector_reductions and self.vector_copies is None
+        self.alone = self.shards == 1 and not self.weight_reductions and self.weight_copies is None
 
-    def _stages(self, axes: Iterable[str]) -> tuple[Stage, ...]:
+    def _reductions(self, axes: Iterable[str]) -> tuple[Reduction, ...]:
         return tuple((axis, self.op) for axis in axes if self.size(axis) > 1)
 
     def size(self, axis: str | None) -> int:
         """Ranks along ``axis``; 1 for no axis."""
         return self._sizes[axis]
 
-    def stages_of(self, sum_over: tuple[str, ...]) -> tuple[Stage, ...]:
+    def reductions_of(self, sum_over: tuple[str, ...]) -> tuple[Reduction, ...]:
         """What the gradient of a vector is reduced over whose partial sums lie on the ranks of ``sum_over`` too."""
-        return tuple((axis, "sum") for axis in sum_over if self.size(axis) > 1) + self.vector_stages
+        return tuple((axis, "sum") for axis in sum_over if self.size(axis) > 1) + self.vector_reductions

@@ -19,27 +19,27 @@ from contextlib import contextmanager
 
 import torch
 
-Product = Callable[[], torch.Tensor | None]  # the gradient, or None where it goes its own way to ``.grad``
-Work = list[tuple[torch.Tensor, Product]]
+WeightProduct = Callable[[], torch.Tensor | None]  # the gradient, or None where it goes its own way to ``.grad``
+DeferredProducts = list[tuple[torch.Tensor, WeightProduct]]
 
 
 class WeightPhase:
     """Where the layers of one model put their weights' products, while it is open."""
 
     def __init__(self) -> None:
-        self._work: Work | None = None
+        self._work: DeferredProducts | None = None
 
     @contextmanager
-    def opened(self) -> Iterator[Work]:
+    def opened(self) -> Iterator[DeferredProducts]:
         """Let layers put products off inside the block; gives where they go."""
-        work: Work = []
+        work: DeferredProducts = []
         self._work = work
         try:
             yield work
         finally:
             self._work = None
 
-    def take(self, parameter: torch.Tensor, product: Product) -> bool:
+    def take(self, parameter: torch.Tensor, product: WeightProduct) -> bool:
         """Put the product for the gradient of ``parameter`` off, if this is open and autograd need not have it."""
         if self._work is None or not parameter.is_leaf:
             return False
@@ -48,7 +48,7 @@ class WeightPhase:
 
     @staticmethod
     @torch.no_grad()
-    def run(work: Work) -> None:
+    def run(work: DeferredProducts) -> None:
         """Compute what was put off, in order, and add it to ``.grad``; each is let go of when it is done."""
         work.reverse()
         while work:

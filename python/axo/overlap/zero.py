@@ -162,8 +162,8 @@ class Zero:
     def _start_gather(self, engine: Engine, bucket: list[torch.Tensor]) -> Callable[[], None]:
         first, ranks = bucket[0], self._ranks
         sizes = [self._longest(parameter) for parameter in bucket]
-        mine = engine.pool.take((sum(sizes),), first.dtype, first.device)
-        parts = engine.pool.take((ranks, sum(sizes)), first.dtype, first.device)
+        mine = engine.pool.allocate((sum(sizes),), first.dtype, first.device)
+        parts = engine.pool.allocate((ranks, sum(sizes)), first.dtype, first.device)
         for parameter, part in zip(bucket, mine.split(sizes), strict=True):
             rows = self.rows_of(parameter)
             part[: rows.numel()].view(rows.shape).copy_(rows)

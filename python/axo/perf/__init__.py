@@ -5,6 +5,6 @@
     best     = planner.plan(request).best
 
 `workload` (layers of a model) and `machine` -> `layer_time` (one layer) -> `model` (one step, closed form), `memory`
--> `planner` (all grids); `schedule` -> `simulator` (one step, event by event); `profile` (measure a machine),
+-> `planner` (all grids); `step_operations` -> `simulator` (one step, event by event); `profile` (measure a machine),
 `output` and `plots` (tables, JSON, CSV, one HTML page). The papers' numbers beside these are in ``bench/papers``.
 """

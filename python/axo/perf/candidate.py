@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from axo.grid import Grid
 from axo.perf import memory, model
-from axo.perf.layer_time import PRECISIONS, Run
+from axo.perf.layer_time import PRECISIONS, RunOptions
 from axo.perf.request import Request
 from axo.perf.stages import Stages
 from axo.perf.workload import Workload
@@ -21,7 +21,7 @@ class Candidate:
     """One grid: its prediction, or the reason why it is left out. ``recompute``: blocks run again in backward."""
 
     grid: Grid
-    run: Run
+    run: RunOptions
     recompute: bool
     time: model.StepTime | None = None
     memory: memory.Memory | None = None
@@ -42,10 +42,10 @@ class Candidate:
         return 1 if self.stages is None else self.stages.ranks
 
     @property
-    def way(self) -> Way:
+    def way(self) -> MemoryOptions:
         """How it is run."""
         run = self.run
-        return Way(self.recomputes, run.zero, run.offload, run.sequence_parallel)
+        return MemoryOptions(self.recomputes, run.zero, run.offload, run.sequence_parallel)
 
     @property
     def recomputes(self) -> str:
@@ -65,7 +65,7 @@ class Candidate:
         return self.time.exposed_total
 
 
-class Way(NamedTuple):
+class MemoryOptions(NamedTuple):
     """How a grid is run: what a search tries beside micro-batches.
 
     ``recompute``: ``"none"``, ``"selective"`` or ``"full"``; ``offload``: the optimizer's state in the host's memory.
@@ -86,14 +86,14 @@ class Way(NamedTuple):
         return ", ".join(said) or "no recomputation"
 
 
-def ways(request: Request, grid: Grid) -> list[Way]:
+def ways(request: Request, grid: Grid) -> list[MemoryOptions]:
     """Return the ways to run a grid that are tried, those whose optimizer's step is slower last.
 
     Of ZeRO a search tries 0 and 2, which takes no longer than 1, and less memory; what the host updates is always cut.
     """
     if not request.search:
         recompute = "selective" if request.selective else "full" if request.workload.checkpointed else "none"
-        return [Way(recompute, request.zero, request.offload, request.sequence_parallel)]
+        return [MemoryOptions(recompute, request.zero, request.offload, request.sequence_parallel)]
     splits = request.workload.splits_tokens and grid.x > 1 and request.workload.seq_length % grid.x == 0
     every = itertools.product(
         (True,) if request.offload else (False, True),
@@ -101,16 +101,18 @@ def ways(request: Request, grid: Grid) -> list[Way]:
         ("none", "selective", "full"),
         (0,) if grid.data == 1 else (0, 2),
     )
-    return [Way(how, zero, offload, split) for offload, split, how, zero in every
+    return [MemoryOptions(how, zero, offload, split) for offload, split, how, zero in every
             if zero or not offload or grid.data == 1]  # fmt: skip
 
 
-def run_of(request: Request, way: Way | None = None, **more: Any) -> Run:
-    """The options of a request that hold for every grid, in one way to run it; ``more``: fields of ``Run``."""
+def run_options(request: Request, way: MemoryOptions | None = None, **more: Any) -> RunOptions:
+    """The options of a request that hold for every grid, in one way to run it; ``more``: fields of ``RunOptions``."""
     sizes = PRECISIONS[request.precision]
     if way is None:
-        way = Way("selective" if request.selective else "", request.zero, request.offload, request.sequence_parallel)
-    return Run(
+        way = MemoryOptions(
+            "selective" if request.selective else "", request.zero, request.offload, request.sequence_parallel
+        )
+    return RunOptions(
         request.batch_tokens, sizes["itemsize"], sizes["stream"], sizes["weights"], request.overlap, zero=way.zero,
         selective=way.recompute == "selective", offload=way.offload, sequence_parallel=way.sequence_parallel, **more,
     )  # fmt: skip

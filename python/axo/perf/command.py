@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import shlex
 
-from axo.perf.planner import Candidate, Plan
+from axo.perf.planner import Candidate, GridPlan
 from axo.perf.workload import Workload
 
 
-def command_line(made: Plan, candidate: Candidate) -> str:
+def command_line(made: GridPlan, candidate: Candidate) -> str:
     """Return the command of one candidate; of one that is left out an empty text."""
     if candidate.time is None:
         return ""

@@ -75,7 +75,7 @@ def _check_stages(blocks: int, stages: int) -> None:
         )
 
 
-class Layout:
+class BlockStack:
     """The layers of a model as stages see them.
 
     Attributes:
@@ -114,14 +114,14 @@ class Layout:
 
 
 @lru_cache(maxsize=32)
-def layout(workload: Workload) -> Layout:
-    """Return the layout of ``workload``; see there."""
-    return Layout(workload)
+def block_stack(workload: Workload) -> BlockStack:
+    """Return the blocks of ``workload``; see there."""
+    return BlockStack(workload)
 
 
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
     """Return where each stage of ``workload`` begins, and the end: ``best`` of its flops."""
-    found = layout(workload)
+    found = block_stack(workload)
     before, *_, after = found.flops
     return best(before, [found.flops[kind] for kind in found.stack], after, ranks=ranks, stages=stages, order=order)
 

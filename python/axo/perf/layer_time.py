@@ -22,7 +22,7 @@ from axo.perf.workload import NORM, Layer
 
 T = TypeVar("T")
 OVERLAPS = ("oar", "ors", "oag")
-PRECISIONS = {  # bytes of Run.itemsize, stream and weights
+PRECISIONS = {  # bytes of RunOptions.itemsize, stream and weights
     "bf16-mixed": {"itemsize": 2, "stream": 4, "weights": 4},
     "bf16-true": {"itemsize": 2, "stream": 2, "weights": 2},
     "32-true": {"itemsize": 4, "stream": 4, "weights": 4},
@@ -33,7 +33,7 @@ HOST_BYTES = 28.0  # of an update in the host's memory: weight, gradient and two
 
 
 @dataclass(frozen=True)
-class Run:
+class RunOptions:
     """How a step is run.
 
     Args:
@@ -143,7 +143,7 @@ class LayerCost(NamedTuple):
     reduces: float  # and in how many calls
 
 
-def optimizer_seconds(machine: Machine, grid: Grid, run: Run, shard: float) -> float:
+def optimizer_seconds(machine: Machine, grid: Grid, run: RunOptions, shard: float) -> float:
     """Return the seconds of the optimizer's step for a rank's ``shard`` of the parameters.
 
     Offloaded, gradients come down, the host updates and parameters go up, all three at the same time in pieces.
@@ -154,7 +154,7 @@ def optimizer_seconds(machine: Machine, grid: Grid, run: Run, shard: float) -> f
     return max(run.weights * mine / machine.host_link_gbs, HOST_BYTES * mine / machine.host_memory_gbs) / 1e9
 
 
-def data_seconds(network: Network, reduced: float, shard: float, run: Run, times: int = 0) -> float:
+def data_seconds(network: Network, reduced: float, shard: float, run: RunOptions, times: int = 0) -> float:
     """Return the seconds over data in a step: gradients' all-reduces, ``reduced`` for each of ``times``, and ZeRO's.
 
     Each micro-batch reduces its gradients, so ``times`` is their number (0); with stages it is 1. ZeRO-2
@@ -173,7 +173,7 @@ def calls_of(
     layer: Layer,
     grid: Grid,
     rows: int,
-    run: Run,
+    run: RunOptions,
     *,
     checkpointed: bool = False,
     gathers: int = 1,
@@ -250,7 +250,7 @@ def ends_block(layers: tuple[Layer, ...]) -> Layer | None:
 
 
 def layer_cost(
-    layer: Layer, grid: Grid, rows: int, run: Run, machine: Machine, network: Network, seq_length: int
+    layer: Layer, grid: Grid, rows: int, run: RunOptions, machine: Machine, network: Network, seq_length: int
 ) -> LayerCost:
     """Return the seconds of one layer (``rows`` of one data-parallel group)."""
     gather = scatter = reduced = reduces = 0.0
@@ -278,7 +278,7 @@ def layer_cost(
     return LayerCost(*times, reduced, reduces)
 
 
-Pair = tuple[float, float]  # seconds over x, over y
+AxisSeconds = tuple[float, float]  # seconds over x, over y
 
 
 class BlockCost(NamedTuple):
@@ -293,21 +293,22 @@ class BlockCost(NamedTuple):
     gather: float
     scatter: float
     last_scatter: float  # of the layer whose backward comes last
-    output: Pair
-    again_output: Pair  # of a block that runs again
-    blocking: Pair
-    reduce: Pair  # all-reduces of dI, and what shows of them when dW products run beside
-    shown_reduce: Pair
+    output: AxisSeconds
+    again_output: AxisSeconds  # of a block that runs again
+    blocking: AxisSeconds
+    reduce: AxisSeconds  # all-reduces of dI, and what shows of them when dW products run beside
+    shown_reduce: AxisSeconds
     reduced: float
     reduces: float
     parameters: int
-    segments: list[tuple[float, float, Pair]]  # from one gathered weight to the next: it, products and output, output
+    # From one gathered weight to the next: it, products and output, output.
+    segments: list[tuple[float, float, AxisSeconds]]
 
 
-def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: Run) -> BlockCost:
+def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: RunOptions) -> BlockCost:
     """Add up the layers of a block."""
     forward = inputs = weights = stream = again_kept = gather = scatter = last_scatter = reduced = reduces = 0.0
-    parameters, segments = 0, list[tuple[float, float, Pair]]()
+    parameters, segments = 0, list[tuple[float, float, AxisSeconds]]()
     output, blocking, reduce, shown = ([0.0, 0.0] for _ in range(4))
     waits, path, sums = 0.0, 0.0, (0.0, 0.0)  # of the segment so far
     for layer, one in zip(layers, costs, strict=True):
@@ -377,7 +378,7 @@ class Costs:
             self._numbers[id(layer)] = self._alike.setdefault(same, len(self._alike))
         return self._numbers[id(layer)]
 
-    def block(self, layers: tuple[Layer, ...], grid: Grid, rows: int, run: Run) -> BlockCost:
+    def block(self, layers: tuple[Layer, ...], grid: Grid, rows: int, run: RunOptions) -> BlockCost:
         """The cost of a block; ``rows`` of one data-parallel group."""
         here = (grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
         if (*here, id(layers)) not in self._blocks:

@@ -232,7 +232,7 @@ def measured_here() -> str:
 @cache
 def _read(path: Path) -> Machine:
     try:
-        return _Reader(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)).machine()
+        return _MachineReader(path, yaml.compose(path.read_text(encoding="utf-8"), Loader=_LOADER)).machine()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}" if mark else "somewhere"
@@ -262,7 +262,7 @@ del _NUMBERS["network"]
 _OTHERS = "name gpus_per_node intra_gbs cross_gbs gemms calibrated_on description sources profiled".split()
 
 
-class _Reader:
+class _MachineReader:
     """Turns a composed YAML mapping into a Machine, with the line of whatever is wrong."""
 
     def __init__(self, path: Path, node: Any) -> None:

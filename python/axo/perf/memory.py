@@ -43,7 +43,7 @@ from typing import NamedTuple
 
 from axo.grid import Grid
 from axo.matmul.cost import chunk
-from axo.perf.layer_time import Run, ends_block
+from axo.perf.layer_time import RunOptions, ends_block
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -131,10 +131,10 @@ class _OfBlock(NamedTuple):
     peaks: dict[tuple[float, bool], float]  # what ``_backward`` found, by what it depends on
 
 
-Known = dict[tuple[float, ...], _OfBlock]
+KnownBlocks = dict[tuple[float, ...], _OfBlock]
 
 
-def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _OfBlock:
+def _of_block(block: Block, grid: Grid, rows: int, run: RunOptions, known: KnownBlocks) -> _OfBlock:
     key = (id(block.layers), grid.x, grid.y, grid.z, grid.data > 1, rows, run.sequence_parallel)
     if key not in known:
         layers = [_of_layer(layer, grid, rows, run) for layer in block.layers]
@@ -149,7 +149,7 @@ def _of_block(block: Block, grid: Grid, rows: int, run: Run, known: Known) -> _O
     return known[key]
 
 
-def _of_layer(layer: Layer, grid: Grid, rows: int, run: Run) -> _OfLayer:
+def _of_layer(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> _OfLayer:
     found = (
         saved(layer, grid, rows, run),
         gradients_through(layer, grid, rows, run),
@@ -162,7 +162,7 @@ def _of_layer(layer: Layer, grid: Grid, rows: int, run: Run) -> _OfLayer:
     return _OfLayer(*found, read([layer], grid, run), scattered, gradient / grid.z)
 
 
-def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = None) -> Memory:
+def estimate(workload: Workload, grid: Grid, run: RunOptions, known: KnownBlocks | None = None) -> Memory:
     """Return the memory of one rank; shards and rows that do not divide are rounded up.
 
     Args:
@@ -241,7 +241,7 @@ def estimate(workload: Workload, grid: Grid, run: Run, known: Known | None = Non
     )
 
 
-def _while_summed(block: Block, one: _OfBlock, grid: Grid, run: Run) -> float:
+def _while_summed(block: Block, one: _OfBlock, grid: Grid, run: RunOptions) -> float:
     """Bytes while a block runs again, its tokens split over x, and scatters the result of a product over x.
 
     That result, whole, and the gathered gradient of the block's output are there too.
@@ -259,7 +259,7 @@ def _while_summed(block: Block, one: _OfBlock, grid: Grid, run: Run) -> float:
     return most
 
 
-def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float:
+def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: RunOptions) -> float:
     """Bytes of weights of (how many, blocks) as products read them: gathered over z, or cast where z cuts nothing."""
     if run.cached_gathers:
         return run.cached_gathers * sum(repeat * one.of_weights for repeat, one in blocks)
@@ -268,7 +268,7 @@ def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: Run) -> float
     return max(one.largest for _, one in blocks)
 
 
-def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
+def read(layers: Iterable[Layer], grid: Grid, run: RunOptions) -> float:
     """Bytes of these layers' weights as products read them, on top of the shards."""
     if grid.z == 1 and run.itemsize == run.weights:
         return 0.0
@@ -279,13 +279,13 @@ def read(layers: Iterable[Layer], grid: Grid, run: Run) -> float:
     return run.itemsize * values / (grid.x * grid.y)
 
 
-def block_input(block: Block, grid: Grid, rows: int, run: Run) -> float:
+def block_input(block: Block, grid: Grid, rows: int, run: RunOptions) -> float:
     """Bytes that a checkpointed block keeps: its input, a piece of the residual stream."""
     first, rows = block.layers[0], rows // run.token_ranks(grid)
     return run.stream * rows * first.rows * chunk(first.in_features, grid.x if first.transposed else grid.y)
 
 
-def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+def products_kept(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
     """Bytes that a block with selective recomputation keeps of one layer: the result of a product or of attention."""
     my_rows = rows * layer.rows * layer.experts
     if layer.kind == "linear":
@@ -297,12 +297,12 @@ def products_kept(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
     return 0.0
 
 
-def _first_input(layer: Layer, of_input: float, run: Run) -> float:
+def _first_input(layer: Layer, of_input: float, run: RunOptions) -> float:
     """Bytes of the block's input that its first layer saves; a checkpointed block has kept them already."""
     return of_input if layer.kind == "norm" or run.stream == run.itemsize else 0.0
 
 
-def _unsaved(block: Block, of_input: float, grid: Grid, run: Run, *, rerun: bool) -> float:
+def _unsaved(block: Block, of_input: float, grid: Grid, run: RunOptions, *, rerun: bool) -> float:
     """Bytes that are there when a block has run, forward or again (``rerun``), and that no layer has saved.
 
     Results of its two branches (selective recomputation sums over x in a copy of what it keeps), the stream between
@@ -320,7 +320,7 @@ def _unsaved(block: Block, of_input: float, grid: Grid, run: Run, *, rerun: bool
     return made + copies + of_input * (parallel or first) + of_input * (bool(norms) and (casts or first))
 
 
-def _backward(block: Block, one: _OfBlock, grid: Grid, run: Run, ahead: float = 0.0) -> float:
+def _backward(block: Block, one: _OfBlock, grid: Grid, run: RunOptions, ahead: float = 0.0) -> float:
     """Bytes on top of what a block has saved at the fullest moment of its backward, layer by layer.
 
     After its backward a layer's saved tensors and gathered weight are freed, and its gradient stays. While a gradient
@@ -343,7 +343,7 @@ def _backward(block: Block, one: _OfBlock, grid: Grid, run: Run, ahead: float = 
     return most
 
 
-def gradients_through(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+def gradients_through(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
     """Bytes of the gradients of one layer's input and output, and of temporaries, while its backward runs."""
     my_rows = _rows(layer, grid, rows, run)
     if layer.kind == "norm":  # in fp32: its output's gradient, normalized, scaled, a product, its input's gradient
@@ -374,12 +374,12 @@ def _columns(layer: Layer, grid: Grid) -> int:
     return chunk(layer.out_features + layer.kv_features * (layer.kv_copies(ranks) - 1), ranks)
 
 
-def _rows(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+def _rows(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
     """Rows of a layer on this rank: of all its experts, and of its tokens where the stream's are split over x."""
     return rows * layer.rows * layer.experts / (run.token_ranks(grid) if layer.on_stream else 1)
 
 
-def _itemsize(layer: Layer, run: Run) -> int:
+def _itemsize(layer: Layer, run: RunOptions) -> int:
     """Bytes an element of a norm's input."""
     return run.itemsize if layer.of_product or layer.over != "y" else run.stream
 
@@ -394,7 +394,7 @@ def _heads(layer: Layer, grid: Grid) -> tuple[int, int]:
     return chunk(layer.heads, grid.x), max(1, layer.kv_groups // grid.x)
 
 
-def saved(layer: Layer, grid: Grid, rows: int, run: Run) -> float:
+def saved(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
     """Bytes that one layer keeps for its backward; ``rows`` of one rank."""
     my_rows = _rows(layer, grid, rows, run)
     if layer.kind == "loss":  # the logits, before they are capped too, ids, and two statistics a row

@@ -17,7 +17,16 @@ import itertools
 from dataclasses import dataclass, field
 
 from axo.grid import AXES, Grid
-from axo.perf.layer_time import BlockCost, Costs, MicroBatch, Network, Pair, Run, data_seconds, optimizer_seconds
+from axo.perf.layer_time import (
+    AxisSeconds,
+    BlockCost,
+    Costs,
+    MicroBatch,
+    Network,
+    RunOptions,
+    data_seconds,
+    optimizer_seconds,
+)
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Workload
 
@@ -46,7 +55,7 @@ class StepTime:
         return sum(self.exposed.values())
 
 
-def predict(workload: Workload, grid: Grid, machine: Machine, run: Run, known: Costs | None = None) -> StepTime:
+def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, known: Costs | None = None) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
 
     Args:
@@ -70,7 +79,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run, known: C
     return step
 
 
-def micro_batch(workload: Workload, grid: Grid, run: Run, known: Costs) -> MicroBatch:
+def micro_batch(workload: Workload, grid: Grid, run: RunOptions, known: Costs) -> MicroBatch:
     """Lay the schedule of one micro-batch over its products."""
     rows = run.group_rows(grid)
     way = (id(workload), run.selective, run.cached_gathers, run.sequence_parallel)
@@ -86,7 +95,7 @@ def micro_batch(workload: Workload, grid: Grid, run: Run, known: Costs) -> Micro
 class _Pieces:
     """Adds blocks up, one micro-batch."""
 
-    def __init__(self, run: Run, network: Network) -> None:
+    def __init__(self, run: RunOptions, network: Network) -> None:
         self.run = run
         self.shared = [network.shared["z"] and network.shared[axis] for axis in "xy"]  # who shares the NICs with z
         self.compute = self.reduced = self.reduces = 0.0
@@ -138,12 +147,12 @@ class _Pieces:
         self.exposed[2] += max(left, self.last_scatter) if "ors" in self.run.overlap else left
         return MicroBatch(self.compute, tuple(self.exposed), tuple(self.sent), self.reduced, self.reduces)
 
-    def _waits(self, every: Pair, shows: Pair, times: int) -> None:
+    def _waits(self, every: AxisSeconds, shows: AxisSeconds, times: int) -> None:
         for axis in (0, 1):
             self.sent[axis] += times * every[axis]
             self.exposed[axis] += times * shows[axis]
 
-    def _backward_waits(self, every: Pair, shows: Pair, times: int) -> None:
+    def _backward_waits(self, every: AxisSeconds, shows: AxisSeconds, times: int) -> None:
         self._waits(every, shows, times)
         self.path += times * sum(shows)
         self.on_nics += times * self._nics(every)
@@ -156,6 +165,6 @@ class _Pieces:
         else:
             self.exposed[2] += times * seconds
 
-    def _nics(self, pair: Pair) -> float:
+    def _nics(self, pair: AxisSeconds) -> float:
         """Seconds of collectives that share the NICs with z."""
         return pair[0] * self.shared[0] + pair[1] * self.shared[1]

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from axo.perf.candidate import Candidate, Way, ways
-from axo.perf.planner import Plan, cause, consider
+from axo.perf.candidate import Candidate, MemoryOptions, ways
+from axo.perf.planner import GridPlan, cause, consider
 from axo.perf.stages import Known
 
 MOST_ASKED = 100  # grids; where nothing of a kind fits on the fastest, it is not of use
 EXPLAINED = ("without stages", "with stages", "axonn", "tesseract")  # kinds of which a sentence says more
-Kind = Callable[[int, str, Way], bool]  # of stages, algorithm and way
-KINDS: dict[str, Kind] = {
+Predicate = Callable[[int, str, MemoryOptions], bool]  # of stages, algorithm and way
+KINDS: dict[str, Predicate] = {
     "without stages": lambda stages, algorithm, way: stages == 1,
     "with stages": lambda stages, algorithm, way: stages > 1,
     "axonn": lambda stages, algorithm, way: algorithm == "axonn",
@@ -41,7 +41,7 @@ class Other(NamedTuple):
     why: str
 
 
-def others(made: Plan) -> list[Other]:
+def others(made: GridPlan) -> list[Other]:
     """Return the best of each kind that was tried and that ``made.best`` is not of."""
     known, found = Known(made.request.machine, made.request.workload), list[Other]()
     for kind, belongs in KINDS.items():
@@ -58,11 +58,11 @@ def others(made: Plan) -> list[Other]:
     return found
 
 
-def _is(belongs: Kind, one: Candidate) -> bool:
+def _is(belongs: Predicate, one: Candidate) -> bool:
     return belongs(one.pipeline, one.algorithm, one.way)
 
 
-def _best(made: Plan, belongs: Kind, known: Known) -> tuple[Candidate | None, bool]:
+def _best(made: GridPlan, belongs: Predicate, known: Known) -> tuple[Candidate | None, bool]:
     """The best of a kind, and whether grids were left unasked that might have been better."""
     best: Candidate | None = None
     nearest: Candidate | None = None

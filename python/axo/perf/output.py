@@ -19,7 +19,7 @@ from axo.grid import AXES
 from axo.perf.command import command_line
 from axo.perf.memory import GIB
 from axo.perf.others import Other, others
-from axo.perf.planner import Candidate, Plan
+from axo.perf.planner import Candidate, GridPlan
 from axo.perf.stages import Stages
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
+def record(made: GridPlan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
     found: dict[str, Any] = {
         "name": candidate.name,
@@ -87,7 +87,7 @@ def record(made: Plan, candidate: Candidate) -> dict[str, Any]:
     return found
 
 
-def plan_json(made: Plan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
+def plan_json(made: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
     """Return the whole plan as plain data; ``gpu_hour`` is the price of one."""
     asked = made.request
     return {
@@ -115,7 +115,7 @@ _COLUMNS = (
 ).split()
 
 
-def plan_csv(made: Plan) -> str:
+def plan_csv(made: GridPlan) -> str:
     """Return every grid as CSV, the fastest first, what is left out at the end."""
     rows = []
     for number, candidate in enumerate([*made.ranked, *made.left_out], 1):
@@ -128,7 +128,7 @@ def plan_csv(made: Plan) -> str:
     return as_csv(rows, _COLUMNS)
 
 
-def plan_table(made: Plan, top: int) -> Table:
+def plan_table(made: GridPlan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
     HFU counts recomputation; kept is the share of gathered weights that stay for their second use. A step is its
@@ -228,7 +228,7 @@ def compare_table(plans: Sequence[tuple[str, dict[str, Any]]]) -> Table:
     return header, [row for _, row in sorted(rows, key=lambda one: one[0])]
 
 
-def commands(made: Plan, top: int) -> list[str]:
+def commands(made: GridPlan, top: int) -> list[str]:
     """Return the command line of each of the best ``top`` rows, numbered as in the table."""
     return [f"{number}: {command_line(made, one)}" for number, one in enumerate(made.ranked[:top], 1)]
 
@@ -243,7 +243,7 @@ def memory_table(candidate: Candidate) -> Table:
     return ["what", "GiB"], [[part, f"{size / GIB:.2f}"] for part, size in sizes.items()]
 
 
-def traffic_table(made: Plan, candidate: Candidate) -> Table:
+def traffic_table(made: GridPlan, candidate: Candidate) -> Table:
     """Return seconds by axis, shown and hidden, of one grid."""
     time = candidate.time
     if time is None:
@@ -324,7 +324,7 @@ def image(png: bytes, alt: str) -> str:
     return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">\n'
 
 
-def plan_page(made: Plan, simulation: Simulation, plots: dict[str, bytes]) -> str:
+def plan_page(made: GridPlan, simulation: Simulation, plots: dict[str, bytes]) -> str:
     """Return the report of a plan: the ranking, the best grid in detail, one simulated step, what is left out."""
     asked, best = made.request, made.best
     title = f"{asked.workload.name} on {asked.gpus} GPUs of {asked.machine.name}"

@@ -74,7 +74,7 @@ class Action(NamedTuple):
     microbatch: int
 
 
-class Ran(NamedTuple):
+class TimedAction(NamedTuple):
     """An action, on which rank and when (seconds)."""
 
     rank: int
@@ -98,7 +98,7 @@ class Timeline:
     stages: int
     microbatches: int
     seconds: float
-    ran: list[Ran] = field(repr=False)
+    ran: list[TimedAction] = field(repr=False)
     busy: tuple[float, ...]
 
     @property
@@ -256,7 +256,7 @@ def simulate(
     queues = actions(schedule, ranks, microbatches)
     home = [rank_of(stage, stages, ranks, kind.order) for stage in range(stages)]
     done: dict[tuple[str, int, int], float] = {}  # backward of inputs counts as I, split or not
-    ran: list[Ran] = []
+    ran: list[TimedAction] = []
     at, free = [0] * ranks, [0.0] * ranks
     waiting = list(range(ranks))
     while waiting:
@@ -270,7 +270,7 @@ def simulate(
                 start = max(free[rank], ready)
                 end = free[rank] = start + seconds[action.kind][action.stage]
                 done[INPUT if action.kind == BACKWARD else action.kind, action.stage, action.microbatch] = end
-                ran.append(Ran(rank, action, start, end))
+                ran.append(TimedAction(rank, action, start, end))
                 at[rank] += 1
                 moved = True
         waiting = [rank for rank in waiting if at[rank] < len(queues[rank])]

@@ -26,8 +26,8 @@ from dataclasses import dataclass, field, replace
 from axo.grid import AXES, Grid
 from axo.perf import flops, memory, model, tesseract
 from axo.perf.candidate import Candidate as Candidate
-from axo.perf.candidate import Way, impossible, needs, run_of, share_that_fits, variant, ways
-from axo.perf.layer_time import Run, changed
+from axo.perf.candidate import MemoryOptions, impossible, needs, run_options, share_that_fits, variant, ways
+from axo.perf.layer_time import RunOptions, changed
 from axo.perf.request import ALGORITHMS as ALGORITHMS
 from axo.perf.request import Request as Request
 from axo.perf.staged import consider_stages
@@ -51,7 +51,7 @@ SEARCHED = ("1f1b", "interleaved-1f1b", "zero-bubble")  # schedules that a searc
 
 
 @dataclass(frozen=True)
-class Plan:
+class GridPlan:
     """All grids, the fastest first; what is left out stands in ``left_out``."""
 
     request: Request
@@ -148,7 +148,7 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
+def plan(request: Request, grids: Iterable[Grid] | None = None) -> GridPlan:
     """Rank all grids of the request (or only ``grids``).
 
     Raises:
@@ -173,7 +173,7 @@ def plan(request: Request, grids: Iterable[Grid] | None = None) -> Plan:
     if not ranked:
         raise ValueError(_nothing_fits(request, left_out))
     ranked.sort(key=lambda candidate: (candidate.seconds, candidate.grid.x, candidate.grid.y, candidate.grid.z))
-    return Plan(request, ranked, left_out)
+    return GridPlan(request, ranked, left_out)
 
 
 def _considered(request: Request, grids: Iterable[Grid] | None) -> Iterator[Candidate]:
@@ -189,7 +189,7 @@ def _considered(request: Request, grids: Iterable[Grid] | None) -> Iterator[Cand
 
 
 def consider(
-    request: Request, grid: Grid, stages: int = 1, known: Known | None = None, tried: list[Way] | None = None
+    request: Request, grid: Grid, stages: int = 1, known: Known | None = None, tried: list[MemoryOptions] | None = None
 ) -> Candidate:
     """Predict one grid, or say why it is left out; with ``search`` the fastest way to run it.
 
@@ -204,7 +204,7 @@ def consider(
         return consider_stages(request, grid, stages, known, tried)
     reason = impossible(request, grid)
     if reason:
-        return Candidate(grid, run_of(request), request.workload.checkpointed, reason=reason)
+        return Candidate(grid, run_options(request), request.workload.checkpointed, reason=reason)
     best: Candidate | None = None
     nearest: Candidate | None = None
     sizes = _sizes(request, grid)
@@ -228,7 +228,7 @@ def consider(
 
 
 def _consider(
-    request: Request, grid: Grid, way: Way, sizes: list[tuple[int, int]], known: Known, best: Candidate | None
+    request: Request, grid: Grid, way: MemoryOptions, sizes: list[tuple[int, int]], known: Known, best: Candidate | None
 ) -> Candidate | None:
     """Predict one way to run a grid with the fewest micro-batches that fit; with ``search`` with the fastest number.
 
@@ -238,7 +238,7 @@ def _consider(
     """
     workload = variant(request.workload, way.recompute != "none")
     share, most = _shares(request, grid)
-    plain = run_of(request, way, cached_gathers=share)
+    plain = run_options(request, way, cached_gathers=share)
     room = request.machine.memory_gib * memory.GIB
     limit, found, held = best, None, None
     run, rows = plain, 1
@@ -284,13 +284,13 @@ def _shares(request: Request, grid: Grid) -> tuple[float, float]:
     return share, 1.0 if request.gather == "auto" and grid.z > 1 else share
 
 
-def _floor(request: Request, grid: Grid, way: Way, size: tuple[int, int], known: Known) -> float:
+def _floor(request: Request, grid: Grid, way: MemoryOptions, size: tuple[int, int], known: Known) -> float:
     """Seconds that a way to run a grid takes at least: without recomputation, with the fewest micro-batches."""
-    run = run_of(request, way._replace(recompute="none"), micro_batches=size[0], rows=size[1])
+    run = run_options(request, way._replace(recompute="none"), micro_batches=size[0], rows=size[1])
     return _seconds(request, variant(request.workload, False), grid, run, _shares(request, grid)[1], known)
 
 
-def _seconds(request: Request, workload: Workload, grid: Grid, run: Run, share: float, known: Known) -> float:
+def _seconds(request: Request, workload: Workload, grid: Grid, run: RunOptions, share: float, known: Known) -> float:
     if request.machine.gemms:  # a smaller product may have been measured at a higher rate: nothing is known
         return 0.0
     return model.predict(workload, grid, request.machine, changed(run, cached_gathers=share), known).total
@@ -298,7 +298,7 @@ def _seconds(request: Request, workload: Workload, grid: Grid, run: Run, share: 
 
 def consider_tesseract(request: Request, grid: Grid) -> Candidate:
     """Predict one grid of Tesseract, with the fewest micro-batches that fit; or say why it is left out."""
-    run = replace(run_of(request), zero=0, selective=False)
+    run = replace(run_options(request), zero=0, selective=False)
     found = Candidate(grid, run, request.workload.checkpointed, algorithm="tesseract")
     reason = tesseract.impossible(request.workload, grid, request.sequences, request.zero)
     if reason:

@@ -12,7 +12,7 @@ from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.memory import GIB
 from axo.perf.pipeline_schedule import BACKWARD, FORWARD, INPUT, WEIGHT, Timeline
-from axo.perf.planner import Plan
+from axo.perf.planner import GridPlan
 from axo.perf.simulator import Simulation
 
 COLORS = {
@@ -37,7 +37,7 @@ _PHASES = {"forward": "#3b6fb6", "backward": "#e08a3c", "product": "#5fc3d0", "d
 _MOST_BARS = 2000  # drawn one by one
 
 
-def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, bytes]:
+def plan_plots(made: GridPlan, simulation: Simulation | None = None) -> dict[str, bytes]:
     """Return the plots of a plan: rank against time, stacked breakdown, roofline; the step's streams and memory."""
     plots = {
         "Step time of every grid, best first": png(_ranking(made)),
@@ -50,7 +50,7 @@ def plan_plots(made: Plan, simulation: Simulation | None = None) -> dict[str, by
     return plots
 
 
-def _ranking(made: Plan) -> Any:
+def _ranking(made: GridPlan) -> Any:
     figure, axes = new_figure(8.5, 3.8)
     times = [candidate.time.total for candidate in made.ranked if candidate.time]
     axes.plot(range(1, len(times) + 1), times, ".", ms=4, color=COLORS["products"])
@@ -68,7 +68,7 @@ def _ranking(made: Plan) -> Any:
     return figure
 
 
-def _breakdown(made: Plan) -> Any:
+def _breakdown(made: GridPlan) -> Any:
     best = made.ranked[:15]
     times = [candidate.time for candidate in best if candidate.time]
     parts = {"products": [time.compute for time in times]}
@@ -93,7 +93,7 @@ def bars(names: list[str], parts: dict[str, list[float]]) -> Any:
     return figure
 
 
-def _roofline(made: Plan) -> Any:
+def _roofline(made: GridPlan) -> Any:
     """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
     figure, axes = new_figure(8.5, 3.8)
     machine, best, workload = made.request.machine, made.best, made.request.workload

@@ -1,10 +1,9 @@
 """Run one step against the clock, event by event.
 
-Every rank has a compute stream and a stream for each axis; a stream runs its operations (``axo.perf.schedule``) in
-order, each as soon as what it waits for is complete. While collectives of several axes of a rank are under way they
-share what they share: those that leave the node its NICs, those inside it its links, in equal parts. Products lose the
-machine's ``contention`` while any collective runs beside them. A collective starts when all of its ranks have come to
-it.
+Every rank has a compute stream and a stream for each axis; a stream runs its operations (``step_operations``) in order,
+each as soon as what it waits for is complete. While collectives of several axes of a rank are under way they share what
+they share: those that leave the node its NICs, those inside it its links, in equal parts. Products lose the machine's
+``contention`` while any collective runs beside them. A collective starts when all of its ranks have come to it.
 
 Without stragglers all ranks do the same at the same time, and one stands for all. With them, ranks differ: two stand
 for each axis larger than 1 (so 16 at most), each for the slowest of its share of the machine.
@@ -24,9 +23,9 @@ from statistics import NormalDist
 
 from axo.grid import AXES, Grid
 from axo.perf.chrome_trace import COMPUTE, Span
-from axo.perf.layer_time import Run
+from axo.perf.layer_time import RunOptions
 from axo.perf.machine import Machine
-from axo.perf.schedule import STREAMS, Schedule, build
+from axo.perf.step_operations import STREAMS, StepOperations, build
 from axo.perf.workload import Workload
 
 MOST_MICRO_BATCHES = 8  # simulated one by one; further ones repeat
@@ -62,7 +61,7 @@ class Simulation:
 
 
 def simulate(
-    workload: Workload, grid: Grid, machine: Machine, run: Run, *, straggle: float = 0.0, seed: int = 0
+    workload: Workload, grid: Grid, machine: Machine, run: RunOptions, *, straggle: float = 0.0, seed: int = 0
 ) -> Simulation:
     """Simulate one step.
 
@@ -77,15 +76,17 @@ def simulate(
         raise ValueError(f"simulate: straggle={straggle!r} is not between 0 and 1; 0.02 means two percent")
     if run.micro_batches > MOST_MICRO_BATCHES:
         return _extrapolate(workload, grid, machine, run, straggle, seed)
-    schedule = build(workload, grid, machine, run)
+    step = build(workload, grid, machine, run)
     places = list(product(*((0, 1) if straggle and grid.size(axis) > 1 else (0,) for axis in AXES)))
     slowness = _slowness(len(places), grid.world_size / len(places), straggle, seed)
-    found = _Clock(schedule, machine.contention, places, slowness, grid).run()
+    found = _Clock(step, machine.contention, places, slowness, grid).run()
     found.micro_batches = run.micro_batches
     return found
 
 
-def _extrapolate(workload: Workload, grid: Grid, machine: Machine, run: Run, straggle: float, seed: int) -> Simulation:
+def _extrapolate(
+    workload: Workload, grid: Grid, machine: Machine, run: RunOptions, straggle: float, seed: int
+) -> Simulation:
     """Simulate a few micro-batches and count the rest as the second half of them."""
     few, half = MOST_MICRO_BATCHES, MOST_MICRO_BATCHES // 2
     rows = run.group_rows(grid)
@@ -122,13 +123,13 @@ class _Clock:
 
     def __init__(
         self,
-        schedule: Schedule,
+        step: StepOperations,
         contention: float,
         places: list[tuple[int, ...]],
         slowness: list[float],
         grid: Grid,
     ) -> None:
-        self.schedule, self.operations, self.contention = schedule, schedule.operations, contention
+        self.step, self.operations, self.contention = step, step.operations, contention
         self.places, self.slowness, self.grid = places, slowness, grid
         count = len(places)
         self.queues = {stream: [i for i, o in enumerate(self.operations) if o.stream == stream] for stream in STREAMS}
@@ -216,7 +217,7 @@ class _Clock:
         active = self.active[rank]
         if stream == COMPUTE:
             return 1.0 if len(active) == 1 else 1.0 - self.contention
-        shared = self.schedule.shared
+        shared = self.step.shared
         return 1.0 / sum(1 for other in active if other != COMPUTE and shared[other] == shared[stream])
 
     def _finish(self, running: _Running) -> None:
@@ -233,10 +234,10 @@ class _Clock:
     def _result(self) -> Simulation:
         mine = [span for span in self.spans if span.rank == 0]
         busy = {s: sum(span.end - span.start for span in mine if span.stream == s) for s in STREAMS}
-        exposed = _exposed(self.schedule, mine, self.queues)
+        exposed = _exposed(self.step, mine, self.queues)
         last = [self.grid.size(axis) - 1 for axis in AXES]
         ranks = [self.grid.rank(*map(operator.mul, last, place)) for place in self.places]
-        return Simulation(self.now, exposed, busy, self.spans, _memory(self.schedule, mine, self.queues), ranks)
+        return Simulation(self.now, exposed, busy, self.spans, _memory(self.step, mine, self.queues), ranks)
 
 
 def _in_order(spans: list[Span], queues: dict[str, list[int]]) -> dict[int, Span]:
@@ -247,7 +248,7 @@ def _in_order(spans: list[Span], queues: dict[str, list[int]]) -> dict[int, Span
     return found
 
 
-def _exposed(schedule: Schedule, spans: list[Span], queues: dict[str, list[int]]) -> dict[str, float]:
+def _exposed(step: StepOperations, spans: list[Span], queues: dict[str, list[int]]) -> dict[str, float]:
     """Charge every gap of the compute stream to the axes on its critical path, going back from the end of the gap.
 
     What made an operation wait is the latest of what it waits for and of what stood before it in its stream; from there
@@ -260,7 +261,7 @@ def _exposed(schedule: Schedule, spans: list[Span], queues: dict[str, list[int]]
     for number in queues[COMPUTE]:
         current, end = number, ran[number].start
         while end > before:
-            waits = schedule.operations[current].after
+            waits = step.operations[current].after
             if current in previous:
                 waits += (previous[current],)
             if not waits:
@@ -276,16 +277,16 @@ def _exposed(schedule: Schedule, spans: list[Span], queues: dict[str, list[int]]
     return exposed
 
 
-def _memory(schedule: Schedule, spans: list[Span], queues: dict[str, list[int]]) -> list[tuple[float, float]]:
+def _memory(step: StepOperations, spans: list[Span], queues: dict[str, list[int]]) -> list[tuple[float, float]]:
     """Add up what operations take when they start and free when they end."""
     ran = _in_order(spans, queues)
     changes = []
-    for number, operation in enumerate(schedule.operations):
+    for number, operation in enumerate(step.operations):
         if operation.takes:
             changes.append((ran[number].start, operation.takes))
         if operation.frees:
             changes.append((ran[number].end, -operation.frees))
-    held = schedule.held
+    held = step.held
     curve = [(0.0, held)]
     for when, change in sorted(changes, key=lambda entry: entry[0]):
         held += change

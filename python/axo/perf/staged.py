@@ -11,10 +11,10 @@ from typing import NamedTuple
 from axo.grid import Grid
 from axo.perf import memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.candidate import Candidate, Way, impossible, needs, run_of, share_that_fits, variant
+from axo.perf.candidate import Candidate, MemoryOptions, impossible, needs, run_options, share_that_fits, variant
 from axo.perf.layer_time import PRECISIONS
 from axo.perf.request import Request
-from axo.perf.stages import Known, Stages, Timing
+from axo.perf.stages import Known, Stages, StageTimes
 
 SIZES_TRIED = 2  # of micro-batches, the smallest first
 
@@ -23,7 +23,7 @@ class Staged(NamedTuple):
     """One way to run a grid with stages, and how long a step takes if it fits as it is."""
 
     seconds: float
-    timing: Timing
+    timing: StageTimes
     stages: Stages
     zero: int
     offload: bool
@@ -32,7 +32,7 @@ class Staged(NamedTuple):
         """Bytes that it needs at least."""
         return self.timing.least(self.stages, self.zero, self.offload)
 
-    def sized(self, request: Request) -> tuple[Timing, memory.Memory]:
+    def sized(self, request: Request) -> tuple[StageTimes, memory.Memory]:
         """Its memory, and where that is too much, with as many gathered weights kept as fit."""
         timing = self.timing.with_state(self.zero, offload=self.offload)
         held = timing.memory(self.stages)
@@ -42,17 +42,17 @@ class Staged(NamedTuple):
             held = timing.memory(self.stages)
         return timing, held
 
-    def candidate(self, timing: Timing, held: memory.Memory, reason: str = "") -> Candidate:
+    def candidate(self, timing: StageTimes, held: memory.Memory, reason: str = "") -> Candidate:
         """Predict it; where there is a ``reason`` to leave it out, without its time."""
         time = None if reason else timing.predict(self.stages)
         checkpointed = timing.workload.checkpointed
         return Candidate(timing.grid, timing.run, checkpointed, time, held, reason, stages=self.stages)
 
 
-def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, tried: list[Way]) -> Candidate:
+def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, tried: list[MemoryOptions]) -> Candidate:
     """Predict one grid with ``ranks`` stages of it: the fastest of its ways, schedules and micro-batches that fits."""
     none = Candidate(
-        grid, run_of(request), request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0))
+        grid, run_options(request), request.workload.checkpointed, stages=Stages(ranks, request.schedules[0], (0, 0))
     )
     reason, sizes = impossible(request, grid), list[int]()
     if not reason:
@@ -77,9 +77,9 @@ def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, trie
             if not wanted:
                 continue
             rows = request.sequences // pieces // grid.data * workload.seq_length
-            way = Way(recompute, request.zero, request.offload, splits)
-            run = run_of(request, way, micro_batches=pieces, rows=rows, cached_gathers=share)
-            timing = Timing(workload, grid, request.machine, run, known)
+            way = MemoryOptions(recompute, request.zero, request.offload, splits)
+            run = run_options(request, way, micro_batches=pieces, rows=rows, cached_gathers=share)
+            timing = StageTimes(workload, grid, request.machine, run, known)
             for schedule in wanted:
                 if recompute != "none" and schedules.known(schedule).splits:
                     continue
@@ -121,7 +121,7 @@ def _fastest(request: Request, found: list[Staged], best: Candidate | None) -> C
 def _lacks_least(request: Request, every: list[Staged]) -> Candidate:
     """The way that needs the least memory, if none fits; if several need the same, the fastest of them."""
     nearest: tuple[float, float, int] | None = None
-    sized: dict[int, tuple[Timing, memory.Memory]] = {}
+    sized: dict[int, tuple[StageTimes, memory.Memory]] = {}
     for size, number in sorted((one.least(), number) for number, one in enumerate(every)):
         if nearest is not None and size > nearest[0]:
             break

@@ -28,7 +28,7 @@ from axo.grid import AXES, Grid
 from axo.matmul.cost import chunk
 from axo.perf import cut, memory
 from axo.perf import pipeline_schedule as schedules
-from axo.perf.layer_time import Costs, Run, changed, data_seconds, optimizer_seconds
+from axo.perf.layer_time import Costs, RunOptions, changed, data_seconds, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.memory import Memory
 from axo.perf.model import StepTime
@@ -77,10 +77,10 @@ def planned(workload: Workload, ranks: int, schedule: str) -> Stages:
 
 
 Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # of F, I and W, each of every stage
-Blocks = tuple[tuple[int, int], ...]  # (a kind of block, how many of it)
+BlockCounts = tuple[tuple[int, int], ...]  # (a kind of block, how many of it)
 
 
-class Part(NamedTuple):
+class BlockTimes(NamedTuple):
     """What one rank does for some blocks: seconds of a micro-batch, and of what is once a step."""
 
     products: float
@@ -110,7 +110,7 @@ class Full(NamedTuple):
     """A rank that may be the fullest: its blocks, their parameters, and how many neighbours its stages have."""
 
     rank: int
-    blocks: Blocks
+    blocks: BlockCounts
     parameters: int
     neighbours: int
 
@@ -118,8 +118,8 @@ class Full(NamedTuple):
 class Cut(NamedTuple):
     """The blocks of each stage; how many ranks have the same blocks; the ranks of which one is the fullest."""
 
-    stages: list[Blocks]
-    groups: list[tuple[int, Blocks]]
+    stages: list[BlockCounts]
+    groups: list[tuple[int, BlockCounts]]
     full: list[Full]
 
 
@@ -128,18 +128,18 @@ class Known(Costs):
 
     def __init__(self, machine: Machine, workload: Workload) -> None:
         super().__init__(machine, workload.seq_length)
-        self._parts: dict[tuple[object, ...], dict[tuple[Blocks, bool], Part]] = {}
+        self._parts: dict[tuple[object, ...], dict[tuple[BlockCounts, bool], BlockTimes]] = {}
         self._memories: dict[tuple[object, ...], Memory] = {}
-        self._block_memories: memory.Known = {}
-        self._states: dict[tuple[int, bool], Run] = {}
+        self._block_memories: memory.KnownBlocks = {}
+        self._states: dict[tuple[int, bool], RunOptions] = {}
         self._kept: dict[tuple[object, ...], dict[int, float]] = {}
         self._ends: dict[Grid, dict[tuple[object, ...], tuple[float, float]]] = {}
         self._cuts: dict[int, tuple[Cut, Stages]] = {}
-        self._layouts: dict[int, cut.Layout] = {}
-        self._workloads: dict[tuple[int, Blocks], Workload] = {}
+        self._block_stacks: dict[int, cut.BlockStack] = {}
+        self._workloads: dict[tuple[int, BlockCounts], Workload] = {}
         self._stages: dict[tuple[int, str], Stages] = {}
 
-    def memory(self, workload: Workload, grid: Grid, run: Run) -> Memory:
+    def memory(self, workload: Workload, grid: Grid, run: RunOptions) -> Memory:
         """``memory.estimate`` of a whole model: of data it depends only where ZeRO cuts over it, or it is 1."""
         cut = (run.zero, grid.data) if run.zero else (0, grid.data > 1)
         way = (run.rows, run.micro_batches > 1, run.cached_gathers, run.selective, run.sequence_parallel)
@@ -152,26 +152,26 @@ class Known(Costs):
                 self._memories[key] = changed(there, optimizer=0.0)
         return self._memories[key]
 
-    def part(self, workload: Workload, blocks: Blocks) -> Workload:
+    def part(self, workload: Workload, blocks: BlockCounts) -> Workload:
         """The part of a model that a rank of a pipeline has."""
         key = (id(workload), blocks)
         if key not in self._workloads:
-            kinds = self.layout(workload).kinds
+            kinds = self.block_stack(workload).kinds
             each = tuple(replace(kinds[kind], repeat=times) for kind, times in blocks)
             self._workloads[key] = replace(workload, blocks=each)
         return self._workloads[key]
 
-    def state(self, run: Run, zero: int, offload: bool) -> Run:
+    def state(self, run: RunOptions, zero: int, offload: bool) -> RunOptions:
         """A run with this place of the optimizer's state; all else is that of any run of the request."""
         if (zero, offload) not in self._states:
             self._states[zero, offload] = changed(run, zero=zero, offload=offload)
         return self._states[zero, offload]
 
-    def layout(self, workload: Workload) -> cut.Layout:
-        """``cut.layout``; see there."""
-        if id(workload) not in self._layouts:
-            self._layouts[id(workload)] = cut.layout(workload)
-        return self._layouts[id(workload)]
+    def block_stack(self, workload: Workload) -> cut.BlockStack:
+        """``cut.block_stack``; see there."""
+        if id(workload) not in self._block_stacks:
+            self._block_stacks[id(workload)] = cut.block_stack(workload)
+        return self._block_stacks[id(workload)]
 
     def stages(self, workload: Workload, ranks: int, schedule: str, pieces: int) -> Stages | str:
         """``planned`` stages for so many micro-batches, or why there are none."""
@@ -184,17 +184,23 @@ class Known(Costs):
         return self._stages[ranks, schedule]
 
 
-class Timing:
+class StageTimes:
     """Times and sizes of one workload on one grid with one size of micro-batch; stages are put together from them.
 
     Args:
         known: What earlier timings of the same request found; more is put in.
     """
 
-    def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: Run, known: Known | None = None) -> None:
+    def __init__(
+        self, workload: Workload, grid: Grid, machine: Machine, run: RunOptions, known: Known | None = None
+    ) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.known = known = known or Known(machine, workload)
-        self.network, self.layout, self.rows = known.network(grid), known.layout(workload), run.group_rows(grid)
+        self.network, self.block_stack, self.rows = (
+            known.network(grid),
+            known.block_stack(workload),
+            run.group_rows(grid),
+        )
         here = (grid.x, grid.y, grid.z, grid.data > 1, self.rows, run.sequence_parallel)
         self._way = way = (*here, workload.checkpointed, run.selective)
         self._parts = known._parts.setdefault((*way, run.cached_gathers), {})
@@ -203,7 +209,7 @@ class Timing:
         self._message_bytes, self._message = self.message(), self.message_seconds()
         self._least: dict[int, list[tuple[int, float]]] = {}  # by stages: parameters, and what does not go with them
 
-    def with_state(self, zero: int, *, offload: bool) -> Timing:
+    def with_state(self, zero: int, *, offload: bool) -> StageTimes:
         """The same with another place for the optimizer's state, on which blocks do not depend."""
         if (self.run.zero, self.run.offload) == (zero, offload):
             return self
@@ -211,7 +217,7 @@ class Timing:
         other.run = changed(self.run, zero=zero, offload=offload)
         return other
 
-    def keeping(self, share: float) -> Timing:
+    def keeping(self, share: float) -> StageTimes:
         """The same with another share of gathered weights that are kept."""
         other = copy.copy(self)
         other.run = changed(self.run, cached_gathers=share)
@@ -228,17 +234,17 @@ class Timing:
             # Among ranks with the same blocks, the first has the most micro-batches in flight.
             firsts = {blocks: rank for rank, blocks in reversed(list(enumerate(of_rank)))}.values()
             for rank in sorted({*firsts, min(1, stages.ranks - 1), stages.ranks - 1}):
-                parameters = sum(times * self.layout.parameters[kind] for kind, times in of_rank[rank])
+                parameters = sum(times * self.block_stack.parameters[kind] for kind, times in of_rank[rank])
                 neighbours = sum((one > 0) + (one < stages.count - 1) for one in stages.of(rank))
                 full.append(Full(rank, of_rank[rank], parameters, neighbours))
             found = Cut(of_stage, groups, full)
             self.known._cuts[id(stages)] = found, stages  # kept, so that no other object gets its id
         return found
 
-    def _blocks(self, stages: Stages, which: list[int]) -> Blocks:
-        return tuple(self.layout.composed(stages.bounds, tuple(which)).items())
+    def _blocks(self, stages: Stages, which: list[int]) -> BlockCounts:
+        return tuple(self.block_stack.composed(stages.bounds, tuple(which)).items())
 
-    def part(self, blocks: Blocks, splits: bool) -> Part:
+    def part(self, blocks: BlockCounts, splits: bool) -> BlockTimes:
         """What one rank does for some blocks."""
         found = self._parts.get((blocks, splits))
         if found is None:
@@ -246,12 +252,12 @@ class Timing:
             for kind, times in blocks:
                 one = self._parts.get((((kind, 1),), splits))
                 if one is None:
-                    one = self._parts[((kind, 1),), splits] = self._one(self.layout.kinds[kind], splits)
+                    one = self._parts[((kind, 1),), splits] = self._one(self.block_stack.kinds[kind], splits)
                 each.append(one if times == 1 else [times * value for value in one])
-            found = self._parts[blocks, splits] = Part._make(map(sum, zip(*each, strict=True)))
+            found = self._parts[blocks, splits] = BlockTimes._make(map(sum, zip(*each, strict=True)))
         return found
 
-    def _one(self, block: Block, splits: bool) -> Part:
+    def _one(self, block: Block, splits: bool) -> BlockTimes:
         run = self.run
         one = self.known.block(block.layers, self.grid, self.rows, run)
         shows = one.shown_reduce if "oar" in run.overlap and not splits else one.reduce
@@ -277,7 +283,9 @@ class Timing:
             once += max(0.0, one.scatter - inputs - weights) if "ors" in run.overlap else one.scatter
             once_sent = kept + one.scatter
         z = (shown_z, sent_x, sent_y, sent_z, once, once_sent, one.stream)
-        return Part(products, forward, inputs, weights, shown_x, shown_y, *z, one.reduced, one.reduces, one.parameters)
+        return BlockTimes(
+            products, forward, inputs, weights, shown_x, shown_y, *z, one.reduced, one.reduces, one.parameters
+        )
 
     def message(self) -> float:
         """Bytes of the residual stream of a micro-batch on one rank."""
@@ -297,12 +305,12 @@ class Timing:
         """Return the seconds of all micro-batches by the closed form, without what is once a step."""
         return self._estimate(stages, self._ranks(stages))
 
-    def _ranks(self, stages: Stages) -> list[tuple[int, Blocks, Part]]:
+    def _ranks(self, stages: Stages) -> list[tuple[int, BlockCounts, BlockTimes]]:
         """How many ranks have the same blocks, these, and what they do."""
         splits = schedules.known(stages.schedule).splits
         return [(count, blocks, self.part(blocks, splits)) for count, blocks in self._cut(stages).groups]
 
-    def _estimate(self, stages: Stages, ranks: list[tuple[int, Blocks, Part]]) -> float:
+    def _estimate(self, stages: Stages, ranks: list[tuple[int, BlockCounts, BlockTimes]]) -> float:
         groups = [(count, (part.forward, part.inputs, part.weights)) for count, _, part in ranks]
         pieces = self.run.micro_batches
         return schedules.estimate(stages.schedule, stages.ranks, pieces, groups, self._message)
@@ -361,12 +369,12 @@ class Timing:
         saved = (self.run.micro_batches + stages.ranks) * most
         return saved + self._message * schedules.messages(stages.schedule, stages.ranks, self.run.micro_batches)
 
-    def _alone(self, part: Part) -> float:
+    def _alone(self, part: BlockTimes) -> float:
         """Seconds of one rank until its last backward, without waiting for others."""
         return self.run.micro_batches * (part.products + part.shown_x + part.shown_y + part.shown_z) + part.once
 
     def _end(
-        self, blocks: Blocks, part: Part, zero: int | None = None, offload: bool | None = None
+        self, blocks: BlockCounts, part: BlockTimes, zero: int | None = None, offload: bool | None = None
     ) -> tuple[float, float]:
         """Seconds over data, and of the optimizer, of one rank; with another place of its state if that is given."""
         run, grid = self.run, self.grid
@@ -404,7 +412,7 @@ class Timing:
     def _kept(self, kind: int) -> float:
         """Bytes that one block of a kind keeps until its backward."""
         if kind not in self._kept_of:
-            block, rows = self.layout.kinds[kind], chunk(self.rows, self.grid.z)
+            block, rows = self.block_stack.kinds[kind], chunk(self.rows, self.grid.z)
             kept = memory.products_kept if block.checkpointed else memory.saved
             layers = block.layers if self.run.selective or not block.checkpointed else ()
             found = sum(kept(layer, self.grid, rows, self.run) for layer in layers)

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from axo.arrangement import TESSERACT
 from axo.grid import AXES, Grid
 from axo.matmul import cost
-from axo.perf.layer_time import Network, Run, calls_of, data_seconds, optimizer_seconds, products
+from axo.perf.layer_time import Network, RunOptions, calls_of, data_seconds, optimizer_seconds, products
 from axo.perf.machine import Machine
 from axo.perf.model import StepTime
 from axo.perf.workload import Layer, Workload
@@ -68,7 +68,7 @@ class _LayerTime(NamedTuple):
     data: float
 
 
-def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepTime:
+def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> StepTime:
     """Predict the time of one step; ``run.rows`` are those of one rank and micro-batch (of ``as_much_as(grid)``)."""
     network, step = Network(machine, grid), StepTime()
     known: dict[Layer, _LayerTime] = {}
@@ -103,7 +103,9 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: Run) -> StepT
     return step
 
 
-def _layer_time(layer: Layer, grid: Grid, machine: Machine, run: Run, network: Network, seq_length: int) -> _LayerTime:
+def _layer_time(
+    layer: Layer, grid: Grid, machine: Machine, run: RunOptions, network: Network, seq_length: int
+) -> _LayerTime:
     held = as_much_as(grid)
     rows = run.group_rows(held)
     forward, input_grad, weight_grad = products(layer, held, rows, machine, seq_length)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 METHODS = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
 
-class Ran(NamedTuple):
+class RecordedAction(NamedTuple):
     """An action: F forward, B backward, I its gradients of inputs and W those of weights apart; seconds of
     ``time.perf_counter``."""
 
@@ -31,9 +31,9 @@ class Ran(NamedTuple):
 
 
 @contextmanager
-def record(stages: Sequence[PipelineStage]) -> Iterator[list[Ran]]:
+def record(stages: Sequence[PipelineStage]) -> Iterator[list[RecordedAction]]:
     """Record what ``stages`` run inside the block, in order."""
-    ran: list[Ran] = []
+    ran: list[RecordedAction] = []
     for stage in stages:
         for name in METHODS:
             stage.__dict__[name] = _timed(stage, name, getattr(stage, name), ran)
@@ -45,13 +45,15 @@ def record(stages: Sequence[PipelineStage]) -> Iterator[list[Ran]]:
                 del stage.__dict__[name]
 
 
-def _timed(stage: PipelineStage, name: str, method: Callable[..., Any], ran: list[Ran]) -> Callable[..., Any]:
+def _timed(
+    stage: PipelineStage, name: str, method: Callable[..., Any], ran: list[RecordedAction]
+) -> Callable[..., Any]:
     def timed(microbatch: int, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
         result = method(microbatch, *args, **kwargs)
         kind = {"f": "F", "b": "B" if kwargs.get("full_backward", True) else "I"}[name[0]]
         kind = "W" if name == "backward_weight_one_chunk" else kind
-        ran.append(Ran(kind, stage.stage_index, microbatch, start, time.perf_counter()))
+        ran.append(RecordedAction(kind, stage.stage_index, microbatch, start, time.perf_counter()))
         return result
 
     return timed

@@ -44,7 +44,7 @@ PART = "_axo_part"  # where a model says what part of a pipeline it is
 
 
 @dataclass(frozen=True)
-class Part:
+class PipelinePart:
     """What part of a pipeline a module is.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part:
     tied: Communicator | None = None
 
 
-def part_of(model: nn.Module) -> Part | None:
+def part_of(model: nn.Module) -> PipelinePart | None:
     """What part of a pipeline ``model`` is; None: it is whole."""
     return model.__dict__.get(PART)
 
@@ -169,7 +169,9 @@ def _stage_of(name: str, home: dict[str, int]) -> int | None:
     return next((stage for module, stage in home.items() if name == module or name.startswith(f"{module}.")), None)
 
 
-def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, order: str, home: dict[str, int]) -> Part:
+def _tie(
+    model: nn.Module, family: Family, comms: Communicators, stages: int, order: str, home: dict[str, int]
+) -> PipelinePart:
     """Who holds a weight that two stages use, and what the residual stream is like."""
     names = {module: name for name, module in model.named_modules()}
     last = stages - 1
@@ -201,12 +203,12 @@ def _tie(model: nn.Module, family: Family, comms: Communicators, stages: int, or
                     module.placements[child] = replace(module.placements[child], counted=False)
     if not family.table:
         config: Any = model.config
-        return Part(stages, 0, config.hidden_size, 1, renamed, shared, tied)
+        return PipelinePart(stages, 0, config.hidden_size, 1, renamed, shared, tied)
     table: Any = model.get_submodule(family.table)
     grid = comms.grid
     width = table.embedding_dim // (1 if getattr(table, "gather_output", True) else grid.y)
     tokens = grid.x if getattr(table, "scatters_tokens", False) else 1
-    return Part(stages, 0, width, tokens, renamed, shared, tied)
+    return PipelinePart(stages, 0, width, tokens, renamed, shared, tied)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module, *, in_view: bool = False) -> None:

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from axo.comm.connect import Communicators
 from axo.overlap.model import engines, exchanges
-from axo.overlap.weight_phase import WeightPhase, Work
+from axo.overlap.weight_phase import DeferredProducts, WeightPhase
 
 Tensors = torch.Tensor | tuple[torch.Tensor, ...]
 
@@ -76,7 +76,7 @@ class Stage(PipelineStage):
                 f" {comms.stages} stages, and an index below it"
             )
         self.weight_phase = WeightPhase()
-        self._work: Work = []
+        self._work: DeferredProducts = []
         self._forward_context = forward_context
         inputs, outputs = _differentiable(input_args, index > 0), _differentiable(output_args, True)
         self.rows = inputs[0].shape[0]

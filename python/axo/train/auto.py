@@ -1,6 +1,6 @@
 """``axo train --grid auto``: grid, stages, schedule and micro-batches are what the planner predicts to be fastest.
 
-Not here: the prediction (``axo.perf.choice``).
+Not here: the prediction (``axo.perf.grid_choice``).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from axo.grid import Grid
 from axo.perf import machine, planner, readers
-from axo.perf.choice import choose, schedules_for, stage_counts
+from axo.perf.grid_choice import choose, schedules_for, stage_counts
 from axo.train import models
 from axo.train.config import TrainConfig
 

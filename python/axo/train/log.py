@@ -52,7 +52,9 @@ class TrainLog:
         start: The first step; above 0 the lines of the steps before it are kept, and another header follows them.
     """
 
-    def __init__(self, config: TrainConfig, shape: models.Shape, tokens: int, transport: str, start: int = 0) -> None:
+    def __init__(
+        self, config: TrainConfig, shape: models.ModelSize, tokens: int, transport: str, start: int = 0
+    ) -> None:
         folder = Path(config.out)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / LOG_NAME

@@ -90,7 +90,7 @@ def check_sequence(config: Config, seq_len: int) -> None:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelSize:
     """Layers, width, vocabulary (padded) and the count of parameters."""
 
     layers: int
@@ -105,11 +105,11 @@ def build_empty(config: Config) -> GPT:
         return GPT(config)
 
 
-def shape_of(config: Config) -> Shape:
+def shape_of(config: Config) -> ModelSize:
     """Return the sizes of ``config``; parameters are counted on a model without storage."""
     parameters = sum(parameter.numel() for parameter in build_empty(config).parameters())
     assert config.padded_vocab_size is not None
-    return Shape(config.n_layer, config.n_embd, config.padded_vocab_size, parameters)
+    return ModelSize(config.n_layer, config.n_embd, config.padded_vocab_size, parameters)
 
 
 def _from_file(path: Path) -> dict[str, Any]:

@@ -45,7 +45,7 @@ class StepTrace:
 
     def __init__(self, model: nn.Module, stages: Sequence[Stage] = ()) -> None:
         self._model, self._stages = model, stages
-        self._ran: list[actions.Ran] = []
+        self._ran: list[actions.RecordedAction] = []
         self.spans: list[Span] = []
         self._open: dict[tuple[str, str], float] = {}
         self._hooks: list[RemovableHandle] = []
@@ -169,14 +169,14 @@ def write(spans: list[list[Span]], path: Path, title: str, stages: int = 1) -> N
 def _picture(of_ranks: list[list[Span]], title: str) -> bytes:
     """The actions of one rank of each stage: a lane a rank, time across."""
     from axo.perf import plots
-    from axo.perf.pipeline_schedule import Action, Ran, Timeline
+    from axo.perf.pipeline_schedule import Action, TimedAction, Timeline
 
-    ran: list[Ran] = []
+    ran: list[TimedAction] = []
     for rank, spans in enumerate(of_ranks):
         begin = min(span.start for span in spans)
         for span in spans:
             if said := re.fullmatch(r"([FBIW])(\d+) stage (\d+)", span.name):
                 action = Action(said[1], int(said[3]), int(said[2]))
-                ran.append(Ran(rank, action, span.start - begin, span.end - begin))
+                ran.append(TimedAction(rank, action, span.start - begin, span.end - begin))
     seconds = max((one.end for one in ran), default=0.0)
     return plots.pipeline_timeline(Timeline("", len(of_ranks), 0, 0, seconds, ran, ()), title)

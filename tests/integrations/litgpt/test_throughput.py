@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axo.grid import Grid
 from axo.integrations.litgpt.options import Options
-from axo.integrations.litgpt.patches import Run, patched
+from axo.integrations.litgpt.patches import LitGPTRun, patched
 from tests.integrations.support import LLAMA, distance
 from tests.integrations.trainer import STEPS, pretrain, ranks_of, run
 from tests.launcher import run_ranks
@@ -98,7 +98,7 @@ def test_flops_of_experts_are_those_of_a_real_pass(fields):
         with sdpa_kernel(SDPBackend.MATH):
             return measure(model, lambda: model(ids), lambda logits: chunked_cross_entropy(logits, ids, chunk_size=0))
 
-    run = Run(module, Grid(), Options(grid=Grid()))
+    run = LitGPTRun(module, Grid(), Options(grid=Grid()))
     run.fabric = SimpleNamespace(strategy=SimpleNamespace(global_rank=0), broadcast=lambda flops: flops)
     with patched(run):
         assert count("meta", module.measure_flops) == count("cpu", stock)

@@ -55,7 +55,7 @@ class StagedLogits(torch.Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-class Stages:
+class StageRunner:
     """This rank's stages of one model, and the schedule that runs them.
 
     Args:
@@ -308,7 +308,7 @@ class _Staged:
         lm_head_chunk_size: int = 0,
     ) -> Any:
         """LitGPT's, through the stages: see ``axo.integrations.fabric.stages``."""
-        stages: Stages = self.__dict__[STAGES]
+        stages: StageRunner = self.__dict__[STAGES]
         if torch.is_grad_enabled():
             if input_pos is not None:
                 raise Refused("AxoStrategy: with pipeline stages input_pos is for torch.no_grad(); leave it out")
@@ -331,7 +331,7 @@ def _begins(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return bases[0] is bases[1] and shapes[0] == shapes[1] and part.storage_offset() == 0
 
 
-def stages_of(model: nn.Module) -> Stages | None:
+def stages_of(model: nn.Module) -> StageRunner | None:
     """The stages of a model that a strategy has cut; None: it is whole."""
     return model.__dict__.get(STAGES)
 

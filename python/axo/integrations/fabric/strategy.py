@@ -64,7 +64,7 @@ from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.materialize import holds_meta, is_parallel, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
-from axo.integrations.fabric.stages import StagedLogits, Stages, stages_of
+from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
 from axo.overlap.zero import NOT_ELEMENTWISE
 from axo.pipeline import check_microbatches
@@ -155,7 +155,7 @@ class AxoStrategy(ParallelStrategy):
                     " train by axo train"
                 )
         self.ranks = self.grid.world_size * pipeline
-        self._stages: Stages | None = None
+        self._stages: StageRunner | None = None
         self.arrangement = arrangement_of("AxoStrategy", algorithm)
         self.arrangement.check(self.grid)
         self.plan, self.zero, self.vocab_loss, self.sharded = plan, zero, vocab_loss, sharded
@@ -353,7 +353,7 @@ class AxoStrategy(ParallelStrategy):
             head.register_forward_pre_hook(_gather_unless_training)  # whoever evaluates or generates wants whole logits
         if self.pipeline > 1:
             context = self.precision.forward_context
-            self._stages = Stages(module, self.comms, self.schedule, self.cuts, self.microbatches, context)
+            self._stages = StageRunner(module, self.comms, self.schedule, self.cuts, self.microbatches, context)
         if originals:
             materialize(module, originals, self.comms, self._recorded)
             self._recorded = None

@@ -26,7 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from axo.checkpoint.folder import whole_file
-from axo.integrations.fabric.stages import Stages
+from axo.integrations.fabric.stages import StageRunner
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement, placement_of
 from axo.sharding import unshard
@@ -41,7 +41,7 @@ def keep_all(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def module_state(
-    module: nn.Module, keep: Keep | None, wanted: Filter | None = None, stages: Stages | None = None
+    module: nn.Module, keep: Keep | None, wanted: Filter | None = None, stages: StageRunner | None = None
 ) -> dict[str, Any]:
     """The whole state dict of a sharded module, tensor by tensor. Every rank must call it.
 
@@ -57,7 +57,7 @@ def module_state(
 
 
 def _kept(
-    own: dict[str, tuple[Any, Placement | None]], keep: Keep | None, order: list[str] | None, stages: Stages | None
+    own: dict[str, tuple[Any, Placement | None]], keep: Keep | None, order: list[str] | None, stages: StageRunner | None
 ) -> Iterator[tuple[str, Any]]:
     """(name, what ``keep`` makes of it) of all stages' values, in order; a tensor of another stage is sent here."""
     mine = {name: None if isinstance(value, torch.Tensor) else value for name, (value, _) in own.items()}
@@ -75,7 +75,7 @@ def _kept(
             yield name, keep(whole) if isinstance(whole, torch.Tensor) else whole
 
 
-def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: Stages | None = None) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: StageRunner | None = None) -> dict[str, Any]:
     """The whole state dict of an optimizer over sharded parameters, tensor by tensor. Every rank must call it.
 
     Raises:
@@ -107,7 +107,7 @@ def optimizer_state(optimizer: Optimizer, keep: Keep | None, stages: Stages | No
     return {"state": kept, "param_groups": told} if keep is not None else {}
 
 
-def _numbers(optimizer: Optimizer, stages: Stages | None) -> tuple[list[list[int]], list[int]]:
+def _numbers(optimizer: Optimizer, stages: StageRunner | None) -> tuple[list[list[int]], list[int]]:
     """How a state dict of the whole model numbers parameters: those of each group, and this rank's own in order."""
     if stages is None:
         counts = [len(group["params"]) for group in optimizer.param_groups]
@@ -120,7 +120,9 @@ def _numbers(optimizer: Optimizer, stages: Stages | None) -> tuple[list[list[int
     return [[number[name] for name in group] for group in names], own
 
 
-def local_optimizer_state(optimizer: Optimizer, whole: dict[str, Any], stages: Stages | None = None) -> dict[str, Any]:
+def local_optimizer_state(
+    optimizer: Optimizer, whole: dict[str, Any], stages: StageRunner | None = None
+) -> dict[str, Any]:
     """Cut this rank's parts out of a whole optimizer state dict, for ``optimizer.load_state_dict``.
 
     Raises:
@@ -166,7 +168,7 @@ def save(
     filters: dict[str, Filter],
     *,
     writes: bool,
-    stages: Stages | None = None,
+    stages: StageRunner | None = None,
 ) -> None:
     """Write ``state``, whose modules and optimizers are sharded, to ``path``. Every rank must call it.
 
@@ -212,7 +214,7 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
 
 
 def _convert(
-    state: dict[str, Any], keep: Keep | None, filters: dict[str, Filter], stages: Stages | None
+    state: dict[str, Any], keep: Keep | None, filters: dict[str, Filter], stages: StageRunner | None
 ) -> dict[str, Any]:
     converted: dict[str, Any] = {}
     for key, value in state.items():

@@ -39,8 +39,8 @@ def choose(command: str, options: Any, asked: Options, rank: Rank | None) -> Opt
     ranks = _ranks(asked, rank)
     from axo.perf import machine as machines
     from axo.perf import planner, readers
-    from axo.perf.choice import choose as fastest
-    from axo.perf.choice import schedules_for, stage_counts
+    from axo.perf.grid_choice import choose as fastest
+    from axo.perf.grid_choice import schedules_for, stage_counts
 
     try:
         machine = asked.machine or machines.measured_here()

@@ -29,7 +29,7 @@ from typing import Any
 
 from axo.grid import Grid
 from axo.integrations.litgpt import conversation, restarts
-from axo.integrations.litgpt.options import AUTO, Options, help_text, take
+from axo.integrations.litgpt.options import AUTO, Options, help_text, parse_options
 from axo.launch import Rank, Termination, set_threads
 
 
@@ -115,7 +115,7 @@ def run(arguments: list[str]) -> None:
     """
     if importlib.util.find_spec("litgpt") is None:
         raise ValueError("litgpt: LitGPT is not installed; pip install 'axo[litgpt]'")
-    options, arguments = take(arguments)
+    options, arguments = parse_options(arguments)
     name = arguments[0] if arguments else "--help"
     if (name in PARALLEL or name in _HELP) and (not arguments or _HELP & set(arguments)):
         print(help_text())
@@ -337,7 +337,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
 
     from axo.integrations.fabric.step_agreement import StepAgreement
     from axo.integrations.fabric.strategy import register
-    from axo.integrations.litgpt.patches import Run, Stopped, patched
+    from axo.integrations.litgpt.patches import LitGPTRun, Stopped, patched
     from axo.integrations.litgpt.strategy import LitGPTStrategy
     from axo.offload import Offload
     from axo.perf import cut
@@ -351,7 +351,7 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
-    this = Run(importlib.import_module(command.module), grid, options)
+    this = LitGPTRun(importlib.import_module(command.module), grid, options)
 
     def make() -> LitGPTStrategy:
         this.strategy = LitGPTStrategy(

@@ -26,7 +26,7 @@ def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any
 
     stock: Any = huggingface.HFLM
 
-    class Split(stock):  # type: ignore[misc]
+    class SplitModel(stock):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             if fabric.global_rank == 0:
                 fabric.barrier()  # what it reads has been exported
@@ -36,7 +36,7 @@ def on_grid(fabric: Any, alone: Callable[[Callable[..., Any]], Callable[..., Any
 
     if fabric.global_rank:
         fabric.barrier()
-    huggingface.HFLM = Split
+    huggingface.HFLM = SplitModel
     try:
         yield
     finally:

@@ -176,7 +176,7 @@ def help_text() -> str:
     return _parser().format_help()
 
 
-def take(arguments: list[str]) -> tuple[Options, list[str]]:
+def parse_options(arguments: list[str]) -> tuple[Options, list[str]]:
     """Axo's options, and the other arguments.
 
     Raises:

@@ -42,7 +42,7 @@ from axo.placement import placement_of
 
 
 @dataclass
-class Run:
+class LitGPTRun:
     """One run of a training command, on this rank: what the replaced functions know of it.
 
     Args:
@@ -70,7 +70,7 @@ class Run:
 class Patch(NamedTuple):
     """One replaced name: ``make(run, stock)`` is what stands there instead of ``stock``."""
 
-    make: Callable[[Run, Any], Any]
+    make: Callable[[LitGPTRun, Any], Any]
     why: str
 
 
@@ -83,14 +83,14 @@ class Stopped(Exception):
         self.checkpoint, self.step = checkpoint, step
 
 
-class _End(Exception):
+class _StopTraining(Exception):
     """Raised between two steps, on every rank."""
 
 
 # --- the loop -----------------------------------------------------------------------------------------------------
 
 
-def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _main(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
     if "train" not in signature.parameters:  # generate's
         return _unquantized(run, stock)
@@ -104,7 +104,7 @@ def _main(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return main
 
 
-def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _fit(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(stock)
 
     def fit(*args: Any, **options: Any) -> Any:
@@ -118,7 +118,7 @@ def _fit(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
                 _every_rank_is_first(run.fabric) if _saver(run) == "save_lora_checkpoint" else contextlib.nullcontext()
             ):
                 return stock(**given)
-        except _End:
+        except _StopTraining:
             raise _save(run, given) from None
 
     return fit
@@ -132,7 +132,7 @@ _ADAPTER_FILES = {
 }
 
 
-def _saver(run: Run) -> str | None:
+def _saver(run: LitGPTRun) -> str | None:
     """The command's function that saves adapters alone; None: it saves whole models."""
     return next((name for name in _ADAPTER_FILES if hasattr(run.module, name)), None)
 
@@ -148,7 +148,7 @@ def _every_rank_is_first(fabric: Any) -> Iterator[None]:
         fabric.__class__ = own
 
 
-def _save(run: Run, given: dict[str, Any]) -> Stopped:
+def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
     """Save as the loop itself does, in the folder of the step that was done last."""
     module, fabric, out = run.module, given["fabric"], Path(given["out_dir"])
     saver = _saver(run)
@@ -191,11 +191,11 @@ class _AgreedLimit(float):
         return bool(self._agree(float(self) < elapsed, all=False))
 
 
-def _batches(run: Run, stock: Any) -> type:
-    class Batches(stock):  # type: ignore[misc]
+def _batches(run: LitGPTRun, stock: Any) -> type:
+    class GuardedBatches(stock):  # type: ignore[misc]
         def __next__(self) -> Any:
             if run.agreement.stop:
-                raise _End
+                raise _StopTraining
             try:
                 return super().__next__()
             except (StopIteration, ValueError, Error):
@@ -203,10 +203,10 @@ def _batches(run: Run, stock: Any) -> type:
             except Exception as error:
                 raise ValueError(f"data: {_in_one_line(error)}") from error
 
-    return Batches
+    return GuardedBatches
 
 
-def _get_dataloaders(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _get_dataloaders(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def get(*args: Any, **options: Any) -> Any:
         try:
@@ -225,7 +225,7 @@ def _in_one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {words[-1] if of_worker else words[0]}{where}"
 
 
-def _loss(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _loss(run: LitGPTRun, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     goldfish = run.options.goldfish
 
     def loss(logits: Any, targets: torch.Tensor, chunk_size: int = 128, ignore_index: int = -100) -> torch.Tensor:
@@ -240,7 +240,7 @@ def _loss(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.T
 # --- what is logged ---------------------------------------------------------------------------------------------
 
 
-def _running_mean(run: Run, stock: Any) -> type:
+def _running_mean(run: LitGPTRun, stock: Any) -> type:
     class RunningMean(stock):  # type: ignore[misc]
         def compute(self) -> torch.Tensor:
             assert run.figures is not None
@@ -249,7 +249,7 @@ def _running_mean(run: Run, stock: Any) -> type:
     return RunningMean
 
 
-def _validate(run: Run, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _validate(run: LitGPTRun, stock: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def validate(*args: Any, **options: Any) -> torch.Tensor:
         assert run.figures is not None
         return run.figures.mean(stock(*args, **options))
@@ -270,11 +270,11 @@ def count_parameters(module: nn.Module, requires_grad: bool | None = None) -> in
     return total
 
 
-def _num_parameters(run: Run, stock: Callable[..., int]) -> Callable[..., int]:
+def _num_parameters(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
     return count_parameters
 
 
-def _choose_logger(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _choose_logger(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **options: Any) -> Any:
         logger = stock(*args, **options)
         log = logger.log_metrics
@@ -292,7 +292,7 @@ def _choose_logger(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return choose
 
 
-def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
+def _monitor(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
     def monitor(*args: Any, **options: Any) -> Any:
         made = stock(*args, **options)
         if made.available_flops is not None:  # unknown on CPU
@@ -302,7 +302,7 @@ def _monitor(run: Run, stock: Any) -> Callable[..., Any]:
     return monitor
 
 
-def _measure(run: Run, stock: Callable[..., int]) -> Callable[..., int]:
+def _measure(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
     def measure(model: nn.Module, *args: Any, **options: Any) -> int:
         flops = None
         if run.fabric.strategy.global_rank == 0:
@@ -342,7 +342,7 @@ def _routed_evenly(model: nn.Module) -> Iterator[None]:
 # --- what rank 0 does, or all ranks, or one alone -------------------------------------------------------------------
 
 
-def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def save(function: Any, checkpoint_dir: Path, *args: Any) -> None:
         stock(inspect.unwrap(function), checkpoint_dir, *args)
         file = checkpoint_dir / "hyperparameters.yaml"
@@ -353,7 +353,7 @@ def _save_hyperparameters(run: Run, stock: Callable[..., Any]) -> Callable[..., 
     return rank_zero_only(save)
 
 
-def _check_checkpoint_dir(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _check_checkpoint_dir(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def check(checkpoint_dir: Path, *args: Any, **options: Any) -> None:
         if holds_sharded(checkpoint_dir):
             options["model_filename"] = f"{MODEL_FILE}/.metadata"
@@ -362,7 +362,7 @@ def _check_checkpoint_dir(run: Run, stock: Callable[..., Any]) -> Callable[..., 
     return check
 
 
-def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _load_checkpoint(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def load(fabric: Any, model: Any, checkpoint_path: Path, strict: bool = True) -> None:
         if any(parameter.is_meta for parameter in model.parameters()):  # chat's, which is split afterwards
             assert run.strategy is not None
@@ -379,7 +379,7 @@ def _load_checkpoint(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
-def _unquantized(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _unquantized(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     """No layer is of bitsandbytes' classes, so LitGPT is not told."""
     if "quantize" not in inspect.signature(stock).parameters:
         return stock
@@ -392,7 +392,7 @@ def _unquantized(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _gpt(run: Run, stock: Any) -> Any:
+def _gpt(run: LitGPTRun, stock: Any) -> Any:
     """A model that ``generate_adapter`` loads before Fabric splits it: its parameters have no values to load into."""
     if not hasattr(run.module, "generate") or not hasattr(run.module, "lazy_load"):
         return stock
@@ -411,11 +411,11 @@ def _gpt(run: Run, stock: Any) -> Any:
     return make
 
 
-def _on_rank_0(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _on_rank_0(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     return rank_zero_only(stock)
 
 
-def _generate_example(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _generate_example(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def generate(fabric: Any, *args: Any, **options: Any) -> Any:
         random.setstate(fabric.broadcast(random.getstate()))  # chooses the example, where litgpt was asked to
         with source_generator(fabric.strategy.comms, fabric.device, all_stages=True):
@@ -424,7 +424,7 @@ def _generate_example(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]
     return generate
 
 
-def _save_lora(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _save_lora(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     from litgpt.lora import lora_filter
 
     def save(fabric: Any, model: Any, file_path: Any) -> None:
@@ -437,7 +437,7 @@ def _save_lora(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
 _RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "LT_STRATEGY", "LT_ACCELERATOR")
 
 
-def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _alone(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def alone(*args: Any, **options: Any) -> Any:
         kept = {name: os.environ.pop(name) for name in _RANK if name in os.environ}
@@ -449,7 +449,7 @@ def _alone(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return alone
 
 
-def _lit_server(run: Run, stock: Any) -> Callable[..., Any]:
+def _lit_server(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
     def make(api: Any, **options: Any) -> Any:
         from axo.integrations.litgpt.serving import Served  # wants LitServe
 
@@ -460,7 +460,7 @@ def _lit_server(run: Run, stock: Any) -> Callable[..., Any]:
     return make
 
 
-def _evaluate(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _evaluate(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def evaluate(**options: Any) -> None:
         from axo.integrations.litgpt.evaluating import on_grid  # wants lm_eval
 
@@ -473,7 +473,7 @@ def _evaluate(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
     return evaluate
 
 
-def _interact(run: Run, stock: Callable[..., Any]) -> Callable[..., Any]:
+def _interact(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def interact(*args: Any, fabric: Any, **options: Any) -> Any:
         run.module.__dict__["input"] = Lines(fabric)  # before the builtin
         try:
@@ -521,7 +521,7 @@ PATCHES = {
 
 
 @contextlib.contextmanager
-def patched(run: Run) -> Iterator[None]:
+def patched(run: LitGPTRun) -> Iterator[None]:
     """Replace the names that ``run.module`` has, and litgpt.api's where it uses that, while the body runs."""
     modules = [run.module, *([sys.modules["litgpt.api"]] if hasattr(run.module, "LLM") else [])]
     stock = [(module, name, getattr(module, name)) for name in PATCHES for module in modules if hasattr(module, name)]

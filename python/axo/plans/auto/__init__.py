@@ -3,7 +3,7 @@
 plan           replaces the layers: asks the others, in this order
 patterns       what the user says of single layers
 hugging_face   attention that is known by class
-by_heads       attention of any class: the proof (``heads_trace``), and the code that runs then (``heads_code``)
-regions        which activations may stay split, by a trace
+by_heads       attention of any class: the proof (``heads_interpreter``), and the code that runs then (``heads_code``)
+regions        which activations may stay split, by tracing
 decide         which layer is normal, which transposed, which stays whole
 """

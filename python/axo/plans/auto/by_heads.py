@@ -1,6 +1,6 @@
-"""Attention of any class split by heads, where a trace of its forward proves that no head sees another.
+"""Attention of any class split by heads, where the torch.fx graph of its forward proves that no head sees another.
 
-The module is traced with its projections as leaves, and the trace is run on shapes (batch, tokens, features), with all
+The module is traced with its projections as leaves, and the graph is run on shapes (batch, tokens, features), with all
 heads. Projections of whole inputs are supposed to give each rank its part of the features (of each of q, k and v, where
 one projection makes all). From there on every operation is either known to keep the parts apart, which dim of the
 result they split, or nothing is proved:
@@ -12,7 +12,7 @@ result they split, or nothing is proved:
     projections                     of features in parts: the last ones, which sum over ranks
 
 The same must come out for other lengths, in training and in evaluation, with each optional argument absent or given.
-The module then runs code written from the trace (``heads_code``): first projections normal, last ones transposed, one
+The module then runs code written from the graph (``heads_code``): first projections normal, last ones transposed, one
 all-reduce over the axis forward and one backward. What its forward reads of its attributes is as it was then.
 
 Not here: heads that do not divide (but see ``hugging_face`` for groups of keys and values that ranks share), caches,
@@ -33,7 +33,7 @@ from torch import fx, nn
 
 from axo.errors import Refused
 from axo.plans.auto import heads_code
-from axo.plans.auto.heads_trace import SAMPLES, NotProved, Run, name_of
+from axo.plans.auto.heads_interpreter import SAMPLES, Interpreter, NotProved, name_of
 from axo.plans.auto.regions import Size, Tracer, in_mode
 from axo.plans.replace import hooks_of
 
@@ -115,7 +115,7 @@ def prove(module: nn.Module, sizes: dict[nn.Module, Size], axis: str, ranks: int
         raise NotProved(f"it has more than three optional arguments: {', '.join(maybe)}")
     some = [given for count in range(len(maybe) + 1) for given in itertools.combinations(maybe, count)]
     for training, given in itertools.product((True, False), some):
-        graph = _trace(module, set(sizes), training, {n: v for n, v in proof.optional.items() if n not in given})
+        graph = _graph_of(module, set(sizes), training, {n: v for n, v in proof.optional.items() if n not in given})
         if not _has_attention(graph):
             return None
         try:
@@ -129,7 +129,7 @@ def prove(module: nn.Module, sizes: dict[nn.Module, Size], axis: str, ranks: int
     return proof if any(kind == "transposed" for kind, _ in proof.layers.values()) else None
 
 
-def _trace(module: nn.Module, leaves: set[nn.Module], training: bool, fixed: dict[str, Any]) -> fx.Graph:
+def _graph_of(module: nn.Module, leaves: set[nn.Module], training: bool, fixed: dict[str, Any]) -> fx.Graph:
     tracer = Tracer(leaves)
     tracer.proxy_buffer_attributes = True
     before = {child: dict(child.__dict__) for child in module.modules()}
@@ -190,8 +190,8 @@ def _has_attention(graph: fx.Graph) -> bool:
 
 def _first(
     graph: fx.Graph, module: nn.Module, sizes: dict[nn.Module, Size], axis: str, ranks: int, training: bool
-) -> Run:
-    """The first supposition about blocks of fused projections under which the trace proves what is wanted."""
+) -> Interpreter:
+    """The first supposition about blocks of fused projections under which the graph proves what is wanted."""
     modules = dict(module.named_modules())
     choices: dict[nn.Module, list[tuple[int, ...]]] = {}
     for node in graph.nodes:
@@ -202,7 +202,9 @@ def _first(
     for blocks in itertools.islice(itertools.product(*choices.values()), 64):
         suppose = dict(zip(choices, blocks, strict=True))
         try:
-            first, second = (Run(graph, module, sizes, suppose, axis, ranks, sample, training) for sample in SAMPLES)
+            first, second = (
+                Interpreter(graph, module, sizes, suppose, axis, ranks, sample, training) for sample in SAMPLES
+            )
             if first.code()[0] == second.code()[0] and first.roles() == second.roles():
                 return first
             raise NotProved("what it does with heads depends on the shape of its input")

@@ -23,7 +23,7 @@ from axo.plans.auto.regions import Region
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SplitCandidate:
     """A layer that may be split.
 
     Attributes:
@@ -42,7 +42,7 @@ class Candidate:
 
 
 @dataclass
-class Choice:
+class Decision:
     """What becomes of a layer; ``options`` are further arguments of its parallel class."""
 
     kind: str
@@ -57,12 +57,12 @@ class Choice:
 
 
 def decide(
-    candidates: list[Candidate],
+    candidates: list[SplitCandidate],
     regions: Iterable[Region],
     wishes: dict[str, Wish],
     grid: Grid,
     arrangement: Arrangement = AXONN,
-) -> tuple[dict[str, Choice], dict[nn.Module, str]]:
+) -> tuple[dict[str, Decision], dict[nn.Module, str]]:
     """Choose for every candidate.
 
     Returns:
@@ -96,7 +96,7 @@ def _divides(region: Region, ranks: int) -> bool:
     return not region.width % ranks and not any(norm.num_groups % ranks for norm in region.norms)
 
 
-def _spoken_for(region: Region, by_module: dict[nn.Module, Candidate], wishes: dict[str, Wish]) -> bool:
+def _spoken_for(region: Region, by_module: dict[nn.Module, SplitCandidate], wishes: dict[str, Wish]) -> bool:
     """Whether the user has said what a layer of the region takes or gives, or that it stays serial."""
     for layers, side in ((region.takers, "split_in"), (region.makers, "split_out")):
         for layer in layers:
@@ -107,7 +107,7 @@ def _spoken_for(region: Region, by_module: dict[nn.Module, Candidate], wishes: d
 
 
 def _axes(
-    live: list[Region], by_module: dict[nn.Module, Candidate], wishes: dict[str, Wish], arrangement: Arrangement
+    live: list[Region], by_module: dict[nn.Module, SplitCandidate], wishes: dict[str, Wish], arrangement: Arrangement
 ) -> tuple[list[tuple[Region, str]], list[Region]]:
     """An axis for each region, so that no layer has the same on both sides; else a region that cannot have one."""
     stream, inner = arrangement.stream, arrangement.inner
@@ -147,21 +147,21 @@ def _axes(
 
 
 def _choose(
-    candidate: Candidate,
+    candidate: SplitCandidate,
     into: str | None,
     out: str | None,
     wishes: dict[str, Wish],
     grid: Grid,
     arrangement: Arrangement,
-) -> Choice | None:
+) -> Decision | None:
     """The choice for one layer whose regions are split over ``into`` and ``out`` (None: whole)."""
     wish = wishes.get(candidate.name)
     if wish is not None and wish.kind == "replicate":
-        return Choice("replicate", why=f"plan {wish.pattern!r}")
+        return Decision("replicate", why=f"plan {wish.pattern!r}")
     if wish is not None:
         split_in = into is not None if wish.split_in is None else wish.split_in
         split_out = out is not None if wish.split_out is None else wish.split_out
-        return Choice(wish.kind, split_in, split_out, f"plan {wish.pattern!r}")
+        return Decision(wish.kind, split_in, split_out, f"plan {wish.pattern!r}")
     split = into is not None or out is not None
     if candidate.type == "embedding":
         kinds = ["normal"]  # vocabulary over x, features over y
@@ -171,16 +171,16 @@ def _choose(
     else:
         kinds = ["normal", "transposed"]
     for kind in kinds:
-        choice = Choice(kind, into is not None, out is not None, "proved by tracing" if split else "")
+        choice = Decision(kind, into is not None, out is not None, "proved by tracing" if split else "")
         if fits(candidate, choice, grid, arrangement):
             return choice
     if split:
         return None
     sizes = f"{candidate.into} -> {candidate.out}" if candidate.into else f"{candidate.out}"
-    return Choice("replicate", why=f"features {sizes} do not divide over x={grid.x} and y={grid.y}")
+    return Decision("replicate", why=f"features {sizes} do not divide over x={grid.x} and y={grid.y}")
 
 
-def fits(candidate: Candidate, choice: Choice, grid: Grid, arrangement: Arrangement = AXONN) -> bool:
+def fits(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: Arrangement = AXONN) -> bool:
     """Whether the layer's features divide over the axes that split them."""
     in_axis, out_axis = choice.axes(arrangement)
     if candidate.type == "embedding":

@@ -3,7 +3,7 @@
 Linear, Conv2d, Embedding and transformers' Conv1D become parallel layers. What lies between them is either
 
     split    where tracing proves it (``regions``): chains alternate normal and transposed, nothing is moved
-    heads    attention of classes that are known (``hugging_face``), and where a trace proves that no head sees another
+    heads    attention of classes that are known (``hugging_face``), and where tracing proves that no head sees another
              (``by_heads``): first projections normal, last transposed
     whole    everywhere else, the papers' easy mode: all features on every rank along x and y, rows over z and data. A
              layer cuts its part out of what comes in (its gradient is gathered), and gathers what goes out.
@@ -38,10 +38,10 @@ from axo.nn.replicated import replicate
 from axo.nn.shared_input import share_inputs
 from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
-from axo.plans.auto.decide import Candidate, Choice, decide
+from axo.plans.auto.decide import Decision, SplitCandidate, decide
 from axo.plans.auto.experts import EveryExpert, is_mixture
 from axo.plans.auto.heads_code import HeadsOf
-from axo.plans.auto.heads_trace import NotProved
+from axo.plans.auto.heads_interpreter import NotProved
 from axo.plans.auto.hugging_face import Attention, attention
 from axo.plans.auto.patterns import Wish, wishes
 from axo.plans.auto.regions import CHANNELS, FEATURES, Size, find_regions
@@ -80,7 +80,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if candidate.module in attentions.reasons and not (choice.split_in or choice.split_out):
             choice.why = f"attention not by heads: {attentions.reasons[candidate.module]}"
     choices |= heads
-    choices |= {name: Choice("replicate", why=why) for name, why in serial.items()}
+    choices |= {name: Decision("replicate", why=why) for name, why in serial.items()}
     ties = _ties(model, candidates, choices)
     report = PlanReport([_line(c, choices[c.name], grid, arrangement) for c in candidates])
     names = {module: name for name, module in model.named_modules()}
@@ -126,7 +126,7 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
     return model
 
 
-def _sizes(layers: list[Candidate]) -> dict[nn.Module, Size]:
+def _sizes(layers: list[SplitCandidate]) -> dict[nn.Module, Size]:
     return {c.module: Size(c.into, c.out, CHANNELS if c.type == "conv2d" else FEATURES) for c in layers}
 
 
@@ -146,9 +146,9 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
             )
 
 
-def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[Candidate], dict[str, str]]:
+def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[SplitCandidate], dict[str, str]]:
     """The layers of ``model``, and those that must stay serial, with the reason."""
-    found: list[Candidate] = []
+    found: list[SplitCandidate] = []
     serial: dict[str, str] = {}
     readers: dict[str, str] = {}
     for name, module in model.named_modules():
@@ -184,27 +184,27 @@ def _is_plain(module: nn.Module) -> bool:
     return "weight" in own and own <= {"weight", "bias"} and not module._buffers and "forward" not in module.__dict__
 
 
-def _tied(model: nn.Module, candidates: list[Candidate]) -> list[list[Candidate | None]]:
+def _tied(model: nn.Module, candidates: list[SplitCandidate]) -> list[list[SplitCandidate | None]]:
     """The owners of each weight that several modules share and a layer among them; None stands for any other module."""
     by_module = {c.module: c for c in candidates}
     groups = ([by_module.get(module) for module, _ in owners] for owners in tied_parameters(model).values())
     return [group for group in groups if any(group)]
 
 
-def _is_table_with_heads(group: list[Candidate | None]) -> bool:
+def _is_table_with_heads(group: list[SplitCandidate | None]) -> bool:
     types = sorted(c.type if c is not None else "other" for c in group)
     return types == ["embedding"] + ["linear"] * (len(types) - 1)
 
 
-def _candidate(name: str, module: Any) -> Candidate | None:
+def _candidate(name: str, module: Any) -> SplitCandidate | None:
     if type(module) is nn.Linear:
-        return Candidate(name, module, "linear", module.in_features, module.out_features, uneven_out=True)
+        return SplitCandidate(name, module, "linear", module.in_features, module.out_features, uneven_out=True)
     if type(module) is nn.Conv2d:
-        return Candidate(name, module, "conv2d", module.in_channels, module.out_channels)
+        return SplitCandidate(name, module, "conv2d", module.in_channels, module.out_channels)
     if type(module) is nn.Embedding:
-        return Candidate(name, module, "embedding", None, module.embedding_dim)
+        return SplitCandidate(name, module, "embedding", None, module.embedding_dim)
     if is_conv1d(module):
-        return Candidate(name, module, "conv1d", module.nx, module.nf)
+        return SplitCandidate(name, module, "conv1d", module.nx, module.nf)
     return None
 
 
@@ -214,11 +214,11 @@ class _Attentions:
 
     Attributes:
         choices: For their projections.
-        known, traced: The modules: of classes that are known, and those that a trace has proved.
+        known, traced: The modules: of classes that are known, and those that tracing has proved.
         reasons: Layers of other attention modules -> why these are not split.
     """
 
-    choices: dict[str, Choice] = field(default_factory=dict)
+    choices: dict[str, Decision] = field(default_factory=dict)
     known: dict[nn.Module, Attention] = field(default_factory=dict)
     traced: dict[nn.Module, Proof] = field(default_factory=dict)
     reasons: dict[nn.Module, str] = field(default_factory=dict)
@@ -226,7 +226,7 @@ class _Attentions:
 
 def _attention(
     model: nn.Module,
-    candidates: list[Candidate],
+    candidates: list[SplitCandidate],
     serial: dict[str, str],
     wanted: dict[str, Wish],
     inner: str,
@@ -282,14 +282,14 @@ def _may_be_split(model: nn.Module, layers: dict[str, tuple[str, Any]], wanted: 
     return not otherwise and not any(hooks_of(model.get_submodule(name)) for name in layers)
 
 
-def _by_heads(layers: dict[str, tuple[str, dict[str, Any]]], inner: str) -> dict[str, Choice]:
+def _by_heads(layers: dict[str, tuple[str, dict[str, Any]]], inner: str) -> dict[str, Decision]:
     return {
-        name: Choice(kind, kind != "normal", kind == "normal", f"heads over {inner}", options)
+        name: Decision(kind, kind != "normal", kind == "normal", f"heads over {inner}", options)
         for name, (kind, options) in layers.items()
     }
 
 
-def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choice]) -> list[tuple[str, str]]:
+def _ties(model: nn.Module, candidates: list[SplitCandidate], choices: dict[str, Decision]) -> list[tuple[str, str]]:
     """Heads that share an embedding's weight, with it; where the two are not split alike, both stay serial.
 
     Raises:
@@ -311,11 +311,13 @@ def _ties(model: nn.Module, candidates: list[Candidate], choices: dict[str, Choi
                     " all of them kind 'normal' or 'replicate' in a plan of patterns, or untie them"
                 )
             why = "shares its weight with a layer that is split otherwise"
-            choices.update({c.name: Choice("replicate", why=why) for c in layers})
+            choices.update({c.name: Decision("replicate", why=why) for c in layers})
     return pairs
 
 
-def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: Replacer, *, as_table: bool) -> None:
+def _replace(
+    model: nn.Module, candidate: SplitCandidate, choice: Decision, replacer: Replacer, *, as_table: bool
+) -> None:
     if choice.kind == "replicate":
         return
     parent_name, _, child = candidate.name.rpartition(".")
@@ -351,7 +353,7 @@ def _replace(model: nn.Module, candidate: Candidate, choice: Choice, replacer: R
         replacer.put(parent, child, new)
 
 
-def _line(candidate: Candidate, choice: Choice, grid: Grid, arrangement: Arrangement) -> LayerPlan:
+def _line(candidate: SplitCandidate, choice: Decision, grid: Grid, arrangement: Arrangement) -> LayerPlan:
     """What one row costs in all-gathers: this rank's part, where the axis has more than one."""
     module: Any = candidate.module
     in_axis, out_axis = choice.axes(arrangement)

@@ -115,7 +115,7 @@ def _roots(module: nn.Module, layers: set[nn.Module], closed: set[nn.Module]) ->
         return below
     found: list[fx.Graph] = []
     for training in (True, False):
-        if (graph := _trace(module, layers | closed, training)) is None:
+        if (graph := _graph_of(module, layers | closed, training)) is None:
             break
         found.append(graph)
     else:
@@ -147,7 +147,7 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
             child.training = mode
 
 
-def _trace(module: nn.Module, leaves: set[nn.Module], training: bool) -> fx.Graph | None:
+def _graph_of(module: nn.Module, leaves: set[nn.Module], training: bool) -> fx.Graph | None:
     """The graph of ``module`` in one mode; None where tracing it would prove nothing."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     if hooks or "forward" in module.__dict__ or not _plain_signature(module):

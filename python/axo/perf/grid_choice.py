@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from axo.grid import Grid
 from axo.perf import cut
 from axo.perf.pipeline_schedule import known
-from axo.perf.planner import SEARCHED, Candidate, Plan, Request, cause, plan
+from axo.perf.planner import SEARCHED, Candidate, GridPlan, Request, cause, plan
 
 MOST_STAGES = 64
 
@@ -48,7 +48,7 @@ def schedules_for(schedule: str, pipeline: int, cuts: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
+class GridChoice:
     """What is fastest.
 
     Attributes:
@@ -63,7 +63,7 @@ class Choice:
 
     best: Candidate
     seconds: float
-    plan: Plan
+    plan: GridPlan
     fit: int
     missed: int
     others: tuple[tuple[str, float, str], ...]
@@ -81,7 +81,7 @@ class Choice:
         return f"{text})\n  {self.plan.why(self.best)}"
 
 
-def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int = 0) -> Choice:
+def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int = 0) -> GridChoice:
     """Find the fastest grid of the request's GPUs.
 
     Args:
@@ -92,7 +92,7 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     Raises:
         ValueError: Nothing fits; says why not.
     """
-    found: list[tuple[float, Plan, Candidate]] = []
+    found: list[tuple[float, GridPlan, Candidate]] = []
     why: list[ValueError] = []
     unsuited = 0
     suited: dict[int, list[Grid]] = {}  # by the number of stages
@@ -126,11 +126,11 @@ def choose(request: Request, pieces: Callable[[Grid], int], micro_batches: int =
     ranks = best.stages.ranks if best.stages is not None else 1
     fit = sum(len(one.ranked) for _, one, _ in found if one.request.pipeline == (ranks,))
     others = [_other(count, found, (seconds, best)) for count in request.pipeline if count != ranks]
-    return Choice(best, seconds, made, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
+    return GridChoice(best, seconds, made, fit, len(suited[ranks]) - fit, tuple(others), unsuited)
 
 
 def _other(
-    stages: int, found: list[tuple[float, Plan, Candidate]], best: tuple[float, Candidate]
+    stages: int, found: list[tuple[float, GridPlan, Candidate]], best: tuple[float, Candidate]
 ) -> tuple[str, float, str]:
     """The fastest of a number of stages."""
     of = [(time, one) for time, _, one in found if one.pipeline == stages]

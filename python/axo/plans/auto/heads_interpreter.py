@@ -1,4 +1,4 @@
-"""A trace of attention, run on shapes: which dim of each tensor the ranks share, and code that computes with a share.
+"""The graph of attention, run on shapes: which dim of each tensor the ranks share, and code that computes with a share.
 
 A projection of a whole tensor gives each rank its part of every block of features. Each operation on such parts is
 either known to keep them apart, and then where they are in its result, or it raises :class:`NotProved` (see
@@ -80,8 +80,8 @@ def name_of(node: fx.Node) -> str:
     return _FUNCTIONS.get(node.target, "") if node.op == "call_function" else ""
 
 
-class Run:
-    """One run of a trace on one shape, which writes the new graph as it goes.
+class Interpreter:
+    """One run of a torch.fx graph on one shape, which writes the new graph as it goes.
 
     Raises:
         NotProved: An operation is not known to keep heads apart.

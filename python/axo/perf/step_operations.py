@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from axo.grid import AXES, Grid
 from axo.perf import memory
 from axo.perf.chrome_trace import COMPUTE
-from axo.perf.layer_time import LayerCost, Network, Run, data_seconds, ends_block, layer_cost, optimizer_seconds
+from axo.perf.layer_time import LayerCost, Network, RunOptions, data_seconds, ends_block, layer_cost, optimizer_seconds
 from axo.perf.machine import Machine
 from axo.perf.workload import Block, Layer, Workload
 
@@ -48,7 +48,7 @@ class Operation:
 
 
 @dataclass
-class Schedule:
+class StepOperations:
     """All operations of one step on one rank; ``shared`` says which axes leave the node (and so share its NICs)."""
 
     operations: list[Operation] = field(default_factory=list)
@@ -56,21 +56,21 @@ class Schedule:
     held: float = 0.0  # bytes of weights, gradients and optimizer, always there
 
 
-def build(workload: Workload, grid: Grid, machine: Machine, run: Run) -> Schedule:
+def build(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> StepOperations:
     """Lay out one step of ``workload`` on ``grid``."""
     return _Builder(workload, grid, machine, run).build()
 
 
 class _Builder:
-    def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: Run) -> None:
+    def __init__(self, workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.network = Network(machine, grid)
         self.rows = run.group_rows(grid)
         held = memory.estimate(workload, grid, run)
-        self.schedule = Schedule(
+        self.step = StepOperations(
             shared=self.network.shared, held=held.weights + held.gradients + held.optimizer + memory.RESERVED
         )
-        self.operations = self.schedule.operations
+        self.operations = self.step.operations
         self.costs: dict[Layer, LayerCost] = {}
         self.path: tuple[int, ...] = ()  # what the next operation on the path of the step waits for
         self.asked: list[Gather] = []  # of this pass: the gathers that layers wait for, in order
@@ -78,7 +78,7 @@ class _Builder:
         self.ahead: dict[Gather, tuple[int, ...]] = {}  # those that are issued already
         self.scattered: list[tuple[str, float, tuple[int, ...]]] = []
 
-    def build(self) -> Schedule:
+    def build(self) -> StepOperations:
         blocks = list(enumerate(self.workload.unrolled()))
         self.layers = [block.layers for _, block in blocks]
         for _ in range(self.run.micro_batches):
@@ -95,7 +95,7 @@ class _Builder:
                 self._backward(number, block)
             self._reduce()
         self._finish()
-        return self.schedule
+        return self.step
 
     def _cached(self, number: int, block: Block) -> bool:
         """True when repeat ``number`` keeps its gathered weights: the first ones do, as far as the share goes."""
