@@ -32,8 +32,7 @@ MOST_STAGES = 32
 
 def bar(what: str, time: StepTime) -> Bar:
     """Return one step as a bar."""
-    hidden = sum(time.communication.values()) - time.exposed_total
-    return Bar(what, time.total - time.exposed_total - time.bubble, time.exposed_total + time.bubble, hidden)
+    return Bar(what, time.total - time.exposed_total - time.bubble, time.exposed_total + time.bubble, time.hidden)
 
 
 def _of_bars(bars: Sequence[Bar]) -> Iterator[Line]:

@@ -54,6 +54,15 @@ class StepTime:
         """Seconds in which nothing but communication happens."""
         return sum(self.exposed.values())
 
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication behind products."""
+        return sum(self.communication.values()) - self.exposed_total
+
+    def contend(self, machine: Machine) -> None:
+        """Set by how much hidden communication slows products."""
+        self.contention = machine.contention * max(0.0, min(self.hidden, self.compute))
+
 
 def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, known: Costs | None = None) -> StepTime:
     """Predict the time of one step of ``workload`` on ``grid``.
@@ -73,8 +82,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, k
     exposed = {axis: pieces * seconds for axis, seconds in zip("xyz", one.exposed, strict=True)} | {"data": data}
     sent = {axis: pieces * seconds for axis, seconds in zip("xyz", one.communication, strict=True)} | {"data": data}
     step = StepTime(pieces * one.compute, exposed, sent)
-    hidden = sum(sent.values()) - step.exposed_total
-    step.contention = machine.contention * max(0.0, min(hidden, step.compute))
+    step.contend(machine)
     step.optimizer = optimizer_seconds(machine, grid, run, shard)
     return step
 

@@ -151,8 +151,7 @@ def plan_table(made: GridPlan, top: int) -> Table:
     for number, candidate in enumerate(made.ranked[:top], 1):
         time, held = candidate.time, candidate.memory
         assert time is not None and held is not None
-        hidden = sum(time.communication.values()) - time.exposed_total
-        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), hidden]
+        shown = [time.compute, time.contention + time.optimizer, *time.exposed.values(), time.hidden]
         grid = candidate.name if candidate.stages is None else str(candidate.grid)
         row = [str(number), grid, f"{time.total:.2f}", f"{made.percent_of_peak(candidate):.1f}"]
         row += [*(f"{seconds:.2f}" for seconds in shown), f"{held.total / GIB:.1f}", str(candidate.run.micro_batches)]

@@ -113,13 +113,12 @@ class GridPlan:
             return f"{candidate.name} is left out: {candidate.reason}."
         time = candidate.time
         worst = max(AXES, key=lambda axis: time.exposed[axis])
-        hidden = sum(time.communication.values()) - time.exposed_total
         traffic = _TRAFFIC if candidate.algorithm == "axonn" else _TESSERACT_TRAFFIC
         text = f"{candidate.name}: products take {100 * time.compute / time.total:.0f}% of {seconds_text(time.total)}"
         if time.exposed_total > 0:
             text += f"; {seconds_text(time.exposed_total)} of communication show, most on {worst} ({traffic[worst]})"
-        if hidden > 0.005 * time.total:
-            text += f", {seconds_text(hidden)} hide behind products"
+        if time.hidden > 0.005 * time.total:
+            text += f", {seconds_text(time.hidden)} hide behind products"
         if candidate.stages is not None:
             text += f"; stages wait {seconds_text(time.bubble)} for each other ({100 * time.bubble / time.total:.0f}%)"
         best = self.best

@@ -339,8 +339,7 @@ class StageTimes:
         )
         step.optimizer = max(optimizer for _, optimizer in ends)
         step.bubble = self._estimate(stages, ranks) - pieces * max(part.work for *_, part in ranks)
-        hidden = sum(sent) - step.exposed_total
-        step.contention = self.machine.contention * max(0.0, min(hidden, step.compute))
+        step.contend(self.machine)
         return step
 
     def seconds(self, stages: Stages, states: Iterable[tuple[int, bool]]) -> list[float]:

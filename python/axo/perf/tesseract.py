@@ -97,8 +97,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions) -
     end = data_seconds(network, data, shard, run)
     step.exposed["data"] += end
     step.communication["data"] += end
-    hidden = sum(step.communication.values()) - step.exposed_total
-    step.contention = machine.contention * max(0.0, min(hidden, step.compute))
+    step.contend(machine)
     step.optimizer = optimizer_seconds(machine, grid, run, shard)
     return step
 
