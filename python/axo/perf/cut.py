@@ -113,15 +113,9 @@ class BlockStack:
         return self._composed[bounds, stages]
 
 
-@lru_cache(maxsize=32)
-def block_stack(workload: Workload) -> BlockStack:
-    """Return the blocks of ``workload``; see there."""
-    return BlockStack(workload)
-
-
 def planned(workload: Workload, ranks: int, stages: int, order: str) -> list[int]:
     """Return where each stage of ``workload`` begins, and the end: ``best`` of its flops."""
-    found = block_stack(workload)
+    found = BlockStack(workload)
     before, *_, after = found.flops
     return best(before, [found.flops[kind] for kind in found.stack], after, ranks=ranks, stages=stages, order=order)
 

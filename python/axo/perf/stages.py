@@ -168,9 +168,9 @@ class Known(Costs):
         return self._states[zero, offload]
 
     def block_stack(self, workload: Workload) -> cut.BlockStack:
-        """``cut.block_stack``; see there."""
+        """The blocks of a model as stages see them."""
         if id(workload) not in self._block_stacks:
-            self._block_stacks[id(workload)] = cut.block_stack(workload)
+            self._block_stacks[id(workload)] = cut.BlockStack(workload)
         return self._block_stacks[id(workload)]
 
     def stages(self, workload: Workload, ranks: int, schedule: str, pieces: int) -> Stages | str:
@@ -196,11 +196,8 @@ class StageTimes:
     ) -> None:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.known = known = known or Known(machine, workload)
-        self.network, self.block_stack, self.rows = (
-            known.network(grid),
-            known.block_stack(workload),
-            run.group_rows(grid),
-        )
+        self.network, self.rows = known.network(grid), run.group_rows(grid)
+        self.block_stack = known.block_stack(workload)
         here = (grid.x, grid.y, grid.z, grid.data > 1, self.rows, run.sequence_parallel)
         self._way = way = (*here, workload.checkpointed, run.selective)
         self._parts = known._parts.setdefault((*way, run.cached_gathers), {})
