@@ -54,7 +54,6 @@ from bench.lib.arguments import Parser
 from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-KERNELS = ("matmul", "accumulate", "epilogue", "split", "combine", "wait", "signal", "flags")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout

@@ -58,12 +58,6 @@ class Candidate:
         assert self.time is not None
         return self.time.total
 
-    @property
-    def exposed(self) -> float:
-        """Predicted time of a step in which nothing but communication happens; of a candidate that fits."""
-        assert self.time is not None
-        return self.time.exposed_total
-
 
 class MemoryOptions(NamedTuple):
     """How a grid is run: what a search tries beside micro-batches.
