@@ -54,8 +54,7 @@ def dryrun(
     parsed = Grid.parse(grid)
     if order < 0:
         raise ValueError(f"order={order} is not at least 0")
-    if json_out is not None and not is_stdout(json_out):
-        check_file(json_out)
+    check_file(json_out)
     if microbatches > 1 and pipeline == 1:
         raise ValueError(f"dryrun: microbatches={microbatches} fill stages, and there is one; add --pipeline")
     if not model and litgpt is None:

@@ -39,12 +39,14 @@ def is_stdout(path: Path | None) -> bool:
     return path is not None and str(path) == "-"
 
 
-def check_file(path: Path) -> None:
-    """Check that a result can be written to ``path``.
+def check_file(path: Path | None) -> None:
+    """Check that a result can be written to ``path``: a file, stdout, or nowhere.
 
     Raises:
         ValueError: It is a folder, or its folder does not exist or is a file.
     """
+    if path is None or is_stdout(path):
+        return
     if path.parent.exists() and not path.parent.is_dir():
         raise ValueError(f"{str(path.parent)!r} is a file, not a folder; name another file")
     if not path.parent.is_dir():

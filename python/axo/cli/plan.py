@@ -511,8 +511,7 @@ def _check_outputs(*paths: Path | None, plot: Path | None) -> None:
     if sum(map(is_stdout, paths)) > 1:
         raise ValueError("--json - and --csv - both want stdout; give one of them a file")
     for path in paths:
-        if path is not None and not is_stdout(path):
-            check_file(path)
+        check_file(path)
     if plot is not None and plot.exists() and not plot.is_dir():
         raise ValueError(f"--plot {plot} is a file; name a folder")
 

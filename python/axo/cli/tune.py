@@ -45,8 +45,7 @@ def tune(
         if value < 1:
             raise ValueError(f"--{name} {value} is not at least 1")
     quiet = is_stdout(json_out)
-    if json_out is not None and not quiet:
-        check_file(json_out)
+    check_file(json_out)
     measured = _measure(model, cuts, rows, dtype, device, shrink, quiet)
     if json_out is not None:
         write(json_out, measured)
