@@ -116,7 +116,8 @@ def planned(case: Case) -> dict[str, float]:
     if run.cached_gathers:  # the head's too, or a block's that is cast again when it runs again
         linear = [[layer for layer in block.layers if layer.kind == "linear"] for block in workload.blocks]
         again = linear[1] if config.recompute and config.grid.z == 1 else []
-        read += max(memory.read(layers, config.grid, run) for layers in (linear[-1], again))
+        each = (sum(memory.read(layer, config.grid, run) for layer in layers) for layers in (linear[-1], again))
+        read += max(each)
     return {
         "saved": held.saved, "weights": held.weights, "optimizer": held.optimizer, "gradients": held.gradients,
         "gathered": read, "peak": max(held.moments.values()),

@@ -37,7 +37,6 @@ The allocator's waste is a flat share (`SLACK`), the communication library's and
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -159,7 +158,7 @@ def _of_layer(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> _OfLayer:
         return _OfLayer(*found)
     gradient = (run.weights if grid.z * grid.data == 1 else run.itemsize) * layer.parameters / (grid.x * grid.y)
     scattered = run.itemsize * layer.parameters / (grid.x * grid.y) if grid.z > 1 else 0.0
-    return _OfLayer(*found, read([layer], grid, run), scattered, gradient / grid.z)
+    return _OfLayer(*found, read(layer, grid, run), scattered, gradient / grid.z)
 
 
 def estimate(workload: Workload, grid: Grid, run: RunOptions, known: KnownBlocks | None = None) -> Memory:
@@ -268,15 +267,12 @@ def _gathered(blocks: list[tuple[int, _OfBlock]], grid: Grid, run: RunOptions) -
     return max(one.largest for _, one in blocks)
 
 
-def read(layers: Iterable[Layer], grid: Grid, run: RunOptions) -> float:
-    """Bytes of these layers' weights as products read them, on top of the shards."""
+def read(layer: Layer, grid: Grid, run: RunOptions) -> float:
+    """Bytes of a linear layer's weight as its product reads it, on top of the shard."""
     if grid.z == 1 and run.itemsize == run.weights:
         return 0.0
-    values = sum(
-        layer.experts * layer.in_features * (layer.out_features + layer.kv_features * (layer.kv_copies(grid.x) - 1))
-        for layer in layers
-    )
-    return run.itemsize * values / (grid.x * grid.y)
+    columns = layer.out_features + layer.kv_features * (layer.kv_copies(grid.x) - 1)
+    return run.itemsize * (layer.experts * layer.in_features * columns) / (grid.x * grid.y)
 
 
 def block_input(block: Block, grid: Grid, rows: int, run: RunOptions) -> float:
