@@ -234,27 +234,21 @@ class _Clock:
     def _result(self) -> Simulation:
         mine = [span for span in self.spans if span.rank == 0]
         busy = {s: sum(span.end - span.start for span in mine if span.stream == s) for s in STREAMS}
-        exposed = _exposed(self.step, mine, self.queues)
+        ran: dict[int, Span] = {}  # by operation: both are in the order of their streams
+        for stream, queue in self.queues.items():
+            ran.update(zip(queue, (span for span in mine if span.stream == stream), strict=True))
+        exposed = _exposed(self.step, ran, self.queues)
         last = [self.grid.size(axis) - 1 for axis in AXES]
         ranks = [self.grid.rank(*map(operator.mul, last, place)) for place in self.places]
-        return Simulation(self.now, exposed, busy, self.spans, _memory(self.step, mine, self.queues), ranks)
+        return Simulation(self.now, exposed, busy, self.spans, _memory(self.step, ran), ranks)
 
 
-def _in_order(spans: list[Span], queues: dict[str, list[int]]) -> dict[int, Span]:
-    """Match operations with the spans of one rank (both are in stream order)."""
-    found: dict[int, Span] = {}
-    for stream, queue in queues.items():
-        found.update(zip(queue, (span for span in spans if span.stream == stream), strict=True))
-    return found
-
-
-def _exposed(step: StepOperations, spans: list[Span], queues: dict[str, list[int]]) -> dict[str, float]:
+def _exposed(step: StepOperations, ran: dict[int, Span], queues: dict[str, list[int]]) -> dict[str, float]:
     """Charge every gap of the compute stream to the axes on its critical path, going back from the end of the gap.
 
     What made an operation wait is the latest of what it waits for and of what stood before it in its stream; from there
     to its start it waited for other ranks.
     """
-    ran = _in_order(spans, queues)
     previous = {queue[i]: queue[i - 1] for queue in queues.values() for i in range(1, len(queue))}
     exposed = dict.fromkeys(AXES, 0.0)
     before = 0.0
@@ -277,9 +271,8 @@ def _exposed(step: StepOperations, spans: list[Span], queues: dict[str, list[int
     return exposed
 
 
-def _memory(step: StepOperations, spans: list[Span], queues: dict[str, list[int]]) -> list[tuple[float, float]]:
+def _memory(step: StepOperations, ran: dict[int, Span]) -> list[tuple[float, float]]:
     """Add up what operations take when they start and free when they end."""
-    ran = _in_order(spans, queues)
     changes = []
     for number, operation in enumerate(step.operations):
         if operation.takes:
