@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from axo.grid import AXES, Grid
+from axo.matmul.cost import chunk
 from axo.perf import memory
 from axo.perf.chrome_trace import COMPUTE
 from axo.perf.layer_time import LayerCost, Network, RunOptions, data_seconds, ends_block, layer_cost, optimizer_seconds
@@ -66,6 +67,7 @@ class _Builder:
         self.workload, self.grid, self.machine, self.run = workload, grid, machine, run
         self.network = Network(machine, grid)
         self.rows = run.group_rows(grid)
+        self.my_rows = chunk(self.rows, grid.z)
         held = memory.estimate(workload, grid, run)
         self.step = StepOperations(
             shared=self.network.shared, held=held.weights + held.gradients + held.optimizer + memory.RESERVED
@@ -161,7 +163,7 @@ class _Builder:
         phase = "recompute" if again else "forward"
         cached = self._cached(number, block)
         if not kept:
-            size = memory.block_input(block, self.grid, self._my_rows(), self.run)
+            size = memory.block_input(block, self.grid, self.my_rows, self.run)
             self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
         for place, layer in enumerate(block.layers):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
@@ -170,7 +172,7 @@ class _Builder:
                 gathered = self._gather(number, place, phase)
             if layer.kind in ("norm", "loss"):
                 self._blocking(name, f"{phase} statistics", cost.output)
-            saved = memory.saved(layer, self.grid, self._my_rows(), self.run) if kept else 0.0
+            saved = memory.saved(layer, self.grid, self.my_rows, self.run) if kept else 0.0
             used_up = layer.kind != "linear" or not (again or cached)
             drop = self._gathered(layer) if gathered and used_up else 0.0
             seconds = self.run.run_again([layer], [cost.forward]) if again else cost.forward
@@ -187,9 +189,8 @@ class _Builder:
             gathered: tuple[int, ...] = ()
             if cost.gather and layer.kind == "linear" and not cached:
                 gathered = self._gather(number, place, "backward")
-            frees = memory.saved(
-                layer, self.grid, self._my_rows(), self.run
-            )  # taken by the forward, or by the recomputation
+            # Taken by the forward, or by the recomputation.
+            frees = memory.saved(layer, self.grid, self.my_rows, self.run)
             if cost.gather and layer.kind == "linear":
                 frees += self._gathered(layer)
             self._blocking(name, "backward statistics", cost.backward_blocking)
@@ -209,7 +210,7 @@ class _Builder:
             self.path = tuple(dict.fromkeys(reduced + weight))
             self._scatter(name, cost, weight)
         if block.checkpointed:
-            size = memory.block_input(block, self.grid, self._my_rows(), self.run)
+            size = memory.block_input(block, self.grid, self.my_rows, self.run)
             self.path = self._add(f"{number} drop checkpoint", COMPUTE, 0.0, self.path, 0.0, size)
 
     def _scatter(self, name: str, cost: LayerCost, after: tuple[int, ...]) -> None:
@@ -247,6 +248,3 @@ class _Builder:
     def _gathered(self, layer: Layer) -> float:
         """Bytes of a gathered weight."""
         return self.run.itemsize * layer.parameters / (self.grid.x * self.grid.y) if self.grid.z > 1 else 0.0
-
-    def _my_rows(self) -> int:
-        return -(-self.rows // self.grid.z)
