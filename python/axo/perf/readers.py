@@ -141,13 +141,7 @@ def from_litgpt(config: Mapping[str, Any], *, seq_length: int | None = None) -> 
     _refuse_latent(config, name, "latent_attention")
     experts = None
     if kind == "LLaMAMoE":
-        experts = Experts(
-            _field(config, name, "n_expert"),
-            _field(config, name, "n_expert_per_token"),
-            _field(config, name, "moe_intermediate_size", "intermediate_size"),
-            _optional(config, name, "n_shared_expert"),
-            _optional(config, name, "first_k_dense_replace"),
-        )
+        experts = _experts(config, name, ("n_expert",), "n_expert_per_token", "n_shared_expert")
     norm_qk = ("all" if config.get("norm_qk_type") == "olmo2" else "heads") if config.get("norm_qk") else ""
     pre_norms = config.get("norm_1", True) + (config.get("norm_2", True) and not config.get("shared_attention_norm"))
     heads = _field(config, name, "n_head")
@@ -190,13 +184,7 @@ def from_hugging_face(config: Mapping[str, Any], *, name: str = "model", seq_len
     if any(config.get(field) for field in _EXPERTS):
         if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
             raise ValueError(f"model {name!r}: experts in some blocks only are modelled where the others come first")
-        experts = Experts(
-            _field(config, name, *_EXPERTS),
-            _field(config, name, "num_experts_per_tok"),
-            _field(config, name, "moe_intermediate_size", "intermediate_size"),
-            _optional(config, name, "n_shared_experts"),
-            _optional(config, name, "first_k_dense_replace"),
-        )
+        experts = _experts(config, name, _EXPERTS, "num_experts_per_tok", "n_shared_experts")
     norm_qk = "all" if kind == "olmo2" else "heads" if kind.startswith(("qwen3", "gemma3")) else ""
     gated = kind not in ("gpt2", "gpt_neox", "gptj", "opt", "bloom", "phi", "falcon", "starcoder2")
     heads = _field(config, name, "num_attention_heads", "n_head")
@@ -262,6 +250,17 @@ def from_module(module: Any, *, seq_length: int, name: str | None = None) -> Wor
         raise ValueError("model: no layer with parameters found")
     blocks = tuple(Block((layer,)) for layer in layers)
     return Workload(name or type(module).__name__, blocks, seq_length=seq_length, hidden=hidden)
+
+
+def _experts(config: Mapping[str, Any], name: str, count: tuple[str, ...], per_token: str, shared: str) -> Experts:
+    """The mixture of experts of a configuration, three of whose fields each format calls otherwise."""
+    return Experts(
+        _field(config, name, *count),
+        _field(config, name, per_token),
+        _field(config, name, "moe_intermediate_size", "intermediate_size"),
+        _optional(config, name, shared),
+        _optional(config, name, "first_k_dense_replace"),
+    )
 
 
 def _refuse_latent(config: Mapping[str, Any], name: str, field: str) -> None:
