@@ -411,12 +411,9 @@ def _products(
 ) -> tuple[float, float, float]:
     my_rows = cost.chunk(max(1, round(rows * layer.rows)), grid.z)
     memory = 1e9 * machine.memory_gbs
-    x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
+    x = grid.y if layer.transposed else grid.x
     if layer.kind == "linear":
-        k, n = cost.chunk(layer.in_features, y), cost.chunk(layer.out_features, x)
-        if layer.kv_copies(x) > 1:
-            n = (layer.out_features - layer.kv_features) // x + layer.kv_features * layer.kv_copies(x) // x
-        seconds = layer.experts * machine.gemm_seconds(my_rows, k, n)
+        seconds = layer.experts * machine.gemm_seconds(my_rows, *layer.local_sizes(grid))
         return seconds, seconds if layer.input_grad else 0.0, seconds
     if layer.kind == "attention":
         seconds = 4.0 * my_rows * seen(seq_length) * cost.chunk(layer.in_features, x) / machine.gemm_flops

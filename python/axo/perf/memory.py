@@ -285,7 +285,7 @@ def products_kept(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float
     """Bytes that a block with selective recomputation keeps of one layer: the result of a product or of attention."""
     my_rows = rows * layer.rows * layer.experts
     if layer.kind == "linear":
-        return run.itemsize * my_rows * _columns(layer, grid)
+        return run.itemsize * my_rows * layer.local_sizes(grid)[1]
     if layer.kind == "attention":
         heads = FP32 * my_rows * chunk(layer.heads, grid.x)
         kept = _scores(layer, grid, my_rows) * run.itemsize / FP32 if layer.scores else heads
@@ -350,11 +350,10 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> f
         whose = narrow if layer.of_product and run.stream == run.itemsize else 0  # the gradient of the block's output
         return elements * (FP32 * tensors + ((2 - native) * narrow if narrow < FP32 else 0) - whose)
     if layer.kind == "linear":
-        width = chunk(layer.in_features, grid.x if layer.transposed else grid.y)
+        into, out = layer.local_sizes(grid)
         # Else its output's gradient is that of the stream, already counted; with split tokens it is gathered first.
-        if not layer.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1:
-            width += _columns(layer, grid)
-        return run.itemsize * my_rows * width
+        apart = not layer.transposed or run.stream != run.itemsize or run.token_ranks(grid) > 1
+        return run.itemsize * my_rows * (into + out * apart)
     if layer.kind == "attention":
         return run.itemsize * my_rows * 4 * chunk(layer.in_features, grid.x) + 2.0 * _scores(layer, grid, my_rows)
     if layer.kind == "pointwise" and not layer.transposed:  # of its output and its inputs
@@ -362,12 +361,6 @@ def gradients_through(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> f
     if layer.kind == "loss":  # its temporaries are of a few rows
         return FP32 * min(2.0 * LOSS_CHUNK, my_rows * chunk(layer.out_features, grid.x))
     return 0.0
-
-
-def _columns(layer: Layer, grid: Grid) -> int:
-    """Features of a product's result that a rank has; keys and values that neighbours share it has whole."""
-    ranks = grid.y if layer.transposed else grid.x
-    return chunk(layer.out_features + layer.kv_features * (layer.kv_copies(ranks) - 1), ranks)
 
 
 def _rows(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
@@ -409,7 +402,7 @@ def saved(layer: Layer, grid: Grid, rows: int, run: RunOptions) -> float:
         once = split or grid.x > 1 or run.stream == run.itemsize
         if layer.shares_input and not (split and layer.gathers) and once:
             return 0.0
-        return run.itemsize * my_rows * chunk(layer.in_features, grid.x if layer.transposed else grid.y)
+        return run.itemsize * my_rows * layer.local_sizes(grid)[0]
     if layer.kind == "attention":  # q, k and the output; v where each head's is a copy of its group's
         heads, groups = _heads(layer, grid)
         tensors = run.itemsize * (3 + (groups < heads) - (layer.scores > 0)) * chunk(layer.in_features, grid.x)

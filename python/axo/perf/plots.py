@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from axo.grid import AXES
+from axo.matmul.cost import chunk
 from axo.perf import layer_time
 from axo.perf.chrome_trace import STREAMS, Span
 from axo.perf.memory import GIB
@@ -97,14 +98,13 @@ def _roofline(made: GridPlan) -> Any:
     """Products of the best grid by arithmetic intensity, under the machine's two roofs."""
     figure, axes = new_figure(8.5, 3.8)
     machine, best, workload = made.request.machine, made.best, made.request.workload
-    rows = -(-best.run.group_rows(best.grid) // best.grid.z)
+    rows = chunk(best.run.group_rows(best.grid), best.grid.z)
     memory, rate = machine.memory_gbs * 1e9, machine.gemm_flops
     seen = {}
     for block in workload.blocks:
         for layer in block.layers:
             if layer.kind == "linear":
-                x, y = (best.grid.y, best.grid.x) if layer.transposed else (best.grid.x, best.grid.y)
-                k, n = -(-layer.in_features // y), -(-layer.out_features // x)
+                k, n = layer.local_sizes(best.grid)
                 mine, experts = rows * layer.rows, layer.experts
                 flops, moved = experts * 2.0 * mine * k * n, experts * 2.0 * (mine * k + k * n + mine * n)
                 seconds = layer_time.products(layer, best.grid, best.run.group_rows(best.grid), machine, 1)[0]

@@ -65,8 +65,7 @@ def shapes(workload: Workload, ranks: int, rows: int) -> list[tuple[int, int, in
         for block in workload.blocks:
             for layer in block.layers:
                 if layer.kind == "linear":
-                    x, y = (grid.y, grid.x) if layer.transposed else (grid.x, grid.y)
-                    found.append((chunk(rows, grid.z), chunk(layer.in_features, y), chunk(layer.out_features, x)))
+                    found.append((chunk(rows, grid.z), *layer.local_sizes(grid)))
     return list(dict.fromkeys(found))
 
 

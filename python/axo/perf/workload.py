@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from axo.grid import Grid
+from axo.matmul.cost import chunk
 
 # Bytes moved for every row and feature, forward and backward, when PyTorch runs each operation by itself under bf16
 # autocast: the residual stream is fp32, products take and give bf16.
@@ -93,6 +94,12 @@ class Layer:
     def kv_copies(self, ranks: int) -> int:
         """How many neighbours along x hold the same keys and values."""
         return ranks // self.kv_groups if 0 < self.kv_groups < ranks else 1
+
+    def local_sizes(self, grid: Grid) -> tuple[int, int]:
+        """Its k and n on one rank; keys and values that neighbours share each of them has whole."""
+        x, y = (grid.y, grid.x) if self.transposed else (grid.x, grid.y)
+        again = self.kv_features * (self.kv_copies(x) - 1)
+        return chunk(self.in_features, y), chunk(self.out_features + again, x)
 
     @cached_property
     def parameters(self) -> int:
