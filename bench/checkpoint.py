@@ -44,11 +44,10 @@ RIVALS = ("axo", "without checksums", "dcp")
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a load is wrong."""
-    parser = Parser(prog="axo bench checkpoint", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench checkpoint", __doc__, json=True)
     parser.add_argument("--mb", default="256", help="sizes of the model in MB (1e6 bytes), comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--folder", default=None, help="where to write (default: the system's temporary folder)")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     table = Table(COLUMNS, options.json, {"bench": "checkpoint", **environment(torch.device("cpu"))})

@@ -51,7 +51,7 @@ ROUND_BYTES = 16 << 20  # moved by one rival in one round, where calls are small
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
-    parser = Parser(prog="axo bench collectives", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench collectives", __doc__, json=True)
     parser.add_argument("--ranks", default="2", help="numbers of ranks, comma-separated")
     parser.add_argument("--ops", default=DEFAULT_OPS, help=f"operations, comma-separated, of {', '.join(BUS_FACTOR)}")
     parser.add_argument("--sizes", default="1K,64K,1M,16M,64M", help="bytes, with K, M or G")
@@ -61,7 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
         "--rivals", default="axo,axo-shared,axo-c10d,gloo", help="comma-separated, of: " + ", ".join(RIVALS)
     )
     parser.add_argument("--progress", action="store_true", help="measure progress under computation instead")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--plot", type=Path, default=None, help="write a log-log PNG of busbw here")
     options = parser.parse_args(arguments)
     for name, known in (("ops", BUS_FACTOR), ("rivals", RIVALS)):

@@ -35,11 +35,10 @@ COLUMNS = {"run": "s", "first_loss": ".4f", "last_loss": ".4f", "apart": ".1e", 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all, print a line for each, draw them. Returns the number of grids whose losses are not stock's."""
-    parser = Parser(prog="axo bench curves", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench curves", __doc__, json=True)
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--grids", default=",".join(GRIDS), help="comma-separated")
     parser.add_argument("--plot", type=Path, default=None, help="draw the curves here (PNG)")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(arguments)
     header = {"bench": "curves", "steps": options.steps, "model": MODEL} | environment(torch.device("cpu"))
     table, curves, wrong = Table(COLUMNS, options.json, header), {}, 0

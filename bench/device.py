@@ -308,7 +308,7 @@ def measure(gpu: Any, table: Table) -> dict[str, bool | str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the number of failed verdicts."""
-    parser = Parser(prog="bench.device", description=__doc__.splitlines()[0])
+    parser = Parser("bench.device", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/device"))
     parser.add_argument("--standin", action="store_true", help="on stand-ins for a GPU; times mean nothing")
     options = parser.parse_args(arguments)

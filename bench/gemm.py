@@ -63,7 +63,7 @@ PEAKS = {
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
-    parser = Parser(prog="axo bench gemm", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench gemm", __doc__, json=True)
     parser.add_argument("--sizes", default="", help="square sizes, comma-separated; some by default")
     parser.add_argument("--models", default="", help="models, comma-separated: gpt-5b ... gpt-640b, or 'all'")
     parser.add_argument("--grid", default="1x1x1", help="grids that cut the models' layers, comma-separated")
@@ -74,7 +74,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--json", type=Path, help="append JSON lines here")
     options = parser.parse_args(given)
     dtype = getattr(torch, options.dtype)
     try:

@@ -48,7 +48,7 @@ PARTS = (
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts; returns how many failed."""
-    parser = Parser(prog="axo bench gpu", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench gpu", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of everything together")
     parser.add_argument("--walk", action="store_true", help="walk through on stand-ins and a CPU")

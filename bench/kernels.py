@@ -59,7 +59,7 @@ LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all sections; returns the number of failed verdicts."""
-    parser = Parser(prog="axo bench kernels", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench kernels", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/kernels"))
     parser.add_argument("--seconds", type=float, default=460.0)
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")

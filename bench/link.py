@@ -17,7 +17,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,14 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a result is wrong."""
     from axo.launch import launch_local
 
-    parser = Parser(prog="axo bench link", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench link", __doc__, json=True)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--ranks-per-host", type=int, default=2)
     parser.add_argument("--limit", type=rate, default="200M", help="bytes a second that leave a host: 200M, 1.5G")
     parser.add_argument("--latency", type=seconds, default=0.0, help="of each step between hosts, such as 200us")
     parser.add_argument("--sizes", default="1000000,4000000,16000000", help="bytes of the whole message")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
         parser.error(f"{options.ranks} ranks do not make several hosts of {options.ranks_per_host}")

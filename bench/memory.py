@@ -16,7 +16,6 @@ what stands there is not measured again.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -38,6 +37,7 @@ from axo.perf.workload import Workload
 from axo.train import models
 from axo.train.config import TrainConfig
 
+from .lib.arguments import Parser
 from .lib.table import environment
 
 SEQUENCES, LENGTH = 16, 128
@@ -146,7 +146,7 @@ def measure(case: Case, dry: bool) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Measure what is left, then print the errors by group. Returns the number of cases whose peak misses the goal."""
-    parser = argparse.ArgumentParser(prog="axo bench memory", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench memory", __doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further case after this time")
     parser.add_argument("--dry", type=int, default=6, help="run every N-th case without values too; 0: none")
     parser.add_argument("--every", type=int, default=1, help="only every N-th case")

@@ -87,14 +87,13 @@ class Run:
 
 def main(given: list[str] | None = None) -> int:
     """Run; returns 1 when a parameter differs."""
-    parser = Parser(prog="axo bench offload", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench offload", __doc__, json=True)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--rows", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dir", default=None, help="folder of the lower tier of a CPU rank; default: a temporary one")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     parser.add_argument("--out", type=Path, default=None, help="write offload.jsonl with verdicts here; on the GPU")
     parser.add_argument("--walk", action="store_true", help="with --out: on the CPU, at toy sizes")
     options = parser.parse_args(given)

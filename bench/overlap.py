@@ -20,7 +20,6 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -59,7 +58,7 @@ COLUMNS = {
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a fused result differs from the serial one."""
-    parser = Parser(prog="axo bench overlap", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench overlap", __doc__, json=True)
     parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
     parser.add_argument("--shares", default="0.2,0.4,0.8", help="communication over product, when simulated")
     parser.add_argument("--chunks", default="2,4,8")
@@ -68,7 +67,6 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--json", type=Path, help="append JSON lines here")
     options = parser.parse_args(given)
     real = int(os.environ.get("WORLD_SIZE", "1")) > 1
     try:

@@ -30,7 +30,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -53,14 +52,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when gradients differ."""
     from axo.launch import launch_local
 
-    parser = Parser(prog="axo bench overlap_engine", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench overlap_engine", __doc__, json=True)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rows", type=int, default=1024, help="of a rank")
     parser.add_argument("--share", type=float, default=0.5, help="of communication in the time of products")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     plain = {name: value for name, value in vars(options).items() if name != "json"}
     table = Table(COLUMNS, options.json, {"bench": "overlap_engine", **environment(torch.device("cpu")), **plain})

@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run, or go on; returns 1 when the curves part, 2 when the run was stopped before its end."""
     from axo.train import TrainConfig, run
 
-    parser = Parser(prog="axo bench parity", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench parity", __doc__, json=True)
     parser.add_argument("--grid", default="2x2x2x1")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "32-true"])
@@ -39,7 +39,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seq-len", type=int, default=32)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--out", type=Path, default=Path("runs/parity"), help="checkpoints and the log")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     parser.add_argument("--plot", type=Path, default=None, help="write the picture here too")
     options = parser.parse_args(arguments)
     config = TrainConfig(

@@ -25,7 +25,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -261,14 +260,13 @@ def bubbles(name: str, every: list[tuple[float, list[RecordedAction], list[float
 
 def main(given: list[str] | None = None) -> int:
     """Run the bench; returns 1 when a gradient is wrong."""
-    parser = Parser(prog="axo bench pipeline", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench pipeline", __doc__, json=True)
     parser.add_argument("--ranks", default="2,4", help="of the pipeline; comma-separated")
     parser.add_argument("--schedules", default=",".join(KINDS), help="comma-separated")
     parser.add_argument("--contestants", default=",".join(CONTESTANTS), help="comma-separated")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--ms", type=float, default=20.0, help="of each of the three passes of a micro-batch on a rank")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     options = parser.parse_args(given)
     for name, known in (("schedules", KINDS), ("contestants", CONTESTANTS)):
         setattr(options, name, getattr(options, name).split(","))

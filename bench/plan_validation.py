@@ -67,14 +67,13 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure what is left; once all is there, print it beside the predictions. Returns the number of goals missed."""
     from axo.launch import launch_local
 
-    parser = Parser(prog="axo bench plan_validation", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench plan_validation", __doc__, json=True)
     parser.add_argument("--limit", type=rate, default="8M", help="bytes a second that leave a host: 8M, 1.5G")
     parser.add_argument("--state", type=Path, default=Path("runs/plan_validation"), help="folder of what is measured")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further grid after this time")
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each grid, after two that are not")
     parser.add_argument("--passes", type=int, default=2, help="over all grids, so that a busy minute hits none twice")
     parser.add_argument("--plans", default="", help="only these, comma-separated: '2x2x2x1, 4x1x1x1 in 2 stages'")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here when all is measured")
     options = parser.parse_args(arguments)
     options.state.mkdir(parents=True, exist_ok=True)
     setup = {"limit": options.limit, "steps": options.steps, "config": CONFIG, "sequences": SEQUENCES, "length": LENGTH}

@@ -234,7 +234,7 @@ def main(arguments: list[str] | None = None) -> int:
     from .lib.link import rate
     from .lib.table import Table, environment
 
-    parser = Parser(prog="axo bench products", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench products", __doc__, json=True)
     parser.add_argument("--ranks", type=_numbers, default=list(RANKS), help="such as 4,8,64")
     parser.add_argument("--shapes", default=None, help="MxKxN, several by commas; default: square, tall, flat")
     parser.add_argument("--machine", default="perlmutter", help="for the prediction: as in axo plan")
@@ -244,7 +244,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--ranks-per-host", type=int, default=1, help="with --limit: ranks that play one host")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--plot", type=Path, default=None)
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
     options = parser.parse_args(arguments)
     shapes = TIMED if options.measure else SHAPES
     if options.shapes:

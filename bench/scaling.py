@@ -34,7 +34,7 @@ COLUMNS |= {"efficiency": ".3f", "comm": ".2f", "loss": ".4f"}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench."""
-    parser = Parser(prog="axo bench scaling", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench scaling", __doc__, json=True)
     parser.add_argument("--grids", default="1x1x1x1,2x1x1x1,1x2x1x1,1x1x2x1,1x1x1x2", help="comma-separated")
     parser.add_argument("--mode", default="weak", choices=["weak", "strong"])
     parser.add_argument("--hidden", default="256", help="sizes, comma-separated; a table row a grid and size")
@@ -46,7 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--precision", default="bf16-mixed", choices=list(LOSS_LIMIT))
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of a rank, on every grid")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
     options = parser.parse_args(arguments)
     from axo.launch import Rank, launch_local

@@ -43,7 +43,7 @@ LOSS_LIMIT = {"32-true": 1e-3, "bf16-mixed": 5e-2}  # relative; the same weights
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the bench; returns 1 when losses disagree."""
-    parser = Parser(prog="axo bench step", description=__doc__.splitlines()[0])
+    parser = Parser("axo bench step", __doc__, json=True)
     parser.add_argument("--cases", default="serial,z,x,data", help="comma-separated")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=512)
@@ -57,7 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--repeats", type=int, default=1, help="times 10 steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peak-tflops", type=float, default=None, help="of a rank")
-    parser.add_argument("--json", type=Path, default=None, help="append JSON lines here")
     parser.add_argument("--plot", type=Path, default=None, help="write a PNG here")
     options = parser.parse_args(arguments)
     unknown = set(options.cases.split(",")) - set(CASES)

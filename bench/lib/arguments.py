@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 import torch
 
 
 class Parser(argparse.ArgumentParser):
-    """The parser of a bench: a mistake is one line, as for every command, not the usage of all options."""
+    """The parser of a bench: a mistake is one line, as for every command, not the usage of all options.
+
+    Args:
+        prog: What is typed.
+        doc: Of the module; its first line says what the bench does.
+        json: Whether its rows can be appended to a file.
+    """
+
+    def __init__(self, prog: str, doc: str, *, json: bool = False) -> None:
+        super().__init__(prog=prog, description=doc.splitlines()[0])
+        if json:
+            self.add_argument("--json", type=Path, default=None, help="append JSON lines to this file")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")

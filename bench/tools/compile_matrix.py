@@ -416,7 +416,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         0; 1 when a check failed; 3 when time was up before the end.
     """
-    parser = Parser(prog="bench.tools.compile_matrix", description=__doc__.splitlines()[0])
+    parser = Parser("bench.tools.compile_matrix", __doc__)
     parser.add_argument("--all", action="store_true", help="every configuration that the tuner may choose")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
