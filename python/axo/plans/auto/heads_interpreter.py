@@ -71,6 +71,7 @@ _FUNCTIONS: dict[Any, str] = {
     if hasattr(holder, name)
 } | {getattr: "getattr", operator.truediv: "truediv"}
 _NORMS = (nn.LayerNorm, nn.RMSNorm)
+_ELEMENTWISE_MODULES = (nn.Dropout, nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Tanh)
 
 
 def name_of(node: fx.Node) -> str:
@@ -235,8 +236,6 @@ class Interpreter:
             self._module(node, module)
         elif name in _ELEMENTWISE:
             self._elementwise(node, parts)
-        elif name in ("shape", "dtype", "device", "ndim") or name == "getattr":
-            self._attribute(node)
         elif hasattr(self, f"_op_{name}"):
             getattr(self, f"_op_{name}")(node)
         elif name in _SHAPE_KEEPING | _REDUCTIONS:
@@ -325,14 +324,10 @@ class Interpreter:
         copied = self._copied(node.args[0])
         if len(node.args) != 1 or node.kwargs:
             raise NotProved(f"{type(module).__name__} takes more than one tensor")
-        if type(module) is nn.Dropout:
-            if self.training and module.p:
-                call = self._call(heads_code.drop_in, self.new.get_attr(str(node.target)), copied)
-            else:
-                call = self.new.call_module(str(node.target), (copied,))
-        elif type(module) in (nn.Identity, nn.GELU, nn.SiLU, nn.ReLU, nn.Sigmoid, nn.Tanh):
-            call = self.new.call_module(str(node.target), (copied,))
-        elif type(module) is nn.Softmax and self._dim(module.dim, tensor) != split.dim:
+        over_another = type(module) is nn.Softmax and self._dim(module.dim, tensor) != split.dim
+        if type(module) is nn.Dropout and self.training and module.p:
+            call = self._call(heads_code.drop_in, self.new.get_attr(str(node.target)), copied)
+        elif type(module) in _ELEMENTWISE_MODULES or over_another:
             call = self.new.call_module(str(node.target), (copied,))
         elif isinstance(module, _NORMS) and split.dim < tensor.dim() - len(module.normalized_shape):
             call = self._call(heads_code.norm, self.new.get_attr(str(node.target)), copied)
@@ -340,7 +335,7 @@ class Interpreter:
             raise NotProved(f"{type(module).__name__} sees all heads")
         self._done(node, call, torch.empty_like(tensor), split)
 
-    def _attribute(self, node: fx.Node) -> None:
+    def _op_getattr(self, node: fx.Node) -> None:
         tensor, split = self._tensor(node)
         what = str(node.args[1])
         if what == "shape":
