@@ -68,6 +68,8 @@ class _Builder:
         self.network = Network(machine, grid)
         self.rows = run.group_rows(grid)
         self.my_rows = chunk(self.rows, grid.z)
+        repeats = sum(block.repeat for block in workload.blocks)
+        self.cached = round(run.cached_gathers * repeats)  # so many keep their gathered weights, the first ones
         held = memory.estimate(workload, grid, run)
         self.step = StepOperations(
             shared=self.network.shared, held=held.weights + held.gradients + held.optimizer + memory.RESERVED
@@ -99,11 +101,6 @@ class _Builder:
         self._finish()
         return self.step
 
-    def _cached(self, number: int, block: Block) -> bool:
-        """True when repeat ``number`` keeps its gathered weights: the first ones do, as far as the share goes."""
-        repeats = sum(block.repeat for block in self.workload.blocks)
-        return self.run.keeps or number < round(self.run.cached_gathers * repeats)
-
     def _add(
         self, name: str, stream: str, seconds: float, after: tuple[int, ...], takes: float = 0.0, frees: float = 0.0
     ) -> tuple[int, ...]:
@@ -122,14 +119,14 @@ class _Builder:
 
     def _gathers(self, number: int, block: Block, phase: str) -> list[Gather]:
         """The gathers that a forward of ``block`` waits for."""
-        if phase == "recompute" and self._cached(number, block):
+        if phase == "recompute" and number < self.cached:
             return []
         return [(number, place, phase) for place, layer in enumerate(block.layers) if self._cost(layer).gather]
 
     def _backward_gathers(self, number: int, block: Block) -> list[Gather]:
         if block.checkpointed:  # what it gathers again serves its backward
             return self._gathers(number, block, "recompute")
-        if self._cached(number, block):
+        if number < self.cached:
             return []
         linears = [place for place, layer in enumerate(block.layers) if layer.kind == "linear"]
         return [(number, place, "backward") for place in reversed(linears) if self._cost(block.layers[place]).gather]
@@ -161,7 +158,7 @@ class _Builder:
 
     def _forward(self, number: int, block: Block, *, kept: bool, again: bool = False) -> None:
         phase = "recompute" if again else "forward"
-        cached = self._cached(number, block)
+        cached = number < self.cached
         if not kept:
             size = memory.block_input(block, self.grid, self.my_rows, self.run)
             self.path = self._add(f"{number} checkpoint", COMPUTE, 0.0, self.path, size)
@@ -183,7 +180,7 @@ class _Builder:
                 self._blocking(name, f"{phase} output", output)
 
     def _backward(self, number: int, block: Block) -> None:
-        cached = block.checkpointed or self._cached(number, block)
+        cached = block.checkpointed or number < self.cached
         for place, layer in reversed(list(enumerate(block.layers))):
             name, cost = f"{number}.{layer.name}", self._cost(layer)
             gathered: tuple[int, ...] = ()
