@@ -94,7 +94,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             }
             for what, (call, expected) in calls.items():
                 seconds = _median(world, call, options.rounds)
-                wrong = _wrong(world, what, whole, part)
+                wrong = _wrong(world, what, whole)
                 rows.append(
                     {"what": what, "ranks": options.ranks, "hosts": hosts, "size": whole.nbytes, "ms": seconds * 1e3,
                      "expected": expected * 1e3, "ratio": seconds / expected, "#wrong": wrong}
@@ -148,7 +148,7 @@ def _median(world: Any, call: Callable[[], Any], rounds: int) -> float:
     return statistics.median(values[1:])
 
 
-def _wrong(world: Any, what: str, whole: torch.Tensor, part: torch.Tensor) -> int:
+def _wrong(world: Any, what: str, whole: torch.Tensor) -> int:
     """Elements that differ from what whole numbers must give, over all ranks."""
     base = (torch.arange(whole.numel()) % 5).float()
     total = world.size * base + sum(range(world.size))

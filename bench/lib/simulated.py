@@ -30,7 +30,7 @@ class SimulatedCommunicator(FusedCommunicator):
     def __init__(self, size: int, bandwidth: float, device: torch.device, timeout: float = 60.0) -> None:
         super().__init__(0, size, timeout)
         self.bandwidth = bandwidth
-        self._cycles = _cycles_a_second(device) if device.type == "cuda" else 0.0
+        self._cycles = _cycles_a_second() if device.type == "cuda" else 0.0
         self._wire: Any = torch.cuda.Stream(device) if device.type == "cuda" else HostStream("simulated wire")
 
     def seconds(self, moved: float) -> float:
@@ -80,7 +80,7 @@ class _Recorded:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def _cycles_a_second(device: torch.device) -> float:
+def _cycles_a_second() -> float:
     """Speed of the device's clock as torch's sleep counts it, measured while it is awake."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles = 20_000_000
