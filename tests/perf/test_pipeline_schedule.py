@@ -104,4 +104,4 @@ def test_what_means_nothing(call, message: str) -> None:
     with pytest.raises(ValueError, match=r"^pipeline: ") as caught:
         call()
     assert message in str(caught.value)
-    assert pipeline_schedule.known("zbv").order == "v"
+    assert pipeline_schedule.schedule_kind("zbv").order == "v"

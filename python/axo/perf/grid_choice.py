@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from axo.grid import Grid
 from axo.perf import cut
-from axo.perf.pipeline_schedule import known
+from axo.perf.pipeline_schedule import schedule_kind
 from axo.perf.planner import SEARCHED, Candidate, GridPlan, Request, cause, plan
 
 MOST_STAGES = 64
@@ -39,9 +39,9 @@ def schedules_for(schedule: str, pipeline: int, cuts: str) -> tuple[str, ...]:
     tried, named = (schedule,) if schedule else SEARCHED, cut.read(cuts) if cuts else "planner"
     if isinstance(named, str):
         return tried
-    suit = tuple(name for name in tried if pipeline * known(name).stages_per_rank == len(named) + 1)
+    suit = tuple(name for name in tried if pipeline * schedule_kind(name).stages_per_rank == len(named) + 1)
     if not suit:
-        counts = " or ".join(map(str, sorted({pipeline * known(name).stages_per_rank for name in tried})))
+        counts = " or ".join(map(str, sorted({pipeline * schedule_kind(name).stages_per_rank for name in tried})))
         other = f"pipeline={pipeline} has {counts}" if pipeline else "pipeline is not given"
         raise ValueError(f"plan: cuts={cuts} make {len(named) + 1} stages, and {other}; give both, or cuts=planner")
     return suit

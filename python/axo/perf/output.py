@@ -45,7 +45,7 @@ def as_csv(rows: Iterable[dict[str, Any]], columns: Sequence[str]) -> str:
     return out.getvalue()
 
 
-def record(made: GridPlan, candidate: Candidate) -> dict[str, Any]:
+def candidate_json(made: GridPlan, candidate: Candidate) -> dict[str, Any]:
     """Return one grid as plain numbers: seconds, bytes, percent."""
     found: dict[str, Any] = {
         "name": candidate.name,
@@ -102,9 +102,11 @@ def plan_json(made: GridPlan, *, gpu_hour: float = 0.0) -> dict[str, Any]:
         "watts": asked.machine.watts,
         "gpu_hour": gpu_hour,
         "hardware_flops_a_step": made.step_flops(),
-        "ranked": [record(made, candidate) for candidate in made.ranked],
-        "others": [{"kind": one.kind, "because": one.why} | record(made, one.candidate) for one in others(made)],
-        "left_out": [record(made, candidate) for candidate in made.left_out],
+        "ranked": [candidate_json(made, candidate) for candidate in made.ranked],
+        "others": [
+            {"kind": one.kind, "because": one.why} | candidate_json(made, one.candidate) for one in others(made)
+        ],
+        "left_out": [candidate_json(made, candidate) for candidate in made.left_out],
     }
 
 
@@ -119,7 +121,7 @@ def plan_csv(made: GridPlan) -> str:
     """Return every grid as CSV, the fastest first, what is left out at the end."""
     rows = []
     for number, candidate in enumerate([*made.ranked, *made.left_out], 1):
-        row = record(made, candidate)
+        row = candidate_json(made, candidate)
         row["rank"] = "" if candidate.time is None else number
         row |= {axis: candidate.grid.size(axis) for axis in AXES}
         row |= {f"exposed_{axis}_s": seconds for axis, seconds in row.get("exposed_s", {}).items()}

@@ -127,7 +127,7 @@ class Timeline:
         return tuple(most)
 
 
-def known(schedule: str) -> Kind:
+def schedule_kind(schedule: str) -> Kind:
     """Return what a schedule is.
 
     Raises:
@@ -144,7 +144,7 @@ def check(schedule: str, microbatches: int, ranks: int) -> None:
     Raises:
         ValueError: Fewer than its stages; or none that torch's schedule can order.
     """
-    kind = known(schedule)
+    kind = schedule_kind(schedule)
     least = ranks * (2 if schedule == "dualpipev" else 1)
     if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < least:
         raise ValueError(
@@ -181,7 +181,7 @@ def actions(schedule: str, ranks: int, microbatches: int) -> tuple[tuple[Action,
     from torch.distributed import pipelining
 
     check(schedule, microbatches, ranks)
-    kind = known(schedule)
+    kind = schedule_kind(schedule)
     made: Any = getattr(pipelining, kind.torch_name)
     # Messages are added by the runtime for real stages; of the order they change nothing.
     made = type(f"OrderOf{kind.torch_name}", (made,), {"_prepare_schedule_with_comms": lambda self, order: None})
@@ -248,7 +248,7 @@ def simulate(
     Raises:
         ValueError: An unknown schedule, micro-batches that it cannot order, or times that mean nothing.
     """
-    kind = known(schedule)
+    kind = schedule_kind(schedule)
     stages = ranks * kind.stages_per_rank
     seconds = {FORWARD: _of_stages(forward_s, stages), INPUT: _of_stages(backward_input_s, stages),
                WEIGHT: _of_stages(backward_weight_s, stages)}  # fmt: skip
@@ -325,7 +325,7 @@ def messages(schedule: str, ranks: int, microbatches: int) -> float:
 
 def in_flight(schedule: str, ranks: int, microbatches: int, rank: int = 0) -> float:
     """Return how many micro-batches ``rank`` holds of its stages at most; a half: of one of two stages."""
-    known(schedule)
+    schedule_kind(schedule)
     most: dict[str, float] = {"gpipe": microbatches, "looped-bfs": microbatches, "1f1b": ranks - rank}
     most["interleaved-1f1b"] = (3 * ranks - 1) / 2 - rank
     most["dualpipev"] = ranks + 1 / 2

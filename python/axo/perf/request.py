@@ -94,7 +94,7 @@ class Request:
         if not self.pipeline or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in self.pipeline):
             raise ValueError(f"plan: pipeline={self.pipeline!r} are not counts of stages; use some of at least 1")
         for name in self.schedules:
-            schedules.known(name)
+            schedules.schedule_kind(name)
         if self.selective and not self.workload.checkpointed:
             raise ValueError("plan: selective says what recomputation keeps; leave blocks checkpointed")
         unknown = self.overlap - set(OVERLAPS)

@@ -81,7 +81,7 @@ def consider_stages(request: Request, grid: Grid, ranks: int, known: Known, trie
             run = run_options(request, way, micro_batches=pieces, rows=rows, cached_gathers=share)
             timing = StageTimes(workload, grid, request.machine, run, known)
             for schedule in wanted:
-                if recompute != "none" and schedules.known(schedule).splits:
+                if recompute != "none" and schedules.schedule_kind(schedule).splits:
                     continue
                 stages = known.stages(workload, ranks, schedule, pieces)
                 if isinstance(stages, str):

@@ -62,7 +62,7 @@ class Stages:
 
     def of(self, rank: int) -> list[int]:
         """The stages of one rank."""
-        return schedules.stages_of(rank, self.count, self.ranks, schedules.known(self.schedule).order)
+        return schedules.stages_of(rank, self.count, self.ranks, schedules.schedule_kind(self.schedule).order)
 
 
 def planned(workload: Workload, ranks: int, schedule: str) -> Stages:
@@ -71,7 +71,7 @@ def planned(workload: Workload, ranks: int, schedule: str) -> Stages:
     Raises:
         ValueError: It cannot be cut, or has fewer blocks than stages.
     """
-    kind = schedules.known(schedule)
+    kind = schedules.schedule_kind(schedule)
     bounds = cut.planned(workload, ranks, ranks * kind.stages_per_rank, kind.order)
     return Stages(ranks, schedule, tuple(bounds))
 
@@ -304,7 +304,7 @@ class StageTimes:
 
     def _ranks(self, stages: Stages) -> list[tuple[int, BlockCounts, BlockTimes]]:
         """How many ranks have the same blocks, these, and what they do."""
-        splits = schedules.known(stages.schedule).splits
+        splits = schedules.schedule_kind(stages.schedule).splits
         return [(count, blocks, self.part(blocks, splits)) for count, blocks in self._cut(stages).groups]
 
     def _estimate(self, stages: Stages, ranks: list[tuple[int, BlockCounts, BlockTimes]]) -> float:
@@ -314,7 +314,7 @@ class StageTimes:
 
     def simulate(self, stages: Stages) -> schedules.Timeline:
         """Run all micro-batches against the clock, without what is once a step."""
-        splits = schedules.known(stages.schedule).splits
+        splits = schedules.schedule_kind(stages.schedule).splits
         parts = [self.part(blocks, splits) for blocks in self._cut(stages).stages]
         seconds: Times = (
             tuple(part.forward for part in parts),

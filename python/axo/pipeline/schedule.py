@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.perf.pipeline_schedule import KINDS, V, known
+from axo.perf.pipeline_schedule import KINDS, V, schedule_kind
 from axo.perf.pipeline_schedule import check as check_microbatches
 from axo.pipeline.cut import part_of, tied_gradients
 from axo.pipeline.stage import Stage
@@ -49,7 +49,7 @@ def layout(name: str) -> dict[str, Any]:
     Raises:
         ValueError: The schedule is not known.
     """
-    kind = known(name)
+    kind = schedule_kind(name)
     return {"stages_per_rank": kind.stages_per_rank, "order": kind.order}
 
 
@@ -59,7 +59,7 @@ def check_algorithm(name: str, algorithm: str) -> None:
     Raises:
         Refused: Its weight phase would communicate.
     """
-    if known(name).splits and algorithm != "axonn":
+    if schedule_kind(name).splits and algorithm != "axonn":
         raise Refused(
             f"pipeline: {name!r} puts products of weights off, and with algorithm={algorithm!r} these communicate; use"
             " a schedule whose backward is in one phase, such as 1f1b or interleaved-1f1b, or algorithm='axonn'"
@@ -172,7 +172,7 @@ def schedule(
         ValueError: The schedule is not known, or does not fit the stages, the rows or the number of micro-batches.
         Refused: It does not suit the algorithm of the products, or torch.compile.
     """
-    kind = known(name)
+    kind = schedule_kind(name)
     comms = stages[0].comms
     if len(stages) != kind.stages_per_rank and (kind.stages_per_rank == 1 or kind.order == V):
         raise ValueError(

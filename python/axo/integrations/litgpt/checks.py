@@ -197,7 +197,7 @@ def _check_stages(options: Any, asked: Options, trains: bool) -> None:
     from axo.perf import cut, pipeline_schedule
 
     schedule = asked.schedule or "1f1b"
-    stages = asked.pipeline * pipeline_schedule.known(schedule).stages_per_rank
+    stages = asked.pipeline * pipeline_schedule.schedule_kind(schedule).stages_per_rank
     pipeline_schedule.check(schedule, asked.microbatches or 2 * asked.pipeline, asked.pipeline)
     blocks = model_fields(options, "--pipeline").get("n_layer")
     if blocks is not None:

@@ -67,7 +67,7 @@ def check_input(heads: HeadsOf, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def meet(heads: HeadsOf, tensor: Any, dim: int, size: int, rank: int) -> Any:
+def fit_heads(heads: HeadsOf, tensor: Any, dim: int, size: int, rank: int) -> Any:
     """A whole tensor that meets split ones, whose ``dim`` is of ``size`` in all: this rank's part, or all of it.
 
     Raises:

@@ -301,7 +301,7 @@ class Interpreter:
         cut = value is _UNKNOWN or (value.dim() >= -dim and value.shape[dim] != 1)
         if cut and len(blocks) != 1:
             raise NotProved("a whole tensor meets q, k and v in one")
-        return self._call(heads_code.meet, copy, dim, sum(blocks) if cut else 1, rank)
+        return self._call(heads_code.fit_heads, copy, dim, sum(blocks) if cut else 1, rank)
 
     def _elementwise(self, node: fx.Node, parts: list[Any]) -> None:
         dim, blocks = self._same(parts)
