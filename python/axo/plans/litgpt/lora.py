@@ -119,13 +119,15 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
             output = output + _Adapt.apply(self.lora_dropout(x), self.lora_A, self.lora_B, self)
         return self._gather_if_asked(output)
 
-    def pieces(self) -> list[tuple[int, int | None]]:
-        """(width of the output, first column of ``mid``), block by block; None: the block has no adapter."""
-        found: list[tuple[int, int | None]] = []
-        first = 0
+    def pieces(self) -> list[tuple[slice, slice, slice]]:
+        """Of each block that has an adapter: its columns of the output and of ``mid``, and its rows of B."""
+        found: list[tuple[slice, slice, slice]] = []
+        column = first = row = 0
         for width, on in zip(self.widths, self.enable_lora, strict=True):
-            found.append((width, first if on else None))
-            first += self.r * on
+            if on:
+                found.append((slice(column, column + width), slice(first, first + self.r), slice(row, row + width)))
+                first, row = first + self.r, row + width
+            column += width
         return found
 
     @torch.no_grad()
@@ -189,13 +191,8 @@ class _Adapt(torch.autograd.Function):
         with no_autocast(x.device):
             mid = of_a.reduce(rows @ a.to(dtype).t(), layer.in_axis)
             output = rows.new_zeros(rows.shape[0], sum(layer.widths))
-            column = row = 0
-            for width, start in layer.pieces():
-                if start is not None:
-                    part = mid[:, start : start + layer.r] @ b[row : row + width].to(dtype).t()
-                    output[:, column : column + width] = part * layer.scaling
-                    row += width
-                column += width
+            for columns, of_mid, rows_of_b in layer.pieces():
+                output[:, columns] = mid[:, of_mid] @ b[rows_of_b].to(dtype).t() * layer.scaling
         ctx.save_for_backward(rows, a, b, mid)
         ctx.layer, ctx.dtype, ctx.shape, ctx.input_dtype = layer, dtype, x.shape, x.dtype
         return output.view(*x.shape[:-1], output.shape[-1])
@@ -214,21 +211,15 @@ class _Adapt(torch.autograd.Function):
         grad_input = grad_a = grad_b = None
         with no_autocast(grad.device):
             grad = grad * layer.scaling
-            partial, of_rows = torch.zeros_like(mid), []
-            column = row = 0
-            for width, start in layer.pieces():
-                if start is not None:
-                    mine = grad[:, column : column + width]
-                    partial[:, start : start + layer.r] = mine @ b[row : row + width].to(ctx.dtype)
-                    of_rows.append((mine, start))
-                    row += width
-                column += width
+            partial, pieces = torch.zeros_like(mid), layer.pieces()
+            for columns, of_mid, rows_of_b in pieces:
+                partial[:, of_mid] = grad[:, columns] @ b[rows_of_b].to(ctx.dtype)
             reaches_a = needs_input or how_a != SKIP
             reduced = of_a.start_reduce(partial, layer.out_axis) if reaches_a else None
             if how_b != SKIP:
 
                 def product_b() -> torch.Tensor | None:
-                    parts = [mine.t() @ mid[:, start : start + layer.r] for mine, start in of_rows]
+                    parts = [grad[:, columns].t() @ mid[:, of_mid] for columns, of_mid, _ in pieces]
                     return of_b.vector_gradient(how_b, b, torch.cat(parts))
 
                 grad_b = of_b.gradient(how_b, b, product_b)
