@@ -76,7 +76,6 @@ def planned(workload: Workload, ranks: int, schedule: str) -> Stages:
     return Stages(ranks, schedule, tuple(bounds))
 
 
-Times = tuple[tuple[float, ...], tuple[float, ...], tuple[float, ...]]  # of F, I and W, each of every stage
 BlockCounts = tuple[tuple[int, int], ...]  # (a kind of block, how many of it)
 
 
@@ -316,12 +315,9 @@ class StageTimes:
         """Run all micro-batches against the clock, without what is once a step."""
         splits = schedules.schedule_kind(stages.schedule).splits
         parts = [self.part(blocks, splits) for blocks in self._cut(stages).stages]
-        seconds: Times = (
-            tuple(part.forward for part in parts),
-            tuple(part.inputs for part in parts),
-            tuple(part.weights for part in parts),
-        )
-        return schedules.simulate(stages.schedule, stages.ranks, self.run.micro_batches, *seconds, self._message)
+        forward, inputs, weights = zip(*((part.forward, part.inputs, part.weights) for part in parts), strict=True)
+        pieces = self.run.micro_batches
+        return schedules.simulate(stages.schedule, stages.ranks, pieces, forward, inputs, weights, self._message)
 
     def predict(self, stages: Stages) -> StepTime:
         """Return the time of one step: of the slowest rank, and what all wait for."""
