@@ -321,9 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     path.unlink(missing_ok=True)
     table = Table(COLUMNS, path, header | ({"kind": "standin"} if options.standin else {}))
     verdicts = measure(gpu, table) | {"seconds": f"{time.perf_counter() - started:.0f}"}
-    for name, verdict in verdicts.items():
-        table.note(f"{name}: {verdict}", verdict=verdict)
-    return sum(verdict is False for verdict in verdicts.values())
+    return table.judge(verdicts)
 
 
 if __name__ == "__main__":

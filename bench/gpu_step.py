@@ -192,9 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts[name if peak is None else f"{name}: {speed / peak:.3f}"] = (
             "not measured" if peak is None else speed >= MFU * peak
         )
-    for name, verdict in verdicts.items():
-        table.note(f"{name}: {verdict}", verdict=verdict)
-    return sum(verdict is False for verdict in verdicts.values())
+    return table.judge(verdicts)
 
 
 if __name__ == "__main__":

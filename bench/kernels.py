@@ -110,9 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
         verdicts["dry run"] = "on a CPU: times mean nothing"
-    for name, verdict in verdicts.items():
-        hidden.note(f"{name}: {verdict}", verdict=verdict)
-    return sum(verdict is False for verdict in verdicts.values())
+    return hidden.judge(verdicts)
 
 
 def section(name: str, call: Callable[[], object], verdicts: dict[str, bool | str]) -> bool:

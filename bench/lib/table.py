@@ -80,6 +80,12 @@ class Table:
         print(text, flush=True)
         self._write({"note": text} | values)
 
+    def judge(self, verdicts: dict[str, bool | str]) -> int:
+        """Print a line for each verdict; return how many goals are missed."""
+        for name, verdict in verdicts.items():
+            self.note(f"{name}: {verdict}", verdict=verdict)
+        return sum(verdict is False for verdict in verdicts.values())
+
     def _write(self, row: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(row) + "\n")
