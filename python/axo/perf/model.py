@@ -1,7 +1,7 @@
 """How long one training step takes on a grid: the papers' communication model, plus products, overlap and latency.
 
 `predict` takes the calls of every layer from ``axo.matmul.cost`` (so padding, embeddings, norms and recomputation
-count), gives each axis the bandwidth of equation (10), adds latency, and lays the schedule over the products:
+count), gives each axis the bandwidth of equation (10), adds latency, and lays them over the products:
 
     forward     a segment runs from one gathered weight to the next: max(products + blocking, next gather)      (OAG)
     backward    dI product, then max(dW product, all-reduce of dI) (OAR); reduce-scatters queue behind           (ORS)
@@ -88,7 +88,7 @@ def predict(workload: Workload, grid: Grid, machine: Machine, run: RunOptions, k
 
 
 def micro_batch(workload: Workload, grid: Grid, run: RunOptions, known: Costs) -> MicroBatch:
-    """Lay the schedule of one micro-batch over its products."""
+    """Lay the collectives of one micro-batch over its products."""
     rows = run.group_rows(grid)
     way = (id(workload), run.selective, run.cached_gathers, run.sequence_parallel)
     key = (grid.x, grid.y, grid.z, grid.data > 1, rows, *way)
