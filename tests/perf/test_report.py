@@ -173,6 +173,20 @@ def test_commands_write_what_they_say(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "t.json").read_text())["traceEvents"]
 
 
+@pytest.mark.parametrize("more", [[], ["--recompute-keeps", "products"], ["--no-checkpoint"]])
+def test_a_simulated_step_has_the_flops_of_the_planned_one(more: list[str]) -> None:
+    asked = ["--model", "gpt-5b", "--machine", "frontier", "--batch-tokens", "256k", "--json", "-", *more]
+    found = []
+    for call in (["simulate", "--grid", "1x1x32x1"], ["plan", "--gpus", "32"]):
+        done = CliRunner().invoke(cli.app, [*call, *asked])
+        assert done.exit_code == 0, done.output
+        found.append(json.loads(done.stdout))
+    simulated, planned = found
+    (row,) = (row for row in planned["ranked"] if row["grid"] == simulated["grid"])
+    flops = simulated["hfu_percent"] * simulated["seconds"], row["hfu_percent"] * row["step_s"]
+    assert flops[0] == pytest.approx(flops[1], rel=1e-12)  # rounding of a product and a quotient
+
+
 def test_a_grid_that_is_left_out_is_explained_by_its_reason_alone() -> None:
     call = "plan --model gpt-5b --gpus 64 --machine alps --top 1 --explain 64x1x1x1"
     done = CliRunner().invoke(cli.app, call.split())

@@ -152,7 +152,7 @@ def simulate(
     plot: PlotOut = None,
 ) -> None:
     """Run one training step on one grid, event by event."""
-    from axo.perf import chrome_trace, flops, output, planner, plots, simulator
+    from axo.perf import chrome_trace, output, planner, plots, simulator
     from axo.perf.memory import GIB
 
     _check_outputs(json_out, trace, plot=plot)
@@ -176,8 +176,7 @@ def simulate(
         return
     found = simulator.simulate(request.workload, parsed, request.machine, made.best.run, straggle=straggle, seed=seed)
     assert made.best.time is not None
-    work = flops.step_flops(request.workload, request.batch_tokens)
-    percent = 100 * work / found.seconds / (request.gpus * request.machine.peak_tflops * 1e12)
+    percent = made.percent_of_peak(made.best, seconds=found.seconds)
     if trace is not None:
         chrome_trace.write(trace, (s for s in found.spans if s.end > s.start), found.ranks, found.memory)
     values = {

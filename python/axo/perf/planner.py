@@ -66,23 +66,25 @@ class GridPlan:
         """The model as a candidate runs it."""
         return variant(self.request.workload, candidate.recompute)
 
-    def step_flops(self, candidate: Candidate | None = None) -> float:
-        """Hardware flops of one step (with recomputation), of the best candidate if none is given."""
+    def step_flops(
+        self, candidate: Candidate | None = None, *, model_flops: bool = False, full_attention: bool = False
+    ) -> float:
+        """Hardware flops of one step (with recomputation), of the best candidate if none is given; or its model's."""
         one = candidate or self.best
-        again = False if one.run.selective else None
-        return flops.step_flops(self.workload(one), self.request.batch_tokens, recompute=again)
+        again = False if model_flops or one.run.selective else None
+        workload, tokens = self.workload(one), self.request.batch_tokens
+        return flops.step_flops(workload, tokens, recompute=again, full_attention=full_attention)
 
     def percent_of_peak(
-        self, candidate: Candidate, *, model_flops: bool = False, full_attention: bool = False
+        self, candidate: Candidate, *, seconds: float = 0.0, model_flops: bool = False, full_attention: bool = False
     ) -> float:
-        """Return HFU in percent of the advertised peak; ``model_flops``: MFU; ``full_attention``: as in ``flops``."""
-        work = flops.step_flops(
-            self.workload(candidate),
-            self.request.batch_tokens,
-            recompute=False if model_flops or candidate.run.selective else None,
-            full_attention=full_attention,
-        )
-        return 100 * work / candidate.seconds / (self.request.gpus * self.request.machine.peak_tflops * 1e12)
+        """Return HFU in percent of the advertised peak; ``model_flops``: MFU; ``full_attention``: as in ``flops``.
+
+        ``seconds``: of a step, where they are not the predicted ones.
+        """
+        work = self.step_flops(candidate, model_flops=model_flops, full_attention=full_attention)
+        peak = self.request.gpus * self.request.machine.peak_tflops * 1e12
+        return 100 * work / (seconds or candidate.seconds) / peak
 
     def days(self, candidate: Candidate) -> float:
         """Return days to train ``tokens`` tokens (0 when they were not asked)."""
