@@ -150,7 +150,8 @@ class _Builder:
         number, place, phase = gather
         layer = self.layers[number][place]
         name = f"{number}.{layer.name} {phase} gather"
-        self.ahead[gather] = self._add(name, "z", self._cost(layer).gather, self.path, takes=self._gathered(layer))
+        takes = memory.read(layer, self.grid, self.run)
+        self.ahead[gather] = self._add(name, "z", self._cost(layer).gather, self.path, takes)
 
     def _blocking(self, name: str, what: str, by_axis: dict[str, float]) -> None:
         for axis, seconds in by_axis.items():
@@ -171,7 +172,7 @@ class _Builder:
                 self._blocking(name, f"{phase} statistics", cost.output)
             saved = memory.saved(layer, self.grid, self.my_rows, self.run) if kept else 0.0
             used_up = layer.kind != "linear" or not (again or cached)
-            drop = self._gathered(layer) if gathered and used_up else 0.0
+            drop = memory.read(layer, self.grid, self.run) if gathered and used_up else 0.0
             seconds = self.run.run_again([layer], [cost.forward]) if again else cost.forward
             self.path = self._add(f"{name} {phase}", COMPUTE, seconds, self.path + gathered, saved, drop)
             ends = again and self.run.sequence_parallel and layer is ends_block(block.layers)
@@ -189,7 +190,7 @@ class _Builder:
             # Taken by the forward, or by the recomputation.
             frees = memory.saved(layer, self.grid, self.my_rows, self.run)
             if cost.gather and layer.kind == "linear":
-                frees += self._gathered(layer)
+                frees += memory.read(layer, self.grid, self.run)
             self._blocking(name, "backward statistics", cost.backward_blocking)
             if not cost.weight_grad:
                 if cost.input_grad or frees:
@@ -241,7 +242,3 @@ class _Builder:
         if gather:
             gathered = self._add("parameters gather", "data", gather, stepped)
             self._add("end", COMPUTE, 0.0, gathered)
-
-    def _gathered(self, layer: Layer) -> float:
-        """Bytes of a gathered weight."""
-        return self.run.itemsize * layer.parameters / (self.grid.x * self.grid.y) if self.grid.z > 1 else 0.0
