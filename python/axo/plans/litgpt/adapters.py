@@ -26,6 +26,7 @@ from litgpt.model import CausalSelfAttention as PlainAttention
 from torch import nn
 
 from axo.matmul import cost
+from axo.nn import Features
 from axo.nn.layer import ParallelLayer
 from axo.nn.replicated import reduce_gradient
 from axo.overlap.exchange import Exchange
@@ -175,29 +176,19 @@ class ScaledLinear(_OwnParameters, AdapterV2Linear):
         old: The serial layer. Whoever makes this gives it a parallel ``linear``.
         replacer: Whose grid it is for.
         name: Its name in the model.
-        transposed, whole_output, out_blocks, out_copies, gather_output: As for :class:`axo.nn.Linear`.
+        transposed, features: As for :class:`axo.nn.Linear`.
     """
 
-    def __init__(
-        self,
-        old: Any,
-        replacer: Replacer,
-        name: str,
-        *,
-        transposed: bool = False,
-        whole_output: bool = False,
-        out_blocks: tuple[int, ...] | None = None,
-        out_copies: tuple[int, ...] | None = None,
-        gather_output: bool = False,
-    ) -> None:
+    def __init__(self, old: Any, replacer: Replacer, name: str, transposed: bool, features: Features) -> None:
         in_axis, out_axis = replacer.comms.arrangement.features(transposed)
-        axes = () if whole_output else (out_axis,)
+        axes = () if features.whole_output else (out_axis,)
         out = old.linear.out_features
-        placement = Placement((out,), (axes,), out_blocks, replacer.comms, out_copies)
+        placement = Placement((out,), (axes,), features.out_blocks, replacer.comms, features.out_copies)
         self._start(replacer.comms, name, {"adapter_bias": placement, "adapter_scale": placement})
         self.in_axis, self.out_axis = in_axis, axes[0] if axes else None
         self.in_features_whole, self.out_features_whole = old.linear.in_features, out
-        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, gather_output
+        self.out_blocks, self.out_copies = features.out_blocks, features.out_copies
+        self.gather_output = features.gather_output
         self._exchange(replacer)
         self._add_parameters("meta", old.adapter_scale.dtype)
 

@@ -25,16 +25,16 @@ import torch
 from litgpt.lora import LoRALinear, LoRAQKVLinear
 from torch import nn
 
-from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
-from axo.nn import Dropout, Linear
+from axo.nn import Dropout, Features, Linear
 from axo.nn.layer import ParallelLayer
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
 from axo.placement import Placement
 from axo.plans.litgpt.adapters import own_gradients
+from axo.plans.replace import Replacer
 from axo.sharding import unshard
 
 
@@ -45,28 +45,18 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
 
     Args:
         old: The serial layer. Whoever makes this gives it a parallel ``linear``.
-        transposed, whole_output, out_blocks, out_copies, gather_output: As for :class:`axo.nn.Linear`.
-        comms, grad_reduce, name: As for :class:`axo.nn.Linear`.
+        replacer: Whose grid it is for.
+        name: Its name in the model.
+        transposed, features: As for :class:`axo.nn.Linear`.
     """
 
     linear: Linear
 
-    def __init__(
-        self,
-        old: Any,
-        *,
-        transposed: bool = False,
-        whole_output: bool = False,
-        out_blocks: tuple[int, ...] | None = None,
-        out_copies: tuple[int, ...] | None = None,
-        gather_output: bool = False,
-        comms: Communicators,
-        grad_reduce: str,
-        name: str,
-    ) -> None:
-        arrangement = comms.arrangement
+    def __init__(self, old: Any, replacer: Replacer, name: str, transposed: bool, features: Features) -> None:
+        comms, arrangement = replacer.comms, replacer.comms.arrangement
         in_axis, inner = arrangement.features(transposed)
-        out_axis = None if whole_output else inner
+        out_axis = None if features.whole_output else inner
+        out_blocks, out_copies = features.out_blocks, features.out_copies
         into, out = old.linear.in_features, old.linear.out_features
         whole = out_blocks or (out,)
         copies = out_copies or (1,) * len(whole)
@@ -90,14 +80,16 @@ class AdaptedLinear(ParallelLayer, LoRALinear):
         self.in_features = self.in_features_whole = into
         self.out_features = self.out_features_whole = out
         self.in_axis, self.out_axis = in_axis, out_axis
-        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, gather_output
+        self.out_blocks, self.out_copies, self.gather_output = out_blocks, out_copies, features.gather_output
         # Rows of the output on this rank, block by block.
         bounds = Placement((out,), ((out_axis,) if out_axis else (),), out_blocks, comms, out_copies).ranges(0)
         self.widths = [b - a for a, b in bounds] if out_blocks else [sum(b - a for a, b in bounds)]
         drop = old.lora_dropout.p if isinstance(old.lora_dropout, nn.Dropout) else 0.0
         self.lora_dropout = Dropout(drop, comms=comms, split=(in_axis, *arrangement.rows)) if drop else _same
         if placements:
-            self.exchanges = tuple(Exchange(comms, placement, grad_reduce) for placement in placements.values())
+            self.exchanges = tuple(
+                Exchange(comms, placement, replacer.grad_reduce) for placement in placements.values()
+            )
             self._add_parameters("meta", old.lora_A.dtype)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -56,7 +56,7 @@ from torch import nn
 from axo.arrangement import AXONN, Arrangement
 from axo.errors import Refused
 from axo.grid import Grid
-from axo.nn import RMSNorm
+from axo.nn import Features, RMSNorm
 from axo.nn.layer import ParallelLayer
 from axo.nn.linear import Linear
 from axo.nn.sequence import GatherTokens
@@ -233,23 +233,22 @@ def _layer(module: Any) -> Any:
     return getattr(module, "linear", module)
 
 
-def _replace_linear(parent: Any, child: str, name: str, replacer: Replacer, **options: Any) -> None:
+def _replace_linear(
+    parent: Any, child: str, name: str, replacer: Replacer, *, transposed: bool = False, **options: Any
+) -> None:
     """Replace a linear layer, and the adapter around it; ``options`` are fields of :class:`axo.nn.Features`."""
     old = getattr(parent, child)
     if isinstance(old, nn.Linear):
-        replacer.linear(parent, child, name, **options)
+        replacer.linear(parent, child, name, transposed=transposed, **options)
         return
-    serial = old.linear
-    lies = {key: value for key, value in options.items() if key not in ("uneven_out", "as_table")}
-    new: ParallelLayer
-    if isinstance(old, adapter_v2.AdapterV2Linear):
-        new = adapters.ScaledLinear(old, replacer, name, **lies)
-    else:
-        new = AdaptedLinear(old, comms=replacer.comms, grad_reduce=replacer.grad_reduce, name=name, **lies)
+    serial, features = old.linear, Features(**options)
+    assert not features.scatter_input, f"{name}: an adapter takes its part of the features"
+    kind: type[ParallelLayer] = adapters.ScaledLinear if isinstance(old, adapter_v2.AdapterV2Linear) else AdaptedLinear
+    new = kind(old, replacer, name, transposed, features)
     options.pop("gather_output", None)  # the adapter comes first
     replacer.put(parent, child, new)
     new.linear = serial
-    replacer.linear(new, "linear", f"{name}.linear", **options)
+    replacer.linear(new, "linear", f"{name}.linear", transposed=transposed, **options)
 
 
 def _replace_attention(block: Any, name: str, replacer: Replacer) -> None:
