@@ -22,7 +22,7 @@ from . import calibrate
 from .calibrate import BATCH, Row
 
 TOKENS = 2e12
-MONTH = 30.44 * DAY
+MONTH, YEAR = 30.44 * DAY, 365.25 * DAY
 ROUNDS = 14  # halvings of the interval that a fit searches
 WIDE = Row("frontier", 512, "gpt-640b")  # the row that wide products are fitted on
 RINGS = 1024  # the ZeRO-3 row that slow rings are fitted on
@@ -42,7 +42,7 @@ def _solved(low: float, high: float, too_low: Callable[[float], bool]) -> float:
 @cache
 def wide_products() -> float:
     """Return the share of frontier's ``gemm_fraction`` that products of h = 16384 reach, from 640B on 512 GCDs."""
-    measured = readers.papers()["democratizing_text"]["years_640B_512"] * 365.25 * DAY
+    measured = readers.papers()["democratizing_text"]["years_640B_512"] * YEAR
     steps = TOKENS / BATCH
     return _solved(0.1, 1.0, lambda share: steps * _made(WIDE, slowed(share)).best.seconds > measured)
 
@@ -75,7 +75,7 @@ def rows() -> Iterator[tuple[str, float, float, float, str, str]]:
     text = readers.papers()["democratizing_text"]
     plain, wide = machine.load("frontier"), slowed(wide_products())
     steps = TOKENS / BATCH
-    years = [steps * _made(WIDE, on).best.seconds / (365.25 * DAY) for on in (plain, wide)]
+    years = [steps * _made(WIDE, on).best.seconds / YEAR for on in (plain, wide)]
     yield "wide products: 640B on 512 GCDs", text["years_640B_512"], *years, "years", "calibrated"
     months = [steps * _made(Row("frontier", 8192, "gpt-640b"), on).best.seconds / MONTH for on in (plain, wide)]
     yield "wide products: 640B on 8192 GCDs", text["months_640B_8192"], *months, "months", ""

@@ -22,9 +22,9 @@ from . import calibrate, equations, figures, mechanisms
 from . import tesseract_tables as tables
 from .calibrate import BATCH, Row
 from .lines import Group, Line, held_out
+from .mechanisms import MONTH, TOKENS, YEAR
 
 HERE = Path(__file__).parent
-MONTH, YEAR = 30.44 * DAY, 365.25 * DAY
 
 
 def groups() -> Iterator[Group]:
@@ -90,7 +90,7 @@ def _strong_scaling() -> Group:
 
     def train(name: str, gpus: int) -> float:
         made = planner.plan(calibrate.request(Row("frontier", gpus, name)))
-        return 2e12 / BATCH * made.best.seconds
+        return TOKENS / BATCH * made.best.seconds
 
     large_512, large_8192 = train("gpt-640b", 512), train("gpt-640b", 8192)
     small_128, small_8192 = train("gpt-80b", 128), train("gpt-80b", 8192)
