@@ -66,8 +66,6 @@ class Agarwal(Algorithm):
         grid: Grid, size: tuple[int, int], phase: str, op: str, axis: str, rows_over: str, columns_over: str
     ) -> Transfer:
         g, groups = grid.size(axis), grid.size(rows_over) * grid.size(columns_over)
-        if g == 1:
-            return Transfer(phase, op, axis, 0, 0, 0)
         padded = sum(g * chunk(part(size[0], grid.size(rows_over), i), g) for i in range(grid.size(rows_over)))
         return Transfer(phase, op, axis, groups, groups * g * (g - 1), (g - 1) * padded * size[1])
 

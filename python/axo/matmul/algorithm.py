@@ -205,5 +205,5 @@ def whole_elements(shape: Shape) -> tuple[int, int, int]:
 
 
 def dropped(transfers: Iterable[Transfer]) -> list[Transfer]:
-    """Leave out what is never issued: collectives on axes of one rank."""
-    return [transfer for transfer in transfers if transfer.calls]
+    """Leave out what is never issued: collectives on axes of one rank, where nothing arrives anywhere."""
+    return [transfer for transfer in transfers if transfer.deliveries]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from axo.grid import Grid
 from axo.matmul.agarwal import scatter, start_gather
-from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer, chunk, part
+from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer, chunk, dropped, part
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,17 +35,16 @@ class Axonn(Algorithm):
 
     def forward(self, comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Tensor:
         columns = part(shape.n, comms.x.size, comms.x.rank)
-        product = a @ start_gather(comms.z, b.T, columns)().T
-        return comms.y.all_reduce(product) if comms.y.size > 1 else product
+        return comms.y.all_reduce(a @ start_gather(comms.z, b.T, columns)().T)
 
     def backward(
         self, comms: Communicators, a: Tensor, b: Tensor, grad_c: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor]:
         columns = part(shape.n, comms.x.size, comms.x.rank)
         grad_a = grad_c @ start_gather(comms.z, b.T, columns)()
-        work = comms.x.all_reduce(grad_a, async_op=True) if comms.x.size > 1 else None  # behind dB's product
+        work = comms.x.all_reduce(grad_a, async_op=True)  # behind dB's product
         grad_b = scatter(comms.z, grad_c.T @ a).T
-        return work.wait() if work is not None else grad_a, grad_b
+        return work.wait(), grad_b
 
     def cost(self, grid: Grid, shape: Shape) -> list[Transfer]:
         x, y, z = grid.x, grid.y, grid.z
@@ -56,4 +55,4 @@ class Axonn(Algorithm):
         ]
         output = Transfer(FORWARD, "all_reduce", "y", x * z, x * z * 2 * (y - 1), 2 * (y - 1) * shape.m * shape.n)
         grad = Transfer(BACKWARD, "all_reduce", "x", y * z, y * z * 2 * (x - 1), 2 * (x - 1) * shape.m * shape.k)
-        return [*(weights if z > 1 else []), *([output] if y > 1 else []), *([grad] if x > 1 else [])]
+        return dropped([*weights, output, grad])

@@ -149,7 +149,7 @@ def rings(q: int, shape: Shape, shares: list[tuple[int, int]]) -> list[Transfer]
         total[1] += whole - stays + shifts * whole
 
     for first, last in shares:
-        if first < last and q > 1:
+        if first < last:
             for axis in ("y", "x"):
                 add(FORWARD, axis, first, last - first - 1)
                 add(BACKWARD, axis, first, last - first - 1)  # A and B again

@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axo.grid import Grid
-from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer
+from axo.matmul.algorithm import BACKWARD, FORWARD, Algorithm, Layout, Shape, Transfer, dropped
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,9 @@ class MegatronColumn(Algorithm):
         self, comms: Communicators, a: Tensor, b: Tensor, grad_c: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor]:
         grad_a = grad_c @ b.T
-        work = comms.x.all_reduce(grad_a, async_op=True) if comms.x.size > 1 else None  # behind dB's product
+        work = comms.x.all_reduce(grad_a, async_op=True)  # behind dB's product
         grad_b = a.T @ grad_c
-        return work.wait() if work is not None else grad_a, grad_b
+        return work.wait(), grad_b
 
     def cost(self, grid: Grid, shape: Shape) -> list[Transfer]:
         return _all_reduce(grid, BACKWARD, shape.m * shape.k)
@@ -55,7 +55,7 @@ class MegatronRow(MegatronColumn):
     c = Layout()
 
     def forward(self, comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Tensor:
-        return comms.x.all_reduce(a @ b) if comms.x.size > 1 else a @ b
+        return comms.x.all_reduce(a @ b)
 
     def backward(
         self, comms: Communicators, a: Tensor, b: Tensor, grad_c: Tensor, shape: Shape
@@ -68,4 +68,4 @@ class MegatronRow(MegatronColumn):
 
 def _all_reduce(grid: Grid, phase: str, elements: int) -> list[Transfer]:
     there = 2 * (grid.x - 1)
-    return [Transfer(phase, "all_reduce", "x", 1, there, there * elements)] if grid.x > 1 else []
+    return dropped([Transfer(phase, "all_reduce", "x", 1, there, there * elements)])

@@ -71,9 +71,7 @@ class Solomonik(Algorithm):
             Transfer(phase, op, "z", n * blocks, n * blocks * there, elements * there)
             for phase, op, n, elements in over_z
         ]
-        return dropped(
-            [*(depth if d > 1 else []), *cannon.rings(q, shape, [_share(q, d, layer) for layer in range(d)])]
-        )
+        return dropped([*depth, *cannon.rings(q, shape, [_share(q, d, layer) for layer in range(d)])])
 
     def _copies(self, comms: Communicators, shape: Shape, **parts: Tensor) -> list[Tensor]:
         """Each layer's copies of the parts that layer 0 holds."""
@@ -86,7 +84,7 @@ class Solomonik(Algorithm):
 
     @staticmethod
     def _at_layer_0(comms: Communicators, block: Tensor) -> Tensor:
-        total = comms.z.reduce(block, 0) if comms.z.size > 1 else block
+        total = comms.z.reduce(block, 0)
         return total if comms.z.rank == 0 else block.new_empty(0, 0)
 
 

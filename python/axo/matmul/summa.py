@@ -66,8 +66,6 @@ class Summa(Algorithm):
 
     def cost(self, grid: Grid, shape: Shape) -> list[Transfer]:
         q, d = grid.x, grid.z
-        if q == 1:
-            return []
         in_a, in_b, _ = whole_elements(shape)
         calls, deliveries = q * q * d, q * q * d * (q - 1)  # of each matrix: q d groups of ranks, q blocks each
         moved_a, moved_b = (q - 1) * in_a, (q - 1) * in_b * d

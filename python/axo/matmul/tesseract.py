@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from axo.grid import Grid
-from axo.matmul.algorithm import BACKWARD, Layout, Shape, Transfer, whole_elements
+from axo.matmul.algorithm import BACKWARD, Layout, Shape, Transfer, dropped, whole_elements
 from axo.matmul.summa import Summa
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class Tesseract(Summa):
         self, comms: Communicators, a: Tensor, b: Tensor, grad_c: Tensor, shape: Shape
     ) -> tuple[Tensor, Tensor]:
         grad_a, grad_b = super().backward(comms, a, b, grad_c, shape)
-        return grad_a, comms.z.all_reduce(grad_b) if comms.z.size > 1 else grad_b
+        return grad_a, comms.z.all_reduce(grad_b)
 
     def cost(self, grid: Grid, shape: Shape) -> list[Transfer]:
         q, d = grid.x, grid.z
         _, in_b, _ = whole_elements(shape)
         depth = Transfer(BACKWARD, "all_reduce", "z", q * q, 2 * (d - 1) * q * q, 2 * (d - 1) * in_b)
-        return [*super().cost(grid, shape), *([depth] if d > 1 else [])]
+        return dropped([*super().cost(grid, shape), depth])
