@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -191,18 +191,22 @@ class Engine:
     def finish_backward(self) -> None:
         """Complete all gradients; nothing of this pass is left, but what a pipeline's step waits for at its end."""
         self._end = None
+        self._or_drop(self.gradients.start if self.reducing else self.gradients.finish)
+        self.gathers.end()
+        self._end_of_pass()
+
+    def _or_drop(self, complete: Callable[[], None]) -> None:
+        """Complete gradients; if that fails, forget what the backward pass has left."""
         try:
             with torch.no_grad():
-                if self.reducing:
-                    self.gradients.start()
-                else:
-                    self.gradients.finish()
+                complete()
             self.comms.poll()
         except BaseException:
             self.drop_backward(quiet=True)
             self.comms.poll()  # a kernel that has given up tells more than the transport: which chunk, of which epoch
             raise
-        self.gathers.end()
+
+    def _end_of_pass(self) -> None:
         if not self.defers:
             self.gathers.drop()
         if not self.reducing:
@@ -242,17 +246,8 @@ class Engine:
     def release(self) -> None:
         """What ``start_release`` has issued is to be complete: wait, and give all gradients."""
         self.reducing = False
-        try:
-            with torch.no_grad():
-                self.gradients.finish()
-            self.comms.poll()
-        except BaseException:
-            self.drop_backward(quiet=True)
-            self.comms.poll()
-            raise
-        if not self.defers:
-            self.gathers.drop()
-        self.pool.end_of_pass()
+        self._or_drop(self.gradients.finish)
+        self._end_of_pass()
 
     def drop_backward(self, *, quiet: bool = False) -> None:
         """A backward pass has failed: forget what it left."""
