@@ -17,8 +17,8 @@ import errno
 import mmap
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -28,27 +28,25 @@ RUN = 1 << 30  # bytes
 _KEPT_PASSES = 2
 
 
-class Tier(Protocol):
+class Tier(ABC):
     """Where blocks of bytes lie."""
 
+    @abstractmethod
     def block(self, size: int) -> torch.Tensor:
         """``size`` bytes of zeros, (size,) uint8 on the CPU. They are given back with the tensor.
 
         Raises:
             OSError: There is no room.
         """
-        ...
 
-    def soon(self, tensor: torch.Tensor) -> None:
+    def soon(self, tensor: torch.Tensor) -> None:  # noqa: B027  most memory need not be told
         """The tensor, dense and of a block, will be read soon."""
-        ...
 
-    def rest(self, tensor: torch.Tensor) -> None:
+    def rest(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """The tensor, dense and of a block, is not needed for a while."""
-        ...
 
 
-class MappedFiles:
+class MappedFiles(Tier):
     """A tier in a folder; see the module.
 
     Args:
@@ -98,21 +96,15 @@ class MappedFiles:
         _advise(tensor, mmap.MADV_DONTNEED)  # of a mapped file: the pages stay in the file, the process lets them go
 
 
-class PinnedMemory:
+class PinnedMemory(Tier):
     """A tier in pinned memory of the host, which a GPU copies from and to by itself."""
 
     def block(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, pin_memory=True)
 
-    def soon(self, tensor: torch.Tensor) -> None:
-        pass
 
-    def rest(self, tensor: torch.Tensor) -> None:
-        pass
-
-
-class Runs:
-    """Blocks of a tier for good, cut out of few large ones: pinned memory comes in powers of two.
+class Runs(Tier):
+    """Blocks of pinned memory that are kept for good, cut out of few large ones: it comes in powers of two.
 
     Args:
         tier: Gives the large ones: as much as has been cut so far, at most RUN bytes.
@@ -130,12 +122,6 @@ class Runs:
         block, self._left = self._left[:size], self._left[room:]
         self._cut += room
         return block
-
-    def soon(self, tensor: torch.Tensor) -> None:
-        self._tier.soon(tensor)
-
-    def rest(self, tensor: torch.Tensor) -> None:
-        self._tier.rest(tensor)
 
 
 def tier_for(device: torch.device, folder: str | os.PathLike[str] | None) -> Tier:
