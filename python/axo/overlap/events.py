@@ -92,9 +92,7 @@ class TracedWork:
         """Block until it has completed; its tensor."""
         if self._work is not None:
             events = self._engine.events
-            if events is None:
-                self._work.wait()
-            elif self._work.is_completed():
+            if events is None or self._work.is_completed():
                 self._work.wait()
             else:
                 with span(events, "wait", *self._names):
