@@ -13,7 +13,7 @@ from litgpt.config import Config
 from litgpt.model import GPT
 
 import axo
-from axo.nn.elsewhere import Elsewhere
+from axo.nn.elsewhere import Elsewhere, renamed
 from axo.perf.cut import bounds_of, planned
 from axo.perf.pipeline_schedule import stages_of
 from axo.pipeline.cut import part_of, workload_of
@@ -114,11 +114,11 @@ def in_stages(cases):
             module.register_forward_hook(lambda module, given, output, kept=kept: kept.append(output))
         for _ in range(2):
             schedule.step(ids[mine], target=targets[mine])
-        renamed = part_of(model).renamed
+        in_whole = renamed(model)
         for own, parameter in model.named_parameters():
-            expected = 2 * serial.get_parameter(renamed.get(own, own)).grad
+            expected = 2 * serial.get_parameter(in_whole.get(own, own)).grad
             # Of attention's key bias the gradient is what rounding leaves: it counts beside that of queries.
-            like = serial.get_parameter(renamed.get(own, own).replace("key.bias", "query.bias")).grad
+            like = serial.get_parameter(in_whole.get(own, own).replace("key.bias", "query.bias")).grad
             worst = (axo.unshard_grad(parameter) - expected).abs().max().item() / like.abs().max().item()
             assert worst <= 1e-5, f"{kind} by {name} on {grid}: {own} is off by {worst:.1e}"
 

@@ -21,14 +21,14 @@ from litgpt.model import GPT
 from torch.utils.checkpoint import checkpoint
 
 import axo
-from axo.nn.elsewhere import Elsewhere
+from axo.nn.elsewhere import Elsewhere, renamed
 from axo.overlap import record
 from axo.overlap.events import TracedWork
 from axo.overlap.weight_phase import WeightPhase
 from axo.perf import machine
 from axo.perf.layer_time import RunOptions
 from axo.perf.stages import StageTimes
-from axo.pipeline.cut import part_of, workload_of
+from axo.pipeline.cut import workload_of
 from tests.gpt import LLAMA, NEOX
 from tests.launcher import run_ranks
 from tests.nn.support import my_rows, serial_seed
@@ -96,9 +96,9 @@ def accumulate(comms, schedule):
 
 def compare(comms, model, expected, label):
     """Each gradient of this stage, whole, against the serial one."""
-    seen, renamed = set(), part_of(model).renamed
+    seen, in_whole = set(), renamed(model)
     for own, parameter in model.named_parameters():
-        name = renamed.get(own, own)
+        name = in_whole.get(own, own)
         assert parameter.grad is not None, f"{label}: {name} has no gradient"
         whole = axo.unshard_grad(parameter)
         scale = expected[name].abs().max().item() + 1e-12

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from torch import nn
 from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere, set_shared
+from axo.nn.elsewhere import Elsewhere, renamed, set_shared
 from axo.nn.init import tied_parameters
 from axo.nn.layer import ParallelLayer
 from axo.overlap.model import detach, engines
@@ -52,17 +52,13 @@ class PipelinePart:
         index: Which of them the module is; of a rank's whole part with several stages, the first.
         features: Features of the residual stream on this rank: its last dim.
         token_ranks: Ranks that the tokens of the residual stream are split over.
-        renamed: Own name -> the name under which the whole model lists the same tensor, held by another stage too.
-        shared: The other stage's name of it -> the own.
-        tied: Ranks that hold that tensor, this one among them; None: this rank holds none such.
+        tied: Ranks that hold one tensor together (``axo.nn.elsewhere.renamed``), this one among them; None: none.
     """
 
     stages: int
     index: int
     features: int
     token_ranks: int
-    renamed: dict[str, str] = field(default_factory=dict)
-    shared: dict[str, str] = field(default_factory=dict)
     tied: Communicator | None = None
 
 
@@ -126,7 +122,6 @@ def split(
         if stage not in mine:
             _put(model, name, Elsewhere(model.get_submodule(name).to("meta"), _gives(family, name)))
     setattr(model, PART, part)
-    set_shared(model, part.renamed, part.shared)
     views = views or len(mine) > 1
     attach_alike = detach(model) if views else None
     found: list[nn.Module] = []
@@ -172,10 +167,10 @@ def _stage_of(name: str, home: dict[str, int]) -> int | None:
 def _tie(
     model: nn.Module, family: Family, comms: Communicators, stages: int, order: str, home: dict[str, int]
 ) -> PipelinePart:
-    """Who holds a weight that two stages use, and what the residual stream is like."""
+    """Note which weight two stages use; who holds it, and what the residual stream is like."""
     names = {module: name for name, module in model.named_modules()}
     last = stages - 1
-    renamed: dict[str, str] = {}
+    names_in_whole: dict[str, str] = {}
     shared: dict[str, str] = {}
     tied: Communicator | None = None
     listed = [name for name, _ in model.named_parameters(remove_duplicate=False)]
@@ -195,20 +190,21 @@ def _tie(
         tied = comms.among(ranks, "tied")
         held_here = {ranks[0]: 0, ranks[1]: last}.get(comms.stage)
         here = [name for name in called if _stage_of(name, home) == held_here]
-        renamed |= dict.fromkeys(here, called[0])
+        names_in_whole |= dict.fromkeys(here, called[0])
         shared |= {name: here[0] for name in called if here and name not in here}
         if comms.stage == ranks[1]:
             for module, child in owners:
                 if isinstance(module, ParallelLayer):
                     module.placements[child] = replace(module.placements[child], counted=False)
+    set_shared(model, names_in_whole, shared)
     if not family.table:
         config: Any = model.config
-        return PipelinePart(stages, 0, config.hidden_size, 1, renamed, shared, tied)
+        return PipelinePart(stages, 0, config.hidden_size, 1, tied)
     table: Any = model.get_submodule(family.table)
     grid = comms.grid
     width = table.embedding_dim // (1 if getattr(table, "gather_output", True) else grid.y)
     tokens = grid.x if getattr(table, "scatters_tokens", False) else 1
-    return PipelinePart(stages, 0, width, tokens, renamed, shared, tied)
+    return PipelinePart(stages, 0, width, tokens, tied)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module, *, in_view: bool = False) -> None:
@@ -247,7 +243,7 @@ def tied_gradients(modules: Sequence[nn.Module]) -> Iterator[None]:
         if part is None or part.tied is None:
             continue
         named = dict(module.named_parameters(remove_duplicate=False))
-        found += [(named[name], part.tied) for name in sorted(part.renamed.keys() & named.keys())]
+        found += [(named[name], part.tied) for name in sorted(renamed(module).keys() & named.keys())]
     # A gradient on the lower tier has one place, which the step's own will take.
     kept = [None if p.grad is None else p.grad.clone() if hasattr(p, "home") else p.grad for p, _ in found]
     for parameter, _ in found:

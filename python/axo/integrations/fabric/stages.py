@@ -27,7 +27,7 @@ from axo import pipeline
 from axo.checkpoint.ranks import checkpoint_group, share
 from axo.comm.connect import Communicators
 from axo.errors import Refused
-from axo.nn.elsewhere import Elsewhere
+from axo.nn.elsewhere import Elsewhere, renamed
 from axo.perf.pipeline_schedule import rank_of
 from axo.pipeline.cut import part_of, view
 
@@ -122,8 +122,8 @@ class StageRunner:
 
     def names_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
         """The names in the whole model of the parameters of each group."""
-        renamed = part.renamed if (part := part_of(self._model)) is not None else {}
-        names = {id(p): renamed.get(name, name) for name, p in self._model.named_parameters()}
+        in_whole = renamed(self._model)
+        names = {id(p): in_whole.get(name, name) for name, p in self._model.named_parameters()}
         return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:

@@ -181,9 +181,7 @@ class _OneVoice:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
         report = yield
-        failed = torch.tensor([int(report.failed), int(report.skipped)])
-        if self._comms.grid.world_size > 1:
-            failed = self._comms.world.all_reduce(failed, "max")
+        failed = self._comms.world.all_reduce(torch.tensor([int(report.failed), int(report.skipped)]), "max")
         if failed[0] and not report.failed:
             report.outcome = "failed"
             report.longrepr = "failed on another rank of the grid"
