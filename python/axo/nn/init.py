@@ -52,27 +52,24 @@ def init_weights(
     fill = _nameless(_reset) if fn is None else fn if with_names else _nameless(fn)
     ties = tied_parameters(model)
     with source_generator(comms, comms.device, all_stages=is_stage(model)), torch.no_grad():
-        _init_module(model, "", fill, comms.device, ties, _Shared(model), offload)
+        _init_module(model, "", fill, comms.device, ties, model, offload)
     return model
 
 
-class _Shared:
-    """A stage's parameters that another stage holds too: who is filled last gives both their values."""
+def _take_shared(model: nn.Module, serial: nn.Module, name: str, keys: list[str]) -> None:
+    """Another stage's layer ``name`` has been filled: take ``keys`` of it that this stage holds too.
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._own = model, shared(model)
-
-    def fill(self, serial: nn.Module, name: str, keys: list[str]) -> None:
-        """The other stage's layer ``name`` has been filled: ``keys`` of it."""
-        for key in keys:
-            owner, _, child = self._own.get(f"{name}.{key}", "").rpartition(".")
-            if not owner:
-                continue
-            layer = self._model.get_submodule(owner)
-            assert isinstance(layer, ParallelLayer)
-            if not getattr(layer, child).is_meta:  # else it is filled later
-                whole = getattr(serial, key).detach()
-                getattr(layer, child).copy_(layer.placements[child].take(whole, layer.comms.grid, layer.comms.coords))
+    Who is filled last gives both their values.
+    """
+    own = shared(model)
+    for key in keys:
+        owner, _, child = own.get(f"{name}.{key}", "").rpartition(".")
+        if not owner:
+            continue
+        layer = model.get_submodule(owner)
+        assert isinstance(layer, ParallelLayer)
+        if not getattr(layer, child).is_meta:  # else it is filled later
+            getattr(layer, child).copy_(layer.placements[child].take(getattr(serial, key).detach()))
 
 
 Ties = dict[torch.Tensor, list[tuple[nn.Module, str]]]
@@ -112,11 +109,11 @@ def _init_module(
     fill: Callable[[nn.Module, str], Any],
     device: torch.device,
     ties: Ties,
-    shared: _Shared,
+    model: nn.Module,
     offload: Offload | None,
 ) -> None:
     for child_name, child in module.named_children():
-        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties, shared, offload)
+        _init_module(child, f"{name}.{child_name}" if name else child_name, fill, device, ties, model, offload)
     own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
     was_meta = any(tensor.is_meta for tensor in own)
     if was_meta:
@@ -125,7 +122,7 @@ def _init_module(
         _init_layer(module, name, fill, was_meta)
     elif isinstance(module, Elsewhere):
         if module.stands_for is not None:
-            _draw_module(module.stands_for, name, fill, device, shared)
+            _draw_module(module.stands_for, name, fill, device, model)
     else:
         fill(module, name)
         if was_meta and not any(True for _ in module.parameters(recurse=False)):
@@ -135,16 +132,16 @@ def _init_module(
 
 
 def _draw_module(
-    module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device, shared: _Shared
+    module: nn.Module, name: str, fill: Callable[[nn.Module, str], Any], device: torch.device, model: nn.Module
 ) -> None:
     """Draw the values of a module on the meta device, and drop them."""
     for child_name, child in module.named_children():
-        _draw_module(child, f"{name}.{child_name}", fill, device, shared)
+        _draw_module(child, f"{name}.{child_name}", fill, device, model)
     if isinstance(module, ParallelLayer):
         if module.placements:
             weight = getattr(module, next(iter(module.placements)))
             for serial, keys in _filled(module, name, fill, device, weight.dtype, True):
-                shared.fill(serial, name, keys)
+                _take_shared(model, serial, name, keys)
         return
     tensors = any(True for kind in (module.parameters, module.buffers) for _ in kind(recurse=False))
     if tensors:

@@ -75,7 +75,7 @@ class ParallelLayer(nn.Module):
             MemoryError: This rank's shards are larger than the memory of their device, or there is too little left.
         """
         place, dtype = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
-        shapes = {name: each.local_shape(self.comms.grid, self.comms.coords) for name, each in self.placements.items()}
+        shapes = {name: each.local_shape() for name, each in self.placements.items()}
         size, room = sum(map(math.prod, shapes.values())) * dtype.itemsize, physical_memory(place)
         wrong = (
             f"{self.label()}: this rank's part takes {size / 2**30:,.1f} GiB, and {place} has"
@@ -102,7 +102,7 @@ class ParallelLayer(nn.Module):
         before, placement = self._parameters.get(name), self.placements.get(name)
         told = hasattr(param, "placement")
         if before is not None and param is not None and placement is not None and not told:
-            shape = placement.local_shape(self.comms.grid, self.comms.coords)
+            shape = placement.local_shape()
             if tuple(param.shape) != shape:
                 raise ValueError(
                     f"{self.label()}: {name} of shape {tuple(param.shape)} must be this rank's shard, {shape};"
@@ -147,8 +147,7 @@ class ParallelLayer(nn.Module):
         """Copy this rank's shards out of a whole layer: all of them, or those of ``names``."""
         with torch.no_grad():
             for name in self.placements if names is None else names:
-                full = getattr(serial, name).detach()
-                getattr(self, name).copy_(self.placements[name].take(full, self.comms.grid, self.comms.coords))
+                getattr(self, name).copy_(self.placements[name].take(getattr(serial, name).detach()))
 
     def reset_parameters(self) -> None:
         """Fill the shards with what the serial layer would get from rank 0's generator. Every rank must call it."""
@@ -229,7 +228,7 @@ class ParallelLayer(nn.Module):
             if not isinstance(value, torch.Tensor) or tuple(value.shape) != placement.global_shape:
                 continue
             if value.shape != getattr(self, name).shape:
-                state_dict[prefix + name] = placement.take(value, self.comms.grid, self.comms.coords).clone()
+                state_dict[prefix + name] = placement.take(value).clone()
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._tag()
 

@@ -103,8 +103,7 @@ def _draw_elsewhere(
                 layer = model.get_submodule(owner)
                 assert isinstance(layer, ParallelLayer)
                 layer.to_empty(device=comms.device, recurse=False)
-                part = layer.placements[child].take(getattr(serial, key).detach(), comms.grid, comms.coords)
-                getattr(layer, child).copy_(part)
+                getattr(layer, child).copy_(layer.placements[child].take(getattr(serial, key).detach()))
         serial.to("meta")
 
 
