@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -86,7 +87,6 @@ class Communicators:
         else:
             self.world, self.pipeline = self._of_stages()
         self._group = group
-        self._pipeline_group: dist.ProcessGroup | None = None
         self.x = self._line("x")
         self.y = self._line("y")
         self.z = self._line("z")
@@ -95,10 +95,7 @@ class Communicators:
             line._siblings = tuple(other for other in self.communicators if other is not line)
         self._arrangement: Arrangement | None = None
         self.attached: dict[str, Attached] = {}  # what upper parts keep as long as these live
-        self._device_mesh: dist.DeviceMesh | None = None
-        self._checkpoint_mesh: dist.DeviceMesh | None = None
         self._neighbours: dict[tuple[str, int], Communicator] = {}
-        self._checkpoint_group: dist.ProcessGroup | None = None
         self._before_close: list[Callable[[], object]] = []
         self._owns_process_group = owns_process_group
 
@@ -223,22 +220,19 @@ class Communicators:
         count = self.stages * self.grid.world_size
         return list(range(count)) if self._group is None else dist.get_process_group_ranks(self._group)
 
-    @property
+    @cached_property
     def device_mesh(self) -> dist.DeviceMesh:
-        """A torch DeviceMesh of dims ("data", "z", "y", "x"), made on first use. Collective then.
+        """A torch DeviceMesh of dims ("data", "z", "y", "x"). Its first use is collective, as it is made then.
 
         With several stages its first dim is "pipeline".
         """
-        if self._device_mesh is None:
-            if not dist.is_initialized():  # one rank without torchrun
-                dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
-            shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
-            names = tuple(reversed(AXES))
-            if self.stages > 1:
-                shape, names = (self.stages, *shape), ("pipeline", *names)
-            ranks = torch.tensor(self.ranks).view(shape)
-            self._device_mesh = self._mesh(ranks, names)
-        return self._device_mesh
+        if not dist.is_initialized():  # one rank without torchrun
+            dist.init_process_group(_backends(self.device), store=dist.HashStore(), rank=0, world_size=1)
+        shape = tuple(self.grid.size(axis) for axis in reversed(AXES))
+        names = tuple(reversed(AXES))
+        if self.stages > 1:
+            shape, names = (self.stages, *shape), ("pipeline", *names)
+        return self._mesh(torch.tensor(self.ranks).view(shape), names)
 
     def _mesh(self, ranks: torch.Tensor, names: tuple[str, ...]) -> dist.DeviceMesh:
         """A mesh of these ranks. On a part of the world only they make its groups."""
@@ -255,62 +249,53 @@ class Communicators:
     def _small_group(self, ranks: list[int]) -> dist.ProcessGroup:
         return dist.new_group(ranks, timedelta(seconds=self.timeout), use_local_synchronization=True)
 
-    @property
+    @cached_property
     def pipeline_group(self) -> dist.ProcessGroup:
         """The ranks of ``pipeline`` as a process group, for the messages of ``torch.distributed.pipelining``.
 
-        Made on first use, which is collective over these ranks.
+        Its first use is collective over these ranks, as it is made then.
         """
-        if self._pipeline_group is None:
-            if not dist.is_initialized():
-                return self.device_mesh.get_group("x")  # one rank without torchrun
-            ranks = self.ranks[self.rank :: self.grid.world_size]
-            self._pipeline_group = self._small_group(ranks)
-        return self._pipeline_group
+        if not dist.is_initialized():
+            return self.device_mesh.get_group("x")  # one rank without torchrun
+        return self._small_group(self.ranks[self.rank :: self.grid.world_size])
 
-    @property
+    @cached_property
     def checkpoint_mesh(self) -> dist.DeviceMesh:
-        """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"), made on first use. Collective then.
+        """The same ranks as a DeviceMesh of dims ("data", "y", "x", "z"). Its first use is collective too.
 
         DTensor splits a dim from the left mesh dim to the right, so that plain shards over it describe weights: blocks
         over x and y, rows of a block over z.
         """
-        if self._checkpoint_mesh is None:
-            names: tuple[str, ...] = ("data", "y", "x", "z")
-            ranks = self.device_mesh.mesh
-            if self.stages == 1:
-                self._checkpoint_mesh = self._mesh(ranks.permute(0, 2, 3, 1), names)
-            else:  # of all stages, and this rank's part of it
-                self._checkpoint_mesh = self._mesh(ranks.permute(0, 1, 3, 4, 2), ("pipeline", *names))[names]
-        return self._checkpoint_mesh
+        names: tuple[str, ...] = ("data", "y", "x", "z")
+        ranks = self.device_mesh.mesh
+        if self.stages == 1:
+            return self._mesh(ranks.permute(0, 2, 3, 1), names)
+        return self._mesh(ranks.permute(0, 1, 3, 4, 2), ("pipeline", *names))[names]  # this rank's part of all stages'
 
     def before_close(self, callback: Callable[[], object]) -> None:
         """Have ``close`` call this first: for what still communicates on another thread."""
         self._before_close.append(callback)
 
-    @property
+    @cached_property
     def checkpoint_group(self) -> dist.ProcessGroup:
         """A process group of the ranks of all stages for CPU tensors, which nothing but checkpoints use.
 
-        Collective on first use.
+        Its first use is collective, as it is made then.
 
         Raises:
             axo.PeerLost, axo.Timeout: A rank has died, or does not come within ``timeout``.
         """
-        if self._checkpoint_group is None:
-            self.everyone.barrier()  # notices a death, which the store by which torch's groups are made does not
-            serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
-            backend = None if serves_cpu else "gloo"
-            part = self._group is not None
-            self._checkpoint_group = dist.new_group(
-                self.ranks if part else None,
-                timedelta(seconds=self.timeout),
-                backend,
-                # torch hands options on to NCCL too, which refuses them
-                pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
-                use_local_synchronization=part,
-            )
-        return self._checkpoint_group
+        self.everyone.barrier()  # notices a death, which the store by which torch's groups are made does not
+        serves_cpu = torch.device("cpu") in dist.distributed_c10d._get_default_group()._device_types
+        part = self._group is not None
+        return dist.new_group(
+            self.ranks if part else None,
+            timedelta(seconds=self.timeout),
+            None if serves_cpu else "gloo",
+            # torch hands options on to NCCL too, which refuses them
+            pg_options=None if "nccl" in dist.get_backend_config() else BackendOptions(self.timeout, "checkpoints"),
+            use_local_synchronization=part,
+        )
 
     def close(self) -> None:
         """Wait for this rank's pending operations and leave the peers. May be called again.

@@ -313,13 +313,13 @@ class RecordingCommunicators(Communicators):
         if not hasattr(dist.Backend, _BACKEND.upper()):
             dist.Backend.register_backend(_BACKEND, RecordingGroup, devices=["cpu"])
         dist.init_process_group(_BACKEND, store=dist.HashStore(), rank=self.stage, world_size=self.stages)
-        self._pipeline_group = group = dist.distributed_c10d._get_default_group()
+        self.pipeline_group = group = dist.distributed_c10d._get_default_group()
         assert isinstance(group, RecordingGroup)
         group.issued = self.issued
         try:
             yield
         finally:
-            self._pipeline_group = None
+            del self.pipeline_group
             dist.destroy_process_group()
 
     def _neighbour_line(self, axis: str, count: int) -> Communicator:
