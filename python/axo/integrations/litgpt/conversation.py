@@ -8,7 +8,7 @@ import sys
 import threading
 from typing import Any
 
-_TOLD_EVERY = 10.0  # seconds: ranks that wait for a line hear from each other, so that a lost one is noticed
+TOLD_EVERY = 10.0  # seconds: ranks that wait for a user hear from each other, so that a lost one is noticed
 _END = "!quit"  # ends a conversation, as the end of the input does
 _kept: int | None = None
 
@@ -40,7 +40,7 @@ class Lines:
             line = None
             if self._fabric.global_rank == 0:
                 try:
-                    line = self._lines.get(timeout=_TOLD_EVERY)
+                    line = self._lines.get(timeout=TOLD_EVERY)
                 except queue.Empty:
                     pass
             line = self._fabric.broadcast(line)

@@ -25,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ from starlette.middleware.base import BaseHTTPMiddleware
 
 from axo.comm.connect import Communicators
 from axo.errors import Error, PeerLost
+from axo.integrations.litgpt.conversation import TOLD_EVERY
 from axo.nn.generator import source_generator
 
-_TOLD_EVERY = 10.0  # seconds: ranks that wait for a request hear from each other, so that a lost one is noticed
 _STOPS_WITHIN = 5.0  # seconds that the HTTP thread gets at the end
 _BYTES_A_TOKEN = 64  # of a body, at most; and any body may have _SMALL_BODY
 _SMALL_BODY = 1 << 20
@@ -75,20 +76,15 @@ class Served:
         api = self._api
         listener = _listen(port) if self._server is not None else None
         api.setup(os.environ["LT_ACCELERATOR"])
-        if self._server is None:
-            while True:
-                self._follow(*api.llm.fabric.broadcast(None))
-        assert listener is not None
-        self._server.serve(listener)
-
-    def _follow(self, *request: Any) -> None:
-        if request:
-            arguments, options = request
+        while self._server is None:
+            request = api.llm.fabric.broadcast(None)
             try:
-                for _ in _answer(self._api, self._api.predict, arguments, options):
+                for _ in _answer(api, api.predict, *request) if request else ():
                     pass
             except ValueError:
                 pass  # of the request, on every rank; rank 0 tells the client
+        assert listener is not None
+        self._server.serve(listener)
 
 
 def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any) -> Iterator[Any]:
@@ -161,17 +157,10 @@ class _Requests(queue.Queue):  # type: ignore[type-arg]
         try:
             return super().get(block, timeout)
         except queue.Empty:
-            if time.monotonic() - self._told > _TOLD_EVERY:
+            if time.monotonic() - self._told > TOLD_EVERY:
                 self._tell()
                 self._told = time.monotonic()
             raise
-
-
-class _Manager:
-    """What LitServe shuts down at its end: nothing, since there are no processes."""
-
-    def shutdown(self) -> None:
-        pass
 
 
 class _Server(LitServer):
@@ -211,7 +200,7 @@ class _Server(LitServer):
         self._shutdown_event = threading.Event()
         paths = (api.api_path, *([api.spec.api_path] if api.spec else []))
         self.litapi_request_queues = dict.fromkeys(paths, self._requests)
-        return _Manager()
+        return SimpleNamespace(shutdown=lambda: None)  # what LitServe shuts down at its end: there are no processes
 
     def launch_inference_worker(self, lit_api: Any) -> list[Any]:
         if lit_api.spec:
