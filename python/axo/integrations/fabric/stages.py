@@ -32,10 +32,6 @@ from axo.perf.pipeline_schedule import rank_of
 from axo.pipeline.cut import part_of, view
 
 STAGES = "_axo_stages"
-_DTYPES = [
-    getattr(torch, name) for name in "float32 float64 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
-]
-_HEAD = 10  # of a tensor's message: dtype, dims, and a shape of up to 8
 _ALLOWED = {"__getitem__", "__get__", "size", "dim", "numel", "to", "is_floating_point", "storage_offset"}
 
 
@@ -144,22 +140,21 @@ class StageRunner:
             sorted({name for groups in every for name in groups[g]}, key=place.__getitem__) for g in range(counts[0])
         ]
 
-    def bring(self, whole: torch.Tensor | None, holder: int) -> torch.Tensor | None:
-        """A tensor that the ranks of stage ``holder`` have whole, on rank 0 of all ranks. Every rank must call it."""
+    def bring(self, whole: torch.Tensor | None, holder: int, like: torch.Tensor) -> torch.Tensor | None:
+        """A tensor that the ranks of stage ``holder`` have whole, on rank 0 of all ranks. Every rank must call it.
+
+        ``like`` has its shape and dtype.
+        """
         line = self.comms.pipeline
         if self.comms.rank or line.rank not in (0, holder):
             return None
         if holder == 0:
             return whole
-        head = torch.zeros(_HEAD, dtype=torch.int64, device=self.comms.device)
-        if whole is not None and line.rank == holder:
-            head[: 2 + whole.dim()] = torch.tensor([_DTYPES.index(whole.dtype), whole.dim(), *whole.shape])
-            line.send(head, 0)
+        if line.rank == holder:
+            assert whole is not None
             line.send(whole.to(self.comms.device).contiguous().view(-1).view(torch.uint8), 0)
             return None
-        line.recv(head, holder)
-        kind, dims, *shape = head.tolist()
-        came = torch.empty(shape[:dims], dtype=_DTYPES[kind], device=self.comms.device)
+        came = torch.empty_like(like, device=self.comms.device)
         line.recv(came.view(-1).view(torch.uint8), holder)
         return came
 

@@ -60,17 +60,16 @@ def _kept(
     own: dict[str, tuple[Any, Placement | None]], keep: Keep | None, order: list[str] | None, stages: StageRunner | None
 ) -> Iterator[tuple[str, Any]]:
     """(name, what ``keep`` makes of it) of all stages' values, in order; a tensor of another stage is sent here."""
-    mine = {name: None if isinstance(value, torch.Tensor) else value for name, (value, _) in own.items()}
+    mine = {name: _like_whole(*each) for name, each in own.items()}
     every = [mine] if stages is None else stages.share(mine)
     for name in order or own:
         holder = next((number for number, values in enumerate(every) if name in values), None)
         if holder is None:
             continue
-        whole = every[holder][name]
-        if whole is None and (stages is None or holder == stages.comms.stage) and own[name][0] is not None:
-            whole = _whole(*own[name])
-        if stages is not None and every[holder][name] is None:
-            whole = stages.bring(whole, holder)
+        whole = like = every[holder][name]
+        if isinstance(like, torch.Tensor):
+            whole = _whole(*own[name]) if stages is None or holder == stages.comms.stage else None
+            whole = whole if stages is None else stages.bring(whole, holder, like)
         if keep is not None:
             yield name, keep(whole) if isinstance(whole, torch.Tensor) else whole
 
@@ -230,6 +229,13 @@ def _convert(
             value = {name: item for name, item in value.items() if wanted(name, item)}
         converted[key] = value
     return converted
+
+
+def _like_whole(value: Any, placement: Placement | None) -> Any:
+    """A whole tensor's shape and dtype, on the meta device; what is no tensor, as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape if placement is None else placement.global_shape, dtype=value.dtype, device="meta")
 
 
 @torch.no_grad()
