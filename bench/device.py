@@ -103,7 +103,7 @@ class Rank:
         torch.accelerator.set_device_index(self.device.index)
         torch.accelerator.set_stream(torch.Stream(device=self.device))
         options = axo.DeviceOptions(max_ctas=2 if size > 1 else 0)
-        self.world = meet(store, "bench", rank, size, self.device, 60.0, options, threads=True)
+        self.world = meet(store, "bench", rank, size, self.device, 60.0, options, meeting=60.0, threads=True)
         self.lines = [self.world, *(self.world.split(0, rank, name=name) for name in ("second", "third"))]
 
     def synchronize(self) -> None:

@@ -58,11 +58,11 @@ def create_core(
     seconds: float,
     members: Sequence[int] = (),
     *,
-    meeting: float | None = None,
+    meeting: float,
 ) -> _C.Communicator:
     """The core's communicator of the CPU ranks that meet under ``key`` in the store. Collective.
 
-    ``seconds``: the time limit of its operations; ``meeting``: that of this call, None: the same.
+    ``seconds``: the time limit of its operations; ``meeting``: that of this call.
     ``members``: their ranks in the world, where other ranks may have met, or will meet, under the same key.
 
     Raises:
@@ -70,7 +70,7 @@ def create_core(
             each other.
     """
     arm()
-    core = _met(store, key, rank, size, name, TimeLeft(seconds if meeting is None else meeting), members)
+    core = _met(store, key, rank, size, name, TimeLeft(meeting), members)
     core.set_timeout(int(seconds * 1000))
     return core
 

@@ -174,7 +174,7 @@ def _check_sizes(options: Any, asked: Options, grid: Grid) -> None:
     sizes.check_sizes(owner, fields, {width: fields[width]}, grid, inner)
 
 
-def _check_batch(train: Any, grid: Grid, algorithm: str = "axonn") -> None:
+def _check_batch(train: Any, grid: Grid, algorithm: str) -> None:
     """Refuse batch sizes that do not divide over the data ranks."""
     for name in ("global_batch_size", "micro_batch_size"):
         if getattr(train, name) < 1:

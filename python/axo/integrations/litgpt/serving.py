@@ -78,13 +78,17 @@ class Served:
         api.setup(os.environ["LT_ACCELERATOR"])
         while self._server is None:
             request = api.llm.fabric.broadcast(None)
-            try:
-                for _ in _answer(api, api.predict, *request) if request else ():
-                    pass
-            except ValueError:
-                pass  # of the request, on every rank; rank 0 tells the client
+            if request:
+                self._follow(*request)
         assert listener is not None
         self._server.serve(listener)
+
+    def _follow(self, arguments: Any, options: Any) -> None:
+        try:
+            for _ in _answer(self._api, self._api.predict, arguments, options):
+                pass
+        except ValueError:
+            pass  # of the request, on every rank; rank 0 tells the client
 
 
 def _answer(api: Any, predict: Callable[..., Any], arguments: Any, options: Any) -> Iterator[Any]:
