@@ -16,8 +16,8 @@ def launched(monkeypatch):
     """What would be launched: (ranks, grid, stages, schedule, cuts, micro-batches)."""
     found = []
 
-    def launch(function, ranks, start, name, grid, options, *_, **__):
-        found.append((ranks, str(grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
+    def launch(function, ranks, start, name, options, *_, **__):
+        found.append((ranks, str(options.grid), options.pipeline, options.schedule, options.cuts, options.microbatches))
 
     monkeypatch.setattr(restarts, "run", launch)
     return found

@@ -103,7 +103,7 @@ def test_goldfish_masks_training_and_not_validation():
     from axo.integrations.litgpt.strategy import LitGPTStrategy
 
     asked = Options(grid=Grid(), goldfish=(2, 5))
-    with patched(LitGPTRun(module, Grid(), asked, strategy=LitGPTStrategy("1x1x1x1"))):
+    with patched(LitGPTRun(module, asked, strategy=LitGPTStrategy("1x1x1x1"))):
         loss = module.chunked_cross_entropy
     torch.manual_seed(3)  # of some draws, one in 1,500, both losses are within 1e-4
     logits, targets = torch.randn(2, 40, 9), torch.randint(0, 9, (2, 40))
@@ -397,7 +397,7 @@ def test_a_folder_of_data_that_is_not_there_is_one_message():
     class Fabric:
         rank_zero_first = contextlib.nullcontext
 
-    with patched(LitGPTRun(litgpt.pretrain, Grid(), Options(grid=Grid()))):
+    with patched(LitGPTRun(litgpt.pretrain, Options(grid=Grid()))):
         with pytest.raises(ValueError, match="data: The data path for TinyLlama is expected to be the directory"):
             litgpt.pretrain.get_dataloaders(
                 Fabric(), litgpt.data.TinyLlama("/no/such"), None, litgpt.pretrain.TrainArgs(micro_batch_size=1), 8

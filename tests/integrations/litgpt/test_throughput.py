@@ -98,7 +98,7 @@ def test_flops_of_experts_are_those_of_a_real_pass(fields):
         with sdpa_kernel(SDPBackend.MATH):
             return measure(model, lambda: model(ids), lambda logits: chunked_cross_entropy(logits, ids, chunk_size=0))
 
-    run = LitGPTRun(module, Grid(), Options(grid=Grid()))
+    run = LitGPTRun(module, Options(grid=Grid()))
     run.fabric = SimpleNamespace(strategy=SimpleNamespace(global_rank=0), broadcast=lambda flops: flops)
     with patched(run):
         assert count("meta", module.measure_flops) == count("cpu", stock)

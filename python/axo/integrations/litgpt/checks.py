@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from axo.arrangement import arrangement_of
-from axo.grid import Grid, check_ranks
+from axo.grid import check_ranks
 from axo.integrations.litgpt.auto_grid import model_fields
 from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
@@ -51,23 +51,22 @@ def check(
     """
     if options.get("quantize") is not None:
         _check_quantize(options.quantize, options.get("precision"), asked, quantizes)
-    grid = asked.grid or Grid()
-    ranks = grid.world_size * asked.pipeline
+    grid = asked.chosen_grid
     if rank is not None:
         check_ranks("litgpt", grid, asked.pipeline, rank.world_size)
     if trains:
         # From a configuration file; one that a run on this grid has saved names the data ranks.
-        for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks(grid))):
+        for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks)):
             if options.get(what, usual) not in (usual, own):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
     _check_on_one_device(options)
-    _check_paths(options, ranks, reads_sharded)
+    _check_paths(options, asked.ranks_in_all, reads_sharded)
     _check_model(options)
-    _check_sizes(options, asked, grid)
+    _check_sizes(options, asked)
     _check_stages(options, asked, trains)
     _check_offload(asked)
     if trains:
-        _check_batch(options.train, grid, asked.algorithm)
+        _check_batch(options.train, asked)
         _check_logger(options)
 
 
@@ -156,11 +155,12 @@ def _check_quantize(kind: str, precision: str | None, asked: Options, able: bool
         )
 
 
-def _check_sizes(options: Any, asked: Options, grid: Grid) -> None:
+def _check_sizes(options: Any, asked: Options) -> None:
     """Refuse a grid whose axes do not divide the model, as the plan would do on every rank."""
     from axo.plans.litgpt import sizes
 
     folder = folder_of(options.checkpoint_dir) if "checkpoint_dir" in options else None
+    grid = asked.chosen_grid
     if grid.world_size == 1 or (folder is not None and not (folder / "model_config.yaml").is_file()):
         return
     if options.get("model_name") == "list":
@@ -174,19 +174,18 @@ def _check_sizes(options: Any, asked: Options, grid: Grid) -> None:
     sizes.check_sizes(owner, fields, {width: fields[width]}, grid, inner)
 
 
-def _check_batch(train: Any, grid: Grid, algorithm: str) -> None:
+def _check_batch(train: Any, asked: Options) -> None:
     """Refuse batch sizes that do not divide over the data ranks."""
     for name in ("global_batch_size", "micro_batch_size"):
         if getattr(train, name) < 1:
             raise ValueError(f"litgpt: --train.{name}={getattr(train, name)} is not a whole number of at least 1")
-    arrangement = arrangement_of("litgpt", algorithm)
-    ranks = arrangement.row_parts(grid)
+    rows, ranks = arrangement_of("litgpt", asked.algorithm).rows, asked.data_ranks
     at_once = train.micro_batch_size * ranks
     if train.global_batch_size % at_once:
         raise ValueError(
             f"litgpt: --train.global_batch_size={train.global_batch_size} does not divide over"
-            f" micro_batch_size={train.micro_batch_size} on {'*'.join(reversed(arrangement.rows))}={ranks} data ranks"
-            f" of grid {grid}; use a multiple of {at_once}"
+            f" micro_batch_size={train.micro_batch_size} on {'*'.join(reversed(rows))}={ranks} data ranks"
+            f" of grid {asked.grid}; use a multiple of {at_once}"
         )
 
 

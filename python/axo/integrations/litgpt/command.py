@@ -134,18 +134,16 @@ def run(arguments: list[str]) -> None:
         options, start = _parse(name, arguments[1:], options, rank)
         for module in _USED_BY_RANKS:
             importlib.import_module(module)
-    grid = options.grid or Grid()
     if rank is not None:
-        _rank(start, name, grid, options, False, restarts.by_torchrun()[0])
+        _rank(start, name, options, False, restarts.by_torchrun()[0])
         return
     if name == "chat":
         conversation.keep_input()
     restarts.run(
         _rank,
-        grid.world_size * options.pipeline,
+        options.ranks_in_all,
         start,
         name,
-        grid,
         options,
         True,
         max_restarts=options.max_restarts,
@@ -160,7 +158,7 @@ def _check_options(name: str, options: Options) -> None:
         from axo.integrations.litgpt import early
 
         early.check_command(name)
-        if options.grid is None or options.grid.world_size * options.pipeline > 1:
+        if options.grid is None or options.ranks_in_all > 1:
             raise ValueError(
                 f"litgpt: {name} runs on one rank only, not on grid {options.shown}; on a grid run"
                 f" {', '.join(PARALLEL)}"
@@ -297,9 +295,8 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     if asked.grid is None:
         asked = auto_grid.choose(name, options, asked, rank)
     _check(name, options, asked, rank)
-    grid = asked.grid or Grid()
     if PARALLEL[name].trains:
-        devices = ["--devices", str(asked.data_ranks(grid))]
+        devices = ["--devices", str(asked.data_ranks)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
         start_number, allowed = restarts.by_torchrun()
@@ -331,7 +328,7 @@ def read_docs_once() -> None:
         docstring_parser.parse_from_object = functools.cache(docstring_parser.parse_from_object)
 
 
-def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options, local: bool, restart: int) -> None:
+def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool, restart: int) -> None:
     """What each rank runs."""
     import torch
 
@@ -351,11 +348,11 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
     os.environ["LT_STRATEGY"] = "axo"
     torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
     command = PARALLEL[name]
-    this = LitGPTRun(importlib.import_module(command.module), grid, options)
+    this = LitGPTRun(importlib.import_module(command.module), options)
 
     def make() -> LitGPTStrategy:
         this.strategy = LitGPTStrategy(
-            grid,
+            options.grid,
             algorithm=options.algorithm,
             sharded=options.sharded,
             vocab_loss=options.vocab_loss,
@@ -378,8 +375,8 @@ def _rank(start: Callable[[bool], Any], name: str, grid: Grid, options: Options,
             for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # they say alike what they start
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
-            own = f"{options.data_ranks(grid)} of them with own data"
-            print(f"axo litgpt: grid {options.shown}: {grid.world_size * options.pipeline} ranks, {own}")
+            own = f"{options.data_ranks} of them with own data"
+            print(f"axo litgpt: grid {options.shown}: {options.ranks_in_all} ranks, {own}")
         stack.enter_context(patched(this))
         if command.trains:
             termination = stack.enter_context(Termination())

@@ -56,9 +56,21 @@ class Options:
         stages = f" --pipeline {self.pipeline} --schedule {self.schedule} --cuts {self.cuts}"
         return f"--grid {self.grid}" + (f"{stages} --microbatches {self.microbatches}" if self.pipeline > 1 else "")
 
-    def data_ranks(self, grid: Grid) -> int:
-        """Ranks of ``grid`` that have samples of their own."""
-        return arrangement_of("litgpt", self.algorithm).row_parts(grid)
+    @property
+    def chosen_grid(self) -> Grid:
+        """The grid, once it is known."""
+        assert self.grid is not None
+        return self.grid
+
+    @property
+    def ranks_in_all(self) -> int:
+        """The ranks of all stages, once the grid is known."""
+        return self.chosen_grid.world_size * self.pipeline
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of the grid that have samples of their own."""
+        return arrangement_of("litgpt", self.algorithm).row_parts(self.chosen_grid)
 
 
 def _count(option: str, text: str, least: int = 1) -> int:

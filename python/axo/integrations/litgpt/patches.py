@@ -27,7 +27,6 @@ from litgpt.model import LLaMAMoE
 from torch import nn
 
 from axo.errors import Error
-from axo.grid import Grid
 from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
@@ -47,7 +46,6 @@ class LitGPTRun:
 
     Args:
         module: The command's module, such as ``litgpt.pretrain``.
-        grid: The grid.
         options: What was asked of Axo.
 
     Attributes:
@@ -58,7 +56,6 @@ class LitGPTRun:
     """
 
     module: ModuleType
-    grid: Grid
     options: Options
     agreement: StepAgreement = field(default_factory=StepAgreement)
     strategy: LitGPTStrategy | None = None
@@ -296,7 +293,7 @@ def _monitor(run: LitGPTRun, stock: Any) -> Callable[..., Any]:
     def monitor(*args: Any, **options: Any) -> Any:
         made = stock(*args, **options)
         if made.available_flops is not None:  # unknown on CPU
-            made.available_flops *= run.grid.world_size // run.options.data_ranks(run.grid) * run.options.pipeline
+            made.available_flops *= run.options.ranks_in_all // run.options.data_ranks
         return made
 
     return monitor
@@ -348,7 +345,7 @@ def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable
         file = checkpoint_dir / "hyperparameters.yaml"
         if file.is_file():  # a comment: litgpt must still read it
             stages = f" --pipeline {run.options.pipeline}" if run.options.pipeline > 1 else ""
-            file.write_text(f"# axo litgpt --grid {run.grid}{stages}\n{file.read_text()}")
+            file.write_text(f"# axo litgpt --grid {run.options.grid}{stages}\n{file.read_text()}")
 
     return rank_zero_only(save)
 
