@@ -53,8 +53,8 @@ class Grid:
                 raise ValueError(f"Grid: {axis}={size!r} is not a size; use a whole number of at least 1")
 
     @classmethod
-    def parse(cls, text: str) -> Grid:
-        """Read ``"2x2x2x1"`` (or ``"2x2x2"``: data is then 1).
+    def parse(cls, text: Grid | str) -> Grid:
+        """Read ``"2x2x2x1"`` (or ``"2x2x2"``: data is then 1); a grid stays what it is.
 
         Raises:
             ValueError: The text is not three or four sizes joined by ``x``.

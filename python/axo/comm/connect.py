@@ -442,7 +442,7 @@ def check_comms(what: str, comms: object) -> None:
 def _grid(grid: Grid | str) -> Grid:
     if not isinstance(grid, Grid | str):
         raise ValueError(f"connect: grid={grid!r} is not a grid; pass a text such as '2x2x2x1', or an axo.Grid")
-    return Grid.parse(grid) if isinstance(grid, str) else grid
+    return Grid.parse(grid)
 
 
 def _checked_device(device: str | torch.device, options: DeviceOptions | None) -> torch.device:

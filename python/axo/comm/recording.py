@@ -332,7 +332,7 @@ def recording(grid: Grid | str, rank: int = 0, stages: int = 1) -> RecordingComm
     Raises:
         ValueError: There is no such rank.
     """
-    parsed = Grid.parse(grid) if isinstance(grid, str) else grid
+    parsed = Grid.parse(grid)
     ranks = parsed.world_size * stages
     if not 0 <= rank < ranks:
         of = parsed.in_stages(stages)

@@ -42,7 +42,7 @@ from torch import nn
 import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
-from axo.nn.layer import ParallelLayer
+from axo.nn.layer import is_parallel
 
 FOLDER = "axo"  # of a checkpoint
 _Object = TypeVar("_Object")
@@ -107,7 +107,7 @@ class GridAccelerator(Accelerator):
         return self._axo_comms.data_rank
 
     def _split(self, model: nn.Module) -> None:
-        if not any(isinstance(part, ParallelLayer) for part in model.modules()):
+        if not is_parallel(model):
             model.to(self.device)
             axo.parallelize(model, self._axo_comms, **self._axo_options)
 

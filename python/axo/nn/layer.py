@@ -238,6 +238,11 @@ def _joins(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
+def is_parallel(model: nn.Module) -> bool:
+    """Whether ``model`` holds a parallel layer."""
+    return any(isinstance(module, ParallelLayer) for module in model.modules())
+
+
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:
     """``device`` if given, else torch's default device if one was set, else that of the communicators."""
     if device is not None:

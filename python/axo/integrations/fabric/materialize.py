@@ -22,11 +22,6 @@ from axo.nn.init import make_room, tied_parameters
 from axo.nn.layer import ParallelLayer
 
 
-def is_parallel(model: nn.Module) -> bool:
-    """Whether ``model`` holds a parallel layer."""
-    return any(isinstance(module, ParallelLayer) for module in model.modules())
-
-
 def holds_meta(module: nn.Module) -> bool:
     """Whether ``module`` itself has tensors on the meta device."""
     return any(tensor.is_meta for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))

@@ -62,10 +62,11 @@ from axo.grid import Grid, check_ranks
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.compile import keep_out_of_graphs
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
-from axo.integrations.fabric.materialize import holds_meta, is_parallel, materialize
+from axo.integrations.fabric.materialize import holds_meta, materialize
 from axo.integrations.fabric.recorded_init import RecordedInit
 from axo.integrations.fabric.stages import StagedLogits, StageRunner, stages_of
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.nn.layer import is_parallel
 from axo.overlap.zero import NOT_ELEMENTWISE
 from axo.pipeline import check_microbatches
 
@@ -136,7 +137,7 @@ class AxoStrategy(ParallelStrategy):
                 "AxoStrategy: no grid; pass grid='2x2x2x1', or for strategy='axo' first call"
                 " axo.integrations.lightning.register(lambda: AxoStrategy(grid='2x2x2x1'))"
             )
-        self.grid = Grid.parse(grid) if isinstance(grid, str) else grid
+        self.grid = Grid.parse(grid)
         self.pipeline, self.schedule, self.cuts, self.offload = pipeline, schedule, cuts, offload
         self.microbatches = 2 * pipeline if microbatches is None else microbatches
         if isinstance(pipeline, bool) or not isinstance(pipeline, int) or pipeline < 1:
