@@ -19,7 +19,7 @@ class Running(Protocol):
 
 
 class PendingSave:
-    """The save under way in this process: one at a time, whatever is saved, so that host memory holds one copy."""
+    """The save under way in this process. There is one at a time, so that host memory holds one copy at most."""
 
     def __init__(self) -> None:
         self.save: Running | None = None

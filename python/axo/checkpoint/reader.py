@@ -335,7 +335,7 @@ def _check_casts(path: Path, saved: Mapping[str, torch.dtype], wanted: Mapping[s
 
 
 def _shared(aliases: Mapping[str, str], model: nn.Module, saved: Collection[str]) -> list[tuple[str, str]]:
-    """Pairs of names under which the model has one tensor, and what was saved two."""
+    """Pairs of names that stand for one tensor in the model and for two in what was saved."""
     moved = renamed(model)
     return [(name, alias) for alias, name in aliases.items() if {name, alias} <= set(saved) and alias not in moved]
 

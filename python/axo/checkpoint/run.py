@@ -1,4 +1,4 @@
-"""The hold of a training run on its folder: an identity that its checkpoints carry, and a lock against another process.
+"""A training run holds its folder: its checkpoints carry an identity, and a lock keeps other processes out.
 
 run = axo.checkpoint.Run("runs/a", comms)                # every rank; a new run
 axo.checkpoint.save("runs/a", model, step=5, run=run.id, keep=3)
@@ -194,7 +194,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def _lives_here(owner: str) -> bool:
-    """Whether what holds a folder is a process of this host that lives."""
+    """Whether ``owner``, the text of a lock file, names a process of this host that lives."""
     found = re.fullmatch(r"process (\d+) on (.+)", owner)
     return found is not None and found[2] == socket.gethostname() and Path("/proc", found[1]).exists()
 

@@ -2,7 +2,7 @@
 
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
-into the parameter where the whole part lies together in it. Other entries, and checkpoints that have no checksums, are
+into the parameter where its memory holds the part in one piece. Other entries, and checkpoints without checksums, are
 read with ``torch.load``. A second thread hashes what is being written, and what has been read while more is read.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).

@@ -4,9 +4,9 @@ The mask of the n-th call is drawn from a generator seeded by (base, coordinates
 n). The base is drawn by rank 0 at the first call in training and broadcast once: no rank's own seed matters.
 
 A recomputed call (activation checkpointing) must draw the mask of the call that it repeats. Checkpointing restores the
-default generator. So each call draws a random number from that generator: where the same number comes again, the call
-is a repeated one and gets the number n of the first. A program that resets the seed also repeats masks, as in torch; so
-reset seeds on all ranks or on none.
+default generator before it, so each call draws a random number from that generator. Where the same number comes again,
+the call repeats an earlier one, and gets that one's n. A program that resets the seed repeats masks too, as in torch;
+so reset seeds on all ranks or on none.
 """
 
 from __future__ import annotations

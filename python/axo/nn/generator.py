@@ -1,8 +1,8 @@
 """The default generator while first values are drawn: rank 0's, on every rank.
 
-A rank may enter with rank 0's state (all called ``torch.manual_seed`` with one seed). It then leaves with rank 0's new
-state, which has moved on as in the serial program. A rank with another state (its own seed) keeps that state. So ranks
-that drew the same numbers before go on to draw the same numbers.
+A rank that enters with rank 0's state (all called ``torch.manual_seed`` with one seed) leaves with rank 0's new state,
+as the serial program would. A rank that enters with another state (a seed of its own) gets that state back. So ranks
+that drew the same numbers before also do so afterwards.
 """
 
 from __future__ import annotations

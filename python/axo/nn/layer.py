@@ -138,7 +138,7 @@ class ParallelLayer(nn.Module):
         )
 
     def _first_pass(self, input: torch.Tensor, output: torch.Tensor) -> None:
-        """Check once that the layers which ``input`` comes from fit this one, and leave word of this one."""
+        """Check once that the layers which made ``input`` fit this one; note in ``output`` that this one made it."""
         chain.leave(output, self)
         if chain.check(input, self):
             self.first_pass = False

@@ -108,7 +108,7 @@ class Engine:
 
     @property
     def rooted(self) -> bool:
-        """Whether it is that of a whole model."""
+        """Whether this is the engine of a whole model."""
         return self._rooted
 
     def uproot(self) -> None:
@@ -162,8 +162,9 @@ class Engine:
         """Called in backward: see that its end finishes what is pending.
 
         Args:
-            forward_pass: The number of the one whose output's gradient has come, where it is known. What nodes keep
-                is of the last one: backward of another one, or of nobody knows which, may not use it.
+            forward_pass: The number of the forward pass whose output's gradient has come; None: it is not known.
+                What nodes keep for backward is of the last forward pass. Backward of another pass, or of an unknown
+                one, may not use it.
         """
         armed = self._end is not None and self._end() is not None
         if forward_pass != self.gathers.forward_passes and not (armed and forward_pass is None):

@@ -45,7 +45,7 @@ def how(node: torch.autograd.graph.Node, index: int) -> str:
 
 
 def hows(node: torch.autograd.graph.Node, inputs: int) -> list[str]:
-    """The same of the first ``inputs`` of them: to ask ``node`` for its edges takes most of the time. None: SKIP."""
+    """``how`` of the first ``inputs`` inputs, asked at once, since it takes most time to ask ``node`` for its edges."""
     found = [_how(into) for into, _ in node.next_functions[:inputs]]
     return found + [SKIP] * (inputs - len(found))  # it has edges for tensors alone
 
@@ -126,7 +126,7 @@ class Gradients:
         self._send_weight(route, parameter, into)
 
     def takes_shard_of(self, parameter: torch.Tensor) -> bool:
-        """Whether this gradient goes over z by itself: not in ``no_sync``, and not with what that has left."""
+        """Whether its product may reduce this gradient over z: nothing that ``no_sync`` kept is added to it before."""
         return not self._engine.defers and id(parameter) not in self.deferred
 
     def shard_buffer(self, route: Route, parameter: torch.Tensor, columns: int, like: torch.Tensor) -> Slot:

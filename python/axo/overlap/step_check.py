@@ -1,12 +1,12 @@
 """Refuse steps that cannot be right, before anything is changed: of the optimizer, and the first one of the model.
 
-torch lets ``step`` pass over parameters without gradients in silence. Where none of a model's parameters has one, and
-its last forward pass in training was not followed by a backward, or gradients still wait for a backward outside of
-``axo.no_sync``, that is a mistake. The check is called before each step, and goes when its model goes. After a step
-nothing gathered before is used again, though versions may not tell (``p.data.add_(...)``).
+torch's ``step`` passes over parameters without gradients in silence. Two cases are mistakes, and refused: no parameter
+of the model has a gradient although the model ran forward in training; and gradients still wait for a backward outside
+of ``axo.no_sync``. The check is called before each step, for as long as its model lives. After a step no weight that
+was gathered before is used again, since a change may not show in its version (``p.data.add_(...)``).
 
-The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), also where a model is
-made by hand: that is asked of every optimizer of the process.
+The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``). Every optimizer of the
+process is asked, since a model may be made by hand.
 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.

@@ -24,7 +24,7 @@ _before, _after = _Hooks(), _Hooks()
 
 
 def before_steps(owner: Any, hook: Hook) -> None:
-    """Call ``hook`` before each step while ``owner`` lives, which the hook itself must not keep alive."""
+    """Call ``hook`` before each step for as long as ``owner`` lives. The hook must not keep the owner alive."""
     _before.setdefault(owner, []).append(hook)
 
 

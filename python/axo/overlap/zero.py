@@ -4,10 +4,11 @@
     step       each rank updates its rows of each parameter
     then       all-gather of the updated rows over data, in buckets, the next packed while one is under way
 
-No wrapper and no other optimizer: hooks that torch runs around every ``step`` let each parameter be its rows only while
-the optimizer works, so that its state is made for these alone. That is right for updates that are elementwise (SGD,
-Adam, AdamW, ...); optimizers known not to be are refused. Rows are cut as ``torch.chunk`` does, after what x, y and z
-have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO or without.
+There is no wrapper, and the optimizer is the user's. Hooks that torch runs around every ``step`` cut each parameter
+down to this rank's rows while the optimizer works, so the optimizer makes state for these rows alone. That is right for
+updates that are elementwise (SGD, Adam, AdamW, ...); optimizers known not to be are refused. Rows are cut as
+``torch.chunk`` does, after what x, y and z have cut (``Placement.state``), so a checkpoint loads on any grid, with ZeRO
+or without.
 
 With stage 2 a parameter's ``.grad`` holds this rank's rows only. A gradient that autograd itself adds up (a penalty on
 a weight, say) comes whole; its rows are cut out at the end of backward.

@@ -68,7 +68,7 @@ class Command:
 
 
 _ON_ONE_DEVICE = Command("", "main", False, reads_sharded=False, stages=False)
-# All others run on one rank, without Axo.
+# Commands that are not in this table run on one rank, without Axo.
 PARALLEL = {
     "pretrain": Command("litgpt.pretrain", "setup", True),
     "finetune_full": Command("litgpt.finetune.full", "setup", True, finetunes=True),
@@ -249,7 +249,7 @@ def _tell_rank_of_slurm() -> None:
 
 
 def _is_litgpts_alone(name: str, arguments: list[str]) -> bool:
-    """Without a grid so is a command that wants another package, or that quantizes layers."""
+    """Whether a command that has no grid runs without Axo: one that wants another package, or quantizes layers."""
     from axo.integrations.litgpt import early
 
     command = PARALLEL[name]
@@ -368,11 +368,11 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
 
     register(make)
     with contextlib.ExitStack() as stack:
-        # Ranks print alike; what goes wrong on any of them comes as an exception. (torchrun keeps the streams apart.)
+        # All ranks print the same, so only rank 0 does; errors come as exceptions. (torchrun keeps the streams apart.)
         if local and rank.rank:
             stack.enter_context(_silence())
         if rank.rank:
-            for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # they say alike what they start
+            for logger in ("lightning", "lightning.fabric", "lightning.pytorch"):  # each rank would say what it starts
                 logging.getLogger(logger).setLevel(logging.WARNING)
         else:
             own = f"{options.data_ranks} of them with own data"
@@ -397,8 +397,11 @@ def _rank(start: Callable[[bool], Any], name: str, options: Options, local: bool
 
 @contextlib.contextmanager
 def _nothing_collected() -> Iterator[None]:
-    """What is imported stays: looking through it for what may go takes a fifth of the imports' time, and forked ranks
-    that do so later copy every page that they look at."""
+    """Switch the garbage collector off for a block of imports, and let it leave alone what they have made.
+
+    All of it stays in use. To look through it takes a fifth of the imports' time, and a forked rank that looks through
+    it later copies every page that it looks at.
+    """
     gc.disable()
     try:
         yield
