@@ -56,7 +56,7 @@ def consolidate(
     if source.is_file():
         return _to_checkpoint(source, out, step)
     path = folders.resolve(source)
-    if os.path.isfile(out.parent / folders.MARKER):  # whatever keeps it from being looked at
+    if os.path.isfile(out.parent / folders.MARKER):  # also where it may not be read
         raise ValueError(f"consolidate: {out} would lie in a checkpoint, {out.parent}; name a file elsewhere")
     if os.path.exists(out) and not out.is_file():
         raise ValueError(f"consolidate: {out} {folders.kind_of(out)}; name a file, such as {out / 'model.pth'}")

@@ -252,7 +252,7 @@ class _FileReader:
         if self._beside is not None and (last is not None or len(data) > _SMALL):
             try:
                 return self._beside.submit(hasher.update, data)
-            except RuntimeError:  # the system gives no thread; one that it gave later would hash the piece again
+            except RuntimeError:  # the system gives no thread; later it might, and would hash the piece again
                 self._beside = None
         if last is not None:
             last.result()

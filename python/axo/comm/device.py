@@ -113,7 +113,7 @@ class DeviceWork(Work):
             copies = self._copies
             super()._finish()
             self._copied = torch.accelerator.current_stream(self._communicator.device).record_event()
-            # Their buffers are the issuing stream's memory, which they may not yet have read.
+            # The copies read buffers that belong to the issuing stream, and may not have run yet.
             assert self._core is not None
             self._core.keep_until(self._communicator.current_stream, copies)
         elif self._copied is not None:

@@ -40,8 +40,10 @@ def _core() -> ModuleType:
 
 
 def arm() -> None:
-    """Do as AXO_FLIGHT_DIR says. Called before any rank waits for another, so that a folder that is not there is the
-    error of each rank that has it, and not a peer that others lose.
+    """Do as AXO_FLIGHT_DIR says.
+
+    Called before any rank waits for another: then a rank whose folder is not there says so, and its peers do not only
+    learn that they have lost it.
 
     Raises:
         ValueError: It names no folder.

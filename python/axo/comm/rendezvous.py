@@ -155,7 +155,7 @@ def gather(
             late = late or store.check([f"{round_}/late"])
             lost = [other for other, told in arrived.items() if process_gone(told.partition("\n")[0])]
             if lost and not late:
-                if store.check(keys):  # the others came since: what all told made that rank raise, or it died later
+                if store.check(keys):  # all have come by now: that rank has read the texts and raised, or died later
                     continue
                 process = arrived[lost[0]].partition(" ")[0]
                 died = f"rank {lost[0]} (process {process}) died before all had come; waited {waited:.3f} s"
@@ -181,7 +181,7 @@ def given_up(store: dist.Store, round_: str, who: str) -> PeerLost | None:
 
 
 def next_round(store: dist.Store, place: str, rank: int) -> str:
-    """Where these ranks meet now: how often this one has met at ``place``, equal on all since to meet is collective."""
+    """The name of a meeting at ``place``: it ends with how often this rank has met there, which is the same on all."""
     return f"{place}/{store.add(f'{place}/{rank}', 1)}"
 
 

@@ -43,7 +43,7 @@ from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
 
-_POSITION = "axo_data"  # where the run stands in its data; at Lightning's own place, a run without Axo would refuse it
+_POSITION = "axo_data"  # where the run stands in its data; under Lightning's own key a run without Axo would refuse it
 
 
 class AxoStrategy(ParallelStrategy):

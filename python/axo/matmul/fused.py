@@ -11,7 +11,7 @@ they are asked for only where the engine issues no gathers ahead (a layer that i
 is off, or where a gradient is wanted at once; and shares must be equal, since a padded buffer has no whole chunks. A
 product that is summed over the in axis in chunks does not gather in chunks too.
 
-The ranks of the axis must take the same decision at the same call, so it never hangs on what one rank has on disk:
+The ranks of the axis must take the same decision at the same call, so it never depends on what one rank has on disk:
 ``cached`` uses what rank 0 has on disk, which all ranks read when the first layer is built; ``first-step`` measures
 together (``axo.matmul.products``). Sizes that name an entry are equal on the ranks of the axis: rows are not split
 over x and y, features that do not divide count as the largest share.

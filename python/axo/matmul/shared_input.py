@@ -7,8 +7,8 @@ the partial dI of all of them are added up on each rank first (what a column-par
     backward   each layer leaves dI = dO @ W a partial sum, autograd adds them up;  dI = all-reduce_out(their sum),
                and behind it dW of the layer that came first, whose backward comes last
 
-Which layers may share is said before (``axo.nn.share_input``); that they do is seen in each pass: the input of one is
-the very tensor that another has taken. One that takes another tensor sums its dI by itself.
+``axo.nn.share_input`` says which layers may share. Whether they do is found out in each pass: the input of one is the
+very tensor that another has taken. A layer that takes another tensor sums its dI by itself.
 
 Not here: algorithms that do not sum dI by an all-reduce; sequence parallelism, which sums it once as it is.
 """
@@ -59,7 +59,7 @@ class InputSum:
 
 
 class SharedInput:
-    """What layers hold that may take one input: finds out in each pass which of them do.
+    """Held by layers that may take one input; finds out in each pass which of them do.
 
     Args:
         layers: How many.

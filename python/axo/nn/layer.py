@@ -94,7 +94,7 @@ class ParallelLayer(nn.Module):
         self._tag()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Take a parameter; one that is put in the place of another is this rank's shard, and says then where it lies.
+        """Register a parameter. One that replaces another must be this rank's shard, and gets its placement.
 
         Raises:
             ValueError: It is not of the shard's shape.

@@ -69,7 +69,7 @@ def attach(
 
 
 def detach(model: nn.Module) -> Callable[[nn.Module], None]:
-    """Take the engine of ``model`` away; what is returned attaches a module that has some of its layers, alike.
+    """Take the engine of ``model`` away. What is returned gives a module with some of its layers an engine like it.
 
     For several stages of a pipeline on one rank, each of which runs its micro-batches by itself.
     """

@@ -1,8 +1,8 @@
 """Buffers for collectives, used again and again; on the CPU in memory that the transport reads where it lies.
 
 A buffer is free when nobody but the pool refers to its memory: no owner has to give it back, and a gradient that is a
-view of one stays what it is as long as somebody holds it. What no step wants any more is given back, and what is free
-between steps beyond a limit: the largest first.
+view of one stays what it is as long as somebody holds it. The pool lets go of buffers that the last passes have not
+used. It also lets go of free buffers beyond a limit, the largest first.
 """
 
 from __future__ import annotations

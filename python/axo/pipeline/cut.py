@@ -87,8 +87,8 @@ def split(
     """Keep this rank's stages of ``model``, in place, and return them, each a module. Every rank calls it.
 
     Args:
-        model: A parallelized model of a family that is known, best on the meta device: of a real one a rank holds its
-            shards of all layers until now.
+        model: A parallelized model of a family that is known, best on the meta device: of a real model each rank holds
+            its shards of all layers until this call.
         comms: What ``axo.connect(grid, pipeline=...)`` returned, and ``axo.parallelize`` was given.
         cuts: ``"even"``: blocks as evenly as they go; ``"planner"``: so that the busiest rank has the least flops, the
             head's among them (``axo.perf.cut``); or the first block of each stage but the first, such as [3, 7].

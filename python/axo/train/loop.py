@@ -147,7 +147,7 @@ class Trainer:
         world = self.comms.everyone.size
         step = Step(
             index=index,
-            loss=total[0] / (self.comms.grid.world_size // self.comms.data_ranks) / counted,  # so many have these rows
+            loss=total[0] / (self.comms.grid.world_size // self.comms.data_ranks) / counted,  # ranks with the same rows
             lr=lr,
             grad_norm=float(norm),
             seconds=time.perf_counter() - started,

@@ -141,7 +141,7 @@ class Checkpoints:
             extra=self._position() | {"losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
             keep=self._config.keep,
             run=self._run.id,
-            # Not beside the next steps where that would copy what memory has no room for.
+            # Not while the next steps run if that takes a copy which memory has no room for.
             async_=not isinstance(self._trainer.optimizer, OffloadedAdamW),
         )
         self.last = handle.path

@@ -113,7 +113,7 @@ class _Hook:
         return self.hook(*args, **kwargs)
 
 
-# Hooks of a compiled model itself are called from outside of its graph: none is then to become one of its own.
+# Hooks of a compiled model itself are called outside of its graph. They must not become graphs of their own.
 torch._dynamo.eval_frame.skip_code(_Hook.__call__.__code__)
 
 
@@ -143,7 +143,8 @@ def _of_norm(layer: LayerNorm | RMSNorm, input: torch.Tensor) -> tuple[int, torc
     return layer.local_features, torch.float32 if lifted and input.dtype != torch.float64 else input.dtype
 
 
-# What says how many features a layer returns, and in which dtype, by its forward; a layer of no such is no operator.
+# By a layer's forward: what tells how many features it returns, and in which dtype. A layer that has no entry here does
+# not become an operator.
 _RESULTS: dict[Any, Callable[[Any, torch.Tensor], tuple[int, torch.dtype]]] = {
     Linear.forward: _of_linear,
     Embedding.forward: _of_embedding,
@@ -183,7 +184,7 @@ def _(
 @torch.library.custom_op("axo::hook", mutates_args=("order",))
 def _hook(order: torch.Tensor, key: int) -> None:
     hook = _KNOWN[key].hook
-    with torch.no_grad():  # of an engine: it asks whether there are gradients, then not what passes it by
+    with torch.no_grad():  # an engine's: without gradients it does not look at its arguments
         hook(*[None] * len(inspect.signature(hook).parameters))
 
 

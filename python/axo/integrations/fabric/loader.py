@@ -159,9 +159,6 @@ class SharedLoader:
     def __len__(self) -> int:
         return len(self._loader)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._shared()
-
     def state_dict(self) -> dict[str, Any]:
         """Where the run stands in the data; right on a rank that reads, such as rank 0."""
         return self._loader.state_dict() if self._own is None else self._own.state_dict(self._each())
@@ -184,7 +181,7 @@ class SharedLoader:
         size = self._loader.batch_size or getattr(self._loader.batch_sampler, "batch_size", 1)
         return size * self._comms.data_ranks
 
-    def _shared(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:
         alone = not self._peers and self._comms.stages == 1
         source = self._read() if self._reads else None
         while True:
@@ -210,7 +207,7 @@ class SharedLoader:
                 yield "batch", batch
         except Exception as error:
             last = traceback.extract_tb(error.__traceback__)[-1]
-            error.add_note(f"in {last.name}, {Path(last.filename).name}:{last.lineno}")  # what peers have no frames of
+            error.add_note(f"in {last.name}, {Path(last.filename).name}:{last.lineno}")  # peers get no traceback
             yield "error", error
 
     @contextmanager
@@ -254,6 +251,6 @@ def _pickle(outcome: tuple[str, Any]) -> bytes:
     try:
         return pickle.dumps(outcome, protocol=5)
     except Exception as error:
-        if kind == "error":  # an exception that does not pickle: its words do
+        if kind == "error":  # an exception that cannot be pickled: its text goes
             return pickle.dumps((kind, RuntimeError(f"{type(value).__name__}: {value}")))
         return pickle.dumps(("error", TypeError(f"data: a batch cannot be sent to other ranks: {error}")))

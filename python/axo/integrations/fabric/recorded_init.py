@@ -44,7 +44,7 @@ class RecordedInit(TorchDispatchMode):
         super().__init__()
         self._device = device
         self._fills: dict[int, list[_Fill]] = {}
-        self._parameters: list[nn.Parameter] = []  # kept, so that no other gets the number of one that was dropped
+        self._parameters: list[nn.Parameter] = []  # kept alive: another would get a dropped one's id
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None

@@ -41,7 +41,7 @@ class StepAgreement:
         Raises:
             FloatingPointError: A loss since the last step is not finite; the same on every rank.
         """
-        if self._bad is None:  # gradients are clipped between the last loss and the step: that asked already
+        if self._bad is None:  # clipping, which comes before the step, has asked already
             return
         flags = torch.zeros(2, dtype=torch.int64, device=comms.device)
         everyone = comms.everyone

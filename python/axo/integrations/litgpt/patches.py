@@ -482,7 +482,7 @@ def _interact(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 PATCHES = {
-    "main": Patch(_main, "the strategy must know the batch sizes to go on from one of other data ranks; as setup"),
+    "main": Patch(_main, "the strategy must know the batch sizes, to go on from other data ranks; as setup"),
     "fit": Patch(_fit, "SIGTERM and the end of max_time reach all ranks after the same step, and SIGTERM saves"),
     "CycleIterator": Patch(_batches, "between two steps all ranks end together; errors of the data are one message"),
     "get_dataloaders": Patch(_get_dataloaders, "data that is not there is one message"),
