@@ -127,7 +127,8 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
     """Sum of |g|^p over this rank's elements (for p = inf the maximum), as one fp64 number."""
     if not grads:
         return torch.zeros(1, dtype=torch.float64, device=device)
-    each = [torch.linalg.vector_norm(g, norm_type, dtype=_wide(g.dtype)).double() for g in grads]
+    wide = [torch.promote_types(g.dtype, torch.float32) for g in grads]
+    each = [torch.linalg.vector_norm(g, norm_type, dtype=w).double() for g, w in zip(grads, wide, strict=True)]
     norms = torch.stack([norm.to(device) for norm in each])
     if math.isinf(norm_type):
         return norms.max().reshape(1)
@@ -137,7 +138,3 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
 def _max(total: torch.Tensor, comms: Communicators) -> torch.Tensor:
     """The largest over all ranks, nan above all: as bits, which order numbers >= 0 so; a max of floats may lose nan."""
     return comms.everyone.all_reduce(total.abs().view(torch.int64), "max").view(torch.float64)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32

@@ -115,7 +115,7 @@ class ScatteredBucket(Bucket):
         if axis != "data":
             return super().start(engine, axis, op)
         ranks, mine = engine.comms.grid.data, engine.comms.coords.data
-        sizes = [chunk_size(slot.rows, ranks) * _row(slot) for slot in self.slots]
+        sizes = [chunk_size(slot.rows, ranks) * math.prod(slot.tensor.shape[1:]) for slot in self.slots]
         like, total = self.buffer, sum(sizes)
         parts = engine.pool.allocate((ranks, total), like.dtype, like.device)
         result = engine.pool.allocate((total,), like.dtype, like.device)
@@ -128,10 +128,6 @@ class ScatteredBucket(Bucket):
         self._scattered = True
         work = engine.comms.data.reduce_scatter(parts.view(-1), result, op=op, async_op=True)
         return work, result, "reduce_scatter"
-
-
-def _row(slot: Slot) -> int:
-    return math.prod(slot.tensor.shape[1:])
 
 
 def _pack(gradient: torch.Tensor, part: torch.Tensor) -> None:

@@ -67,6 +67,7 @@ class Engine:
         synchronizing: False inside ``axo.no_sync``.
         holding: True from the first micro-batch of a pipeline's step until its gradients are to be reduced.
         reducing: True from then until ``release`` waits for them: what the stage sends must not come after that.
+        rooted: This is the engine of a whole model.
         awaits_backward: The last forward pass in training had no backward yet.
     """
 
@@ -84,7 +85,7 @@ class Engine:
         self.synchronizing = True
         self.holding = self.reducing = False
         self.awaits_backward = False
-        self._rooted = self._hinted = False
+        self.rooted = self._hinted = False
         self._hooks: tuple[RemovableHandle, ...] = ()
         self._root: weakref.ref[torch.nn.Module] | None = None
         self._end: weakref.ref[_EndOfBackward] | None = None
@@ -93,29 +94,24 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         stage = 0 if self.zero is None else self.zero.stage
         new = memo[id(self)] = Engine(self.comms, self.overlap, stage, self.reduce_dtype)
-        new._rooted = self._rooted
+        new.rooted = self.rooted
         copied = memo.get(id(self._root())) if self._root is not None else None
         new._root = None if copied is None else weakref.ref(copied)  # None too where a part of the model is copied
         return new
 
     def root_at(self, model: torch.nn.Module) -> None:
         """Let the forward passes of ``model`` begin and end passes of this engine."""
-        self._rooted, self._root = True, weakref.ref(model)
+        self.rooted, self._root = True, weakref.ref(model)
         self._hooks = (
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             model.register_forward_hook(self._after_forward),
         )
 
-    @property
-    def rooted(self) -> bool:
-        """Whether this is the engine of a whole model."""
-        return self._rooted
-
     def uproot(self) -> None:
         """Let go of the model: its layers are about to get other engines."""
         for hook in self._hooks:
             hook.remove()
-        self._rooted, self._root, self._hooks = False, None, ()
+        self.rooted, self._root, self._hooks = False, None, ()
 
     def shards_of(self, weight: torch.Tensor) -> Shards | None:
         """The ways between host and device of a weight that was offloaded to the host; None: it was not."""
@@ -178,7 +174,7 @@ class Engine:
         self.gradients.begin()
         if self.zero is not None:
             self.zero.begin_backward()
-        if self._rooted:
+        if self.rooted:
             self.gathers.begin(BACKWARD)
         elif not self._hinted and self.comms.data_ranks > 1:
             self._hinted = True

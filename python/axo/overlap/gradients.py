@@ -303,9 +303,9 @@ class Gradients:
         zero = self._engine.zero
         if zero is not None:
             zero.end_backward()
-        give = () if zero is None else (zero.give,)
+        give = None if zero is None else zero.give
         for parameter, grad in totals.values():
-            deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), *give)
+            deliver(parameter, self._cast(grad, parameter.dtype), hooks.get(id(parameter), ({}, {})), give)
         if not self._engine.holding:
             for each in self.deferred.values():
                 each.watch()

@@ -55,32 +55,30 @@ class WeightPhase:
             parameter, product = work.pop()
             grad = product()
             if grad is not None:
-                deliver(parameter, grad, (parameter._backward_hooks or {}, _after(parameter)))
-
-
-def _after(parameter: torch.Tensor) -> dict[int, Callable[[torch.Tensor], object]]:
-    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
-
-
-def _give(parameter: torch.Tensor, grad: torch.Tensor) -> None:
-    parameter.grad = grad
+                after = getattr(parameter, "_post_accumulate_grad_hooks", None)
+                deliver(parameter, grad, (parameter._backward_hooks or {}, after or {}))
 
 
 def deliver(
     parameter: torch.Tensor,
     grad: torch.Tensor,
     hooks: tuple[dict, dict],
-    give: Callable[[torch.Tensor, torch.Tensor], None] = _give,
+    give: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
 ) -> None:
-    """Add a finished gradient to ``.grad`` as autograd does: through the hooks before it, then those after it."""
+    """Add a finished gradient to ``.grad`` as autograd does: through the hooks before it, then those after it.
+
+    ``give`` puts it where there is no ``.grad`` yet.
+    """
     before, after = hooks
     for hook in list(before.values()):
         changed = hook(grad)
         if changed is not None:
             grad = changed
-    if parameter.grad is None:
+    if parameter.grad is not None:
+        parameter.grad.add_(grad)
+    elif give is not None:
         give(parameter, grad)
     else:
-        parameter.grad.add_(grad)
+        parameter.grad = grad
     for hook in list(after.values()):
         hook(parameter)

@@ -267,10 +267,6 @@ def count_parameters(module: nn.Module, requires_grad: bool | None = None) -> in
     return total
 
 
-def _num_parameters(run: LitGPTRun, stock: Callable[..., int]) -> Callable[..., int]:
-    return count_parameters
-
-
 def _choose_logger(run: LitGPTRun, stock: Callable[..., Any]) -> Callable[..., Any]:
     def choose(*args: Any, **options: Any) -> Any:
         logger = stock(*args, **options)
@@ -492,7 +488,7 @@ PATCHES = {
     "RunningMean": Patch(_running_mean, "the loss that is printed and logged is that of all data ranks"),
     "validate": Patch(_validate, "as RunningMean"),
     "choose_logger": Patch(_choose_logger, "tokens a second, memory and communication of all ranks are logged too"),
-    "num_parameters": Patch(_num_parameters, "what is printed is the size of the model, not of a rank's part"),
+    "num_parameters": Patch(lambda *_: count_parameters, "the size of the model is printed, not that of a rank's part"),
     "ThroughputMonitor": Patch(_monitor, "a device of LitGPT's is a data rank: it has the peak of Gx*Gy ranks a stage"),
     "measure_flops": Patch(_measure, "rank 0 counts for all; on the meta device mixtures cannot ask who chose what"),
     "generate_example": Patch(_generate_example, "all ranks, from one generator state, or they choose other tokens"),
