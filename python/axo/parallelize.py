@@ -93,7 +93,7 @@ def parallelize(
         ("reduce_dtype", reduce_dtype, REDUCE_DTYPES),
         ("fp8", fp8, (None, *SCALINGS)),
     ):
-        if value not in known:
+        if value not in known or isinstance(value, bool):  # True would count as 1
             raise ValueError(f"parallelize: {option}={value!r} is not known; use one of {known}")
     if gather_cache is not None:
         if overlap is not None:
