@@ -132,7 +132,7 @@ def _overlap(
         "what": "all_reduce behind products", "ranks": options.ranks, "hosts": hosts, "size": whole.nbytes,
         "ms": alone * 1e3, "expected": expected * 1e3, "ratio": alone / expected, "compute": computing * 1e3,
         "both": together * 1e3, "hidden": (alone + computing - together) / alone,
-        "#wrong": _wrong(world, "all_reduce", whole, whole),
+        "#wrong": _wrong(world, "all_reduce", whole),
     }  # fmt: skip
 
 
