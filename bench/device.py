@@ -104,7 +104,8 @@ class Rank:
         torch.accelerator.set_stream(torch.Stream(device=self.device))
         options = axo.DeviceOptions(max_ctas=2 if size > 1 else 0)
         self.world = meet(store, "bench", rank, size, self.device, 60.0, options, meeting=60.0, threads=True)
-        self.lines = [self.world, *(self.world.split(0, rank, name=name) for name in ("second", "third"))]
+        splits = [self.world.split(0, rank, name=name) for name in ("second", "third")]
+        self.lines = [self.world, *(line for line in splits if line is not None)]
 
     def synchronize(self) -> None:
         torch.accelerator.current_stream(self.device).synchronize()
@@ -117,7 +118,9 @@ class Rank:
 
 def on_ranks(gpu: Any, size: int, work: Callable[[Rank], None]) -> None:
     """Call ``work`` on so many ranks; the first error ends the others and is raised."""
-    store, errors, ranks = dist.HashStore(), [], []
+    store = dist.HashStore()
+    errors: list[BaseException] = []
+    ranks: list[Rank] = []
     threads_met = threading.Barrier(size)
 
     def run(number: int) -> None:
@@ -134,8 +137,10 @@ def on_ranks(gpu: Any, size: int, work: Callable[[Rank], None]) -> None:
                     line.abort(f"rank {number}: {error}")
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(size)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     if errors:
         raise errors[0]
 

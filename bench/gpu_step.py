@@ -127,7 +127,9 @@ def steps(
             "axo": axo_contestant("axo", sizes, comms),
         }
         losses = {name: float(one.step(ids[:, :-1], ids[:, 1:])) for name, one in contestants.items()}
-        runs = {name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()}
+        runs: dict[str, Callable[[], Any]] = {
+            name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()
+        }
         times = in_turns(runs, rounds, device)
         for name, seconds in times.items():
             speed = 1e-12 * step_flops(sizes) / seconds

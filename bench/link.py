@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,14 +82,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             thirds = list(whole.chunk(3))
             share = (hosts - 1) / hosts * whole.nbytes / options.limit
             calls: dict[str, tuple[Callable[[], Any], float]] = {
-                "all_reduce": (lambda whole=whole: world.all_reduce(whole), 2 * share + _steps(hosts) * latency),
-                "all_gather": (lambda whole=whole, part=part: world.all_gather(part, whole), share + latency),
-                "reduce_scatter": (lambda whole=whole, part=part: world.reduce_scatter(whole, part), share + latency),
+                "all_reduce": (partial(world.all_reduce, whole), 2 * share + _steps(hosts) * latency),
+                "all_gather": (partial(world.all_gather, part, whole), share + latency),
+                "reduce_scatter": (partial(world.reduce_scatter, whole, part), share + latency),
                 "all_reduce 3 at once": (
-                    lambda thirds=thirds: [
-                        work.wait()
-                        for work in [c.all_reduce(t, async_op=True) for c, t in zip(three, thirds, strict=True)]
-                    ],
+                    partial(_at_once, three, thirds),
                     2 * share + _steps(hosts) * latency,
                 ),
             }
@@ -101,6 +99,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 )  # fmt: skip
             rows.append(_overlap(world, whole, options, hosts, 2 * share + _steps(hosts) * latency))
     return rows
+
+
+def _at_once(communicators: list[Any], tensors: list[torch.Tensor]) -> None:
+    works = [comms.all_reduce(t, async_op=True) for comms, t in zip(communicators, tensors, strict=True)]
+    for work in works:
+        work.wait()
 
 
 def _steps(hosts: int) -> int:

@@ -97,6 +97,7 @@ def estimate(case: Case) -> tuple[Workload, RunOptions, memory.Memory]:
     config = case.config()
     fields = vars(models.resolve(config.model, config.model_overrides))
     workload = readers.from_litgpt(fields, seq_length=LENGTH).with_checkpointing(config.recompute)
+    sizes: dict[str, Any] = {**PRECISIONS[case.precision]}
     run = RunOptions(
         SEQUENCES * LENGTH,
         cached_gathers=float(config.gather_cache == "all"),
@@ -104,7 +105,7 @@ def estimate(case: Case) -> tuple[Workload, RunOptions, memory.Memory]:
         zero=config.zero,
         selective=case.recomputed == "selective",
         sequence_parallel=case.split,
-        **PRECISIONS[case.precision],
+        **sizes,
     )
     return workload, run, memory.estimate(workload, config.grid, run)
 
@@ -178,7 +179,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def case_of(line: dict[str, Any]) -> Case:
     """The case of a line."""
-    return Case(*line["case"][:4], tuple(line["case"][4]), *line["case"][5:])
+    return Case._make(tuple(value) if isinstance(value, list) else value for value in line["case"])
 
 
 def read(path: Path) -> list[dict[str, Any]]:

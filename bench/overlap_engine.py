@@ -105,9 +105,10 @@ def measure(case: str, options: argparse.Namespace) -> dict[str, Any]:
                     seconds[name].append(spent)
             records.append(record(comms, *models["off"]))
         pairs = zip(models["off"][0].parameters(), models["on"][0].parameters(), strict=True)
-        wrong = sum(not torch.allclose(a.grad, b.grad, atol=1e-6) for a, b in pairs)
+        grads = [(a.grad, b.grad) for a, b in pairs]
+        wrong = sum(a is None or b is None or not torch.allclose(a, b, atol=1e-6) for a, b in grads)
     typical = [
-        Part(*parts[0][:3], statistics.median(part.seconds for part in parts))
+        parts[0]._replace(seconds=statistics.median(part.seconds for part in parts))
         for parts in zip(*records[2:], strict=True)
     ]
     times = {name: 1e3 * statistics.median(values) for name, values in seconds.items()}

@@ -100,7 +100,9 @@ def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     device = torch.device(comms.device)
     field = list(contestants(case, sizes, comms, device))
     batches = [batch(sizes, step, comms) for step in range(STEPS)]
-    seconds, blocked, losses = {c.name: [] for c in field}, {c.name: [] for c in field}, {}
+    seconds: dict[str, list[float]] = {c.name: [] for c in field}
+    blocked: dict[str, list[float]] = {c.name: [] for c in field}
+    losses: dict[str, float] = {}
     for _ in range(options.repeats):
         for step in range(STEPS):
             for contestant in field[:: -1 if step % 2 else 1]:
@@ -262,7 +264,7 @@ def summarize(
                 "hfu": flops["hfu"] / mean / peak,
                 "comm": statistics.fmean(blocked[name]) / mean if contestant.blocked else None,
                 "over": extra,
-                "mb": None if memory[name] is None else memory[name] / 1e6,
+                "mb": None if (used := memory[name]) is None else used / 1e6,
                 "loss": losses[name],
                 "right": name == "no communication" or apart <= LOSS_LIMIT[sizes.precision],
                 "all_ms": [round(1e3 * value, 3) for value in seconds[name]],

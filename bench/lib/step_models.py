@@ -178,7 +178,7 @@ def axo_stages(name: str, sizes: Sizes, comms: Any) -> Contestant:
     return Staged(name, stage, schedule, sizes)
 
 
-def axo_model(sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = True) -> nn.Module:
+def axo_model(sizes: Sizes, comms: Any, overlap: Any = None, *, shares: bool = True) -> Transformer:
     """The serial model with Axo's layers in it, normal and transposed in turn.
 
     Args:
@@ -246,13 +246,14 @@ def ddp(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, bool
 def dtensor(sizes: Sizes, group: Any, device: torch.device) -> tuple[nn.Module, bool]:
     """torch's column / row plan."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
     model = serial(sizes, device)
     mesh = dist.DeviceMesh.from_group(group, device.type, mesh_dim_names=("x",))
     column, row = ColwiseParallel, RowwiseParallel
     for block in model.blocks:
-        plan = {name: column() for name in ("q", "k", "v", "up")} | {name: row() for name in ("proj", "down")}
+        plan: dict[str, ParallelStyle] = {name: column() for name in ("q", "k", "v", "up")}
+        plan |= {name: row() for name in ("proj", "down")}
         parallelize_module(block, mesh, plan)
     parallelize_module(model, mesh, {"head": column(output_layouts=Replicate())})
     return model, True
@@ -298,5 +299,5 @@ def alone(axis: str, ranks: int, sizes: Sizes, device: torch.device) -> Contesta
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten() % logits.shape[-1])
 
-    weights = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    weights: list[torch.Tensor] = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     return Contestant("no communication", model, sizes, loss, optimized=weights[::ranks] if axis == "z" else None)
