@@ -18,17 +18,13 @@
 // all communicators of a process, and none of them can be ended before its time limit.
 // In what sums add up stands in memory/partial_sums.h.
 #include <algorithm>
-#include <cstring>
 
 #include "hosts/core.h"
+#include "memory/copy.h"
 #include "memory/partial_sums.h"
 
 namespace axo::hosts {
 namespace {
-
-void copy(char* to, const char* from, std::size_t bytes) {
-  if (bytes != 0 && to != from) std::memmove(to, from, bytes);
-}
 
 // A run of elements.
 struct Run {
@@ -40,8 +36,7 @@ constexpr int kEachCut = -1;  // each host owns an H-th of it
 constexpr int kEachAll = -2;  // each host owns all of it
 
 struct Part : Run {
-  int owner;
-  std::vector<int> stands;  // the rank that stands for it, by host
+  int owner, rank;  // `rank` stands for it on its own host
 };
 using Parts = std::vector<Part>;
 
@@ -84,13 +79,7 @@ class Collective {
 
  private:
   // One that a rank owns.
-  Part part(const Run& run, int rank) const {
-    Part p{run, map_.host_of(rank), {}};
-    const auto local = static_cast<std::size_t>(map_.local_of(rank));
-    for (const auto& there : map_.hosts) p.stands.push_back(there[local % there.size()]);
-    p.stands[static_cast<std::size_t>(p.owner)] = rank;
-    return p;
-  }
+  Part part(const Run& run, int rank) const { return {run, map_.host_of(rank), rank}; }
   Parts ranks() const {
     Parts parts;
     for (int q = 0; q < core_.size(); ++q) parts.push_back(part({static_cast<std::size_t>(q) * r_.count, r_.count}, q));
@@ -101,8 +90,7 @@ class Collective {
     const auto& least = *std::min_element(map_.hosts.begin(), map_.hosts.end(), fewest);
     Parts parts;
     for (std::size_t k = 0; k < least.size(); ++k) {
-      parts.push_back(part(cut({0, r_.count}, k, least.size()), least[k]));
-      parts.back().owner = owner;
+      parts.push_back({cut({0, r_.count}, k, least.size()), owner, least[k]});
     }
     return parts;
   }
@@ -118,7 +106,10 @@ class Collective {
     if (p.owner == kEachCut) return cut(p, static_cast<std::size_t>(host), static_cast<std::size_t>(hosts_));
     return {p.at, p.owner == host || p.owner == kEachAll ? p.count : 0};
   }
-  int stands(const Part& p, int host) const { return p.stands[static_cast<std::size_t>(host)]; }
+  int stands(const Part& p, int host) const {
+    const auto& there = map_.ranks_on(host);
+    return there[static_cast<std::size_t>(map_.local_of(p.rank)) % there.size()];
+  }
   bool mine(const Part& p) const { return stands(p, host_) == me_; }
 
   // Calls `issue(i, local root, options)` inside the host for each part that is not empty.
@@ -222,30 +213,23 @@ class Collective {
   // From host to host: a chunk goes on while the next one comes.
   void broadcast() {
     const std::size_t most = hosts_ == 2 ? r_.bytes() : 256 * 1024;  // of two hosts none passes on what comes
-    struct Chunk {
-      int from, to;
-      char* data;
-      std::size_t bytes;
-    };
     const int root_host = map_.host_of(r_.root), before = (host_ + hosts_ - 1) % hosts_, next = (host_ + 1) % hosts_;
     const bool first = host_ == root_host, last = next == root_host;
     const Parts parts = slices(root_host);
-    std::vector<Chunk> chunks;
-    for (const Part& p : parts) {
-      const std::size_t bytes = mine(p) ? p.count * item_ : 0;
-      for (std::size_t lo = 0; lo < bytes; lo += most) {
-        chunks.push_back({stands(p, before), stands(p, next), out_ + p.at * item_ + lo, std::min(most, bytes - lo)});
-      }
-    }
+    // At most one is mine: no host has fewer ranks than there are slices.
+    const auto found = std::find_if(parts.begin(), parts.end(), [this](const Part& p) { return mine(p); });
+    const Part own = found == parts.end() ? Part{} : *found;
+    char* const data = out_ + own.at * item_;
+    const std::size_t bytes = own.count * item_;
     Pieces in, out;
-    for (const Chunk& c : chunks) {
-      if (!first) in.push_back(core_.expect(c.from, c.data, c.bytes));
+    for (std::size_t at = 0; at < bytes && !first; at += most) {
+      in.push_back(core_.expect(stands(own, before), data + at, std::min(most, bytes - at)));
     }
     core_.begin();
     if (first) broadcast_inside({part({0, r_.count}, r_.root)});
-    for (std::size_t i = 0; i < chunks.size(); ++i) {
-      if (!first) core_.await({in[i]});
-      if (!last) out.push_back(core_.send(chunks[i].to, chunks[i].data, chunks[i].bytes));
+    for (std::size_t at = 0; at < bytes; at += most) {
+      if (!first) core_.await({in[at / most]});
+      if (!last) out.push_back(core_.send(stands(own, next), data + at, std::min(most, bytes - at)));
     }
     core_.await(out);
     if (!first) broadcast_inside(parts);
