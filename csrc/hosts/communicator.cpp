@@ -67,7 +67,8 @@ std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const
   std::shared_ptr<Communicator> made;
   if (parent.inner) {
     try {
-      made = parent.inner->split(color, key, one_host ? name : name + "@" + parent.map.place(core_->rank()).name);
+      made =
+          parent.inner->split(color, key, one_host ? name : name + "@" + parent.map.place(core_->rank()).host_name());
     } catch (...) {  // perhaps since another rank has failed meanwhile, in what follows the split there
       core_->fail_split(std::current_exception());
     }
@@ -93,16 +94,15 @@ namespace axo {
 std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std::string& key,
                                                         std::unique_ptr<Wire> wire,
                                                         const std::vector<std::string>& hosts,
-                                                        const std::vector<std::string>& names,
                                                         const HostOptions& options) {
   const int rank = wire->rank(), size = wire->size();
-  AXO_CHECK(hosts.size() == static_cast<std::size_t>(size) && names.size() == hosts.size(), "hosts", hosts.size(),
+  AXO_CHECK(hosts.size() == static_cast<std::size_t>(size), "hosts", hosts.size(),
             std::to_string(size) + " entries, one a rank");
   std::vector<hosts::Place> places;
-  for (std::size_t p = 0; p < hosts.size(); ++p) places.push_back({static_cast<int>(p), hosts[p], names[p]});
+  for (std::size_t p = 0; p < hosts.size(); ++p) places.push_back({static_cast<int>(p), hosts[p]});
   hosts::HostMap map(std::move(places));
   const int host = map.host_of(rank), locals = static_cast<int>(map.ranks_on(host).size());
-  const HostOptions inside{options.name + "@" + map.place(map.ranks_on(host)[0]).name, options.timeout};
+  const HostOptions inside{options.name + "@" + map.place(rank).host_name(), options.timeout};
   // The page of the host's first rank keeps the time of its link, so even a rank that is alone there makes a core.
   const auto core = host::create_core(store, key + "/host" + std::to_string(host), map.local_of(rank), locals, inside);
   const auto mesh = std::make_shared<hosts::Mesh>(std::move(wire), hosts::LinkLimit(core->processes()[0]));

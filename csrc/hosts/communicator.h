@@ -13,12 +13,11 @@
 
 namespace axo {
 
-// Collective over the ranks of `wire`. `hosts`: the identity of each rank's host, `names`: its name. `key` as for
+// Collective over the ranks of `wire`. `hosts`: the identity of each rank's host. `key` as for
 // create_host_communicator.
 std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std::string& key,
                                                         std::unique_ptr<Wire> wire,
                                                         const std::vector<std::string>& hosts,
-                                                        const std::vector<std::string>& names,
                                                         const HostOptions& options);
 
 }  // namespace axo

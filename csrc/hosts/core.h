@@ -26,8 +26,9 @@
 namespace axo::hosts {
 
 struct Place {
-  int wire;                // the rank on the wire
-  std::string host, name;  // what tells its host from others, and what it is called
+  int wire;          // the rank on the wire
+  std::string host;  // what tells its host from others (base/identity.h)
+  std::string host_name() const { return host.substr(0, host.find(' ')); }
 };
 
 // Where the ranks of a communicator are.
@@ -136,7 +137,7 @@ class HostsCore final : public Sink, public CpuCore {
   void fail_by(const WorkState* work, const std::exception_ptr& error);
   void judge(Lock& lock);
   std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
-  std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).name + ")"; }
+  std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;
 
   const Membership m_;

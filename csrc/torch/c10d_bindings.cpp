@@ -35,10 +35,10 @@ void bind_c10d(py::module_& m) {
   m.def(
       "create_hosts_communicator",
       [](const c10::intrusive_ptr<c10d::Store>& store, const std::string& key,
-         const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<std::string>& hosts,
-         const std::vector<std::string>& names, const std::string& name, std::int64_t timeout_ms) {
+         const c10::intrusive_ptr<c10d::Backend>& gloo, const std::vector<std::string>& hosts, const std::string& name,
+         std::int64_t timeout_ms) {
         C10dStore adapter(store);
-        return create_hosts_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts, names,
+        return create_hosts_communicator(adapter, key, std::make_unique<C10dWire>(gloo), hosts,
                                          HostOptions{name, Milliseconds(timeout_ms)});
       },
       py::call_guard<py::gil_scoped_release>());

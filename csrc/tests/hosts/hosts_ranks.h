@@ -96,8 +96,7 @@ inline void on_hosts(const std::vector<int>& sizes, const std::function<void(Com
   ranks::threads(n, [&](int r) {
     HostOptions options;
     options.timeout = timeout;
-    Comm comm =
-        create_hosts_communicator(store, "world", std::make_unique<MemoryWire>(net, r, n), hosts, hosts, options);
+    Comm comm = create_hosts_communicator(store, "world", std::make_unique<MemoryWire>(net, r, n), hosts, options);
     fn(comm, *net);
     comm->shutdown();
   });

@@ -84,12 +84,11 @@ def _met(
     place = f"{key}/hosts/{size}/{zlib.crc32(repr(list(members)).encode()):x}"
     round_ = next_round(store, place, rank)
     who = f"communicator {name!r} (rank {rank} of {size})"
-    told = gather(store, f"{round_}/host", rank, size, left(), who, f"{_C.host_name()}\n{_C.host_identity()}")
-    names, identities = ([text.split("\n")[field] for text in told] for field in (0, 1))
+    identities = gather(store, f"{round_}/host", rank, size, left(), who, _C.host_identity())
     try:
         if len(set(identities)) == 1:
             return _C.create_host_communicator(store, round_, rank, size, name, int(left() * 1000))
-        return _between_hosts(store, round_, rank, size, name, left, names, identities)
+        return _between_hosts(store, round_, rank, size, name, left, identities)
     except (Aborted, PeerLost, Timeout):
         if (gone := given_up(store, round_, who)) is not None:
             raise gone from None
@@ -100,17 +99,18 @@ def _met(
 
 
 def _between_hosts(
-    store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, names: list[str], identities: list[str]
+    store: Store, round_: str, rank: int, size: int, name: str, left: TimeLeft, identities: list[str]
 ) -> _C.Communicator:
     meeting = timedelta(seconds=min(left(), _GLOO_MEETS_S))
     try:
         gloo = _gloo(dist.PrefixStore(f"{round_}/gloo", store), rank, size, meeting, identities)
     except RuntimeError as error:
+        names = dict.fromkeys(identity.partition(" ")[0] for identity in identities)
         raise Error(
-            f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(dict.fromkeys(names))} do not reach"
+            f"communicator {name!r} (rank {rank} of {size}): the hosts {', '.join(names)} do not reach"
             f" each other through Gloo; GLOO_SOCKET_IFNAME names the interface to use ({error})"
         ) from None
-    return _C.create_hosts_communicator(store, round_, gloo, identities, names, name, int(left() * 1000))
+    return _C.create_hosts_communicator(store, round_, gloo, identities, name, int(left() * 1000))
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta, identities: list[str]) -> dist.ProcessGroup:
