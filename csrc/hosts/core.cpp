@@ -10,7 +10,6 @@
 namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
 constexpr std::chrono::seconds kReason{2};  // for a frame that says more than what was noticed so far
 
 // What ends the collective that runs; the reason stands in the core.
@@ -139,7 +138,6 @@ void HostsCore::end_one(Lock& lock, const WorkStatePtr& work) {
 void HostsCore::end_all(Lock& lock) {
   lock.unlock();
   if (m_.inner) m_.inner->abort(failure_text());  // whoever has found the failure may not have come to that yet
-  m_.mesh->flush(number_, Clock::now() + kFlush);
   m_.mesh->drop(number_);
   lock.lock();
   Ended ended;
@@ -250,12 +248,8 @@ void HostsCore::match(Lock& lock, const Key& key) {
   }
   const auto sent = [self = self(), key, piece](bool ok) {
     Lock relock(self->mutex_);
-    if (!ok) {  // the peer's last words may be under way
-      self->changed_.wait_for(relock, kReason, [&] { return self->failed() || self->peer(key.first).gone; });
-      self->peer(key.first).gone = true;
-      piece->leaving = false;
-      return;
-    }
+    piece->leaving = false;
+    if (!ok) return;  // the mesh will say that the peer is gone, once its last words have been read
     self->moved(relock, self->sends_, key);
     self->match(relock, key);
   };
@@ -321,15 +315,6 @@ void HostsCore::arrived(int from, const Head& h) {
   changed_.notify_all();
 }
 
-void HostsCore::lost(int from) {
-  const int rank = rank_of(from);
-  if (rank < 0) return;
-  Lock lock(mutex_);
-  peer(rank).gone = true;
-  changed_.notify_all();
-  judge(lock);
-}
-
 bool HostsCore::progress(bool check) {
   if (!check) return false;
   Lock lock(mutex_);
@@ -337,16 +322,21 @@ bool HostsCore::progress(bool check) {
   return false;
 }
 
+std::string HostsCore::loss_of(int rank) const {
+  return peer(rank).left ? "left" : m_.mesh->gone(wire_of(rank)) ? "died" : "";
+}
+
 // Fails where something waits for a rank that is lost, or is late. A rank may be lost while the mesh has what it was
 // sent: the mesh then calls back.
 void HostsCore::judge(Lock& lock) {
-  const auto lose = [&](int rank) { fail(lock, {FailureKind::peer_lost, rank, loss_of(rank)}); };
+  const auto lost = [this](int r) { return !loss_of(r).empty(); };
+  const auto lose = [&](int r) { fail(lock, {FailureKind::peer_lost, r, loss_of(r)}); };
   for (int r = 0; running_ && r < size(); ++r) {
-    if (peer(r).lost() && peer(r).operations.empty()) return lose(r);
+    if (lost(r) && peer(r).operations.empty()) return lose(r);
   }
   for (const Queues* queues : {&sends_, &receives_}) {
     for (const auto& [key, pieces] : *queues) {
-      if (peer(key.first).lost() && !pieces.front()->leaving) return lose(key.first);
+      if (lost(key.first) && !pieces.front()->leaving) return lose(key.first);
     }
   }
   std::vector<WorkStatePtr> works(messages_.begin(), messages_.end());
@@ -462,7 +452,7 @@ void HostsCore::release() {
 void HostsCore::leave(Lock& lock) {
   lock.unlock();
   tell_all(head(FrameKind::leave));
-  m_.mesh->flush(number_, Clock::now() + kFlush);
+  m_.mesh->drop(number_);
   if (m_.inner) m_.inner->shutdown();
   m_.mesh->remove(number_);
   engine_.remove(this);
@@ -477,7 +467,7 @@ std::string HostsCore::timeout_text(const WorkState& work) const {
   const auto named = [&](int r) { return "rank " + std::to_string(r) + place_of(r); };
   if (work.request.point_to_point()) return text + "; " + named(work.request.root) + " did not answer";
   const auto has_come = [&](int r) { return r == rank() || !peer(r).operations.empty(); };
-  return text + arrivals(has_come, [&](int r) { return named(r) + (peer(r).lost() ? ", " + loss_of(r) : ""); });
+  return text + arrivals(has_come, [&](int r) { return named(r) + (loss_of(r).empty() ? "" : ", " + loss_of(r)); });
 }
 
 }  // namespace axo::hosts

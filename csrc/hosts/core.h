@@ -94,7 +94,6 @@ class HostsCore final : public Sink, public CpuCore {
 
   char* place(int from, const Head& head) override;
   void arrived(int from, const Head& head) override;
-  void lost(int from) override;
   bool progress(bool check) override;
   std::string blocked_in(int*) override { return ""; }
 
@@ -102,8 +101,7 @@ class HostsCore final : public Sink, public CpuCore {
   // What one peer has told.
   struct Peer {
     std::deque<Operation> operations;  // of the collectives that it has come to, and this rank has not ended
-    bool left = false, gone = false;
-    bool lost() const { return left || gone; }
+    bool left = false;
   };
   using Key = std::pair<int, Stream>;  // peer, stream
   using Queues = std::map<Key, std::deque<PiecePtr>>;
@@ -136,7 +134,8 @@ class HostsCore final : public Sink, public CpuCore {
   void fail(Lock& lock, const Failure& failure, bool tell = true);
   void fail_by(const WorkState* work, const std::exception_ptr& error);
   void judge(Lock& lock);
-  std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
+  // "left", "died", or "" while the rank is there.
+  std::string loss_of(int rank) const;
   std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;
 
