@@ -183,7 +183,6 @@ class Rendezvous {
   // The members as they come, in any order; the death of one that has come ends the wait for the others.
   std::vector<RankThread> await_members() {
     std::vector<RankThread> callers(static_cast<std::size_t>(meeting_.size));
-    std::vector<int> pids(static_cast<std::size_t>(meeting_.size), 0);
     std::vector<int> missing;
     for (int p = 1; p < meeting_.size; ++p) missing.push_back(p);
     for (Milliseconds pause(1);; pause = std::min(2 * pause, Milliseconds(20))) {
@@ -194,13 +193,11 @@ class Rendezvous {
         }
         const Card card = decode(store_.get(entry(*it), Milliseconds(1000)), entry(*it));
         check_host(card, *it);
-        const auto i = static_cast<std::size_t>(*it);
-        callers[i] = RankThread(card.pid, card.tid, card.pid_space);
-        pids[i] = card.pid;
+        callers[static_cast<std::size_t>(*it)] = RankThread(card.pid, card.tid, card.pid_space);
         it = missing.erase(it);
       }
-      watch_members(callers, pids);
-      if (missing.empty()) break;
+      watch_members(callers);
+      if (missing.empty()) return callers;
       if (meeting_.late()) {
         std::string text;
         for (int p : missing) text += (text.empty() ? "" : ", ") + std::to_string(p);
@@ -209,16 +206,14 @@ class Rendezvous {
       }
       std::this_thread::sleep_for(pause);
     }
-    pids_ = pids;
-    return callers;
   }
 
-  void watch_members(const std::vector<RankThread>& callers, const std::vector<int>& pids) {
+  void watch_members(const std::vector<RankThread>& callers) {
     ask();
     for (std::size_t p = 1; p < callers.size(); ++p) {
       if (!callers[p].gone()) continue;
       throw Failure{FailureKind::peer_lost, static_cast<int>(p),
-                    "rank " + std::to_string(p) + " (process " + std::to_string(pids[p]) + ") died"};
+                    "rank " + std::to_string(p) + " (process " + std::to_string(callers[p].pid()) + ") died"};
     }
   }
 
@@ -231,7 +226,7 @@ class Rendezvous {
       const std::vector<RankThread> callers = await_members();
       Fd fd;
       m->segment = make_segment(meeting_.size, &fd);
-      leader.serve(meeting_, fd.get(), true, [&] { watch_members(callers, pids_); }, &m->processes);
+      leader.serve(meeting_, fd.get(), true, [&] { watch_members(callers); }, &m->processes);
     };
     lead(leader, meeting_, body, [&](const Failure& r) {
       store_.set(failed_entry(),
@@ -283,7 +278,6 @@ class Rendezvous {
   const HostOptions options_;
   const Meeting meeting_;
   Card card_;
-  std::vector<int> pids_;
   Clock::time_point asked_ = Clock::now();
 };
 

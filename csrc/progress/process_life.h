@@ -71,6 +71,7 @@ class RankThread {
   RankThread(int pid, int tid, const std::string& space);
   // Whether the thread, and so its rank, is no more. False when that cannot be told.
   bool gone() const;
+  int pid() const { return pid_; }
 
  private:
   Fd pidfd_;
