@@ -21,7 +21,6 @@ namespace axo {
 
 namespace py = pybind11;
 using Address = std::uintptr_t;
-using Counts = std::vector<std::size_t>;
 
 template <class T = void>
 T* pointer(std::uintptr_t address) {
