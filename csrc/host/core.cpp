@@ -146,7 +146,7 @@ void HostCore::ring_if_published() {
 }
 
 void HostCore::ring(int peer) {
-  if (peer != rank()) m_.processes[static_cast<std::size_t>(peer)]->ring();
+  if (peer != rank()) process(peer).ring();
 }
 
 void HostCore::complete(HostWorkPtr work) { ended_.emplace_back(std::move(work), nullptr); }
@@ -155,7 +155,6 @@ void HostCore::complete(HostWorkPtr work) { ended_.emplace_back(std::move(work),
 bool HostCore::waits_for(const HostWork& work, int peer) const {
   if (work.request.point_to_point()) {
     if (work.peer() != kAnyPeer) return work.peer() == peer;
-    const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
     if (!left(peer)) return true;  // it died, perhaps before it sent the message that was to come
     for (int p = 0; p < size(); ++p) {
       if (p != rank() && !left(p)) return false;
@@ -171,14 +170,11 @@ void HostCore::look_at_peers() {
   std::vector<int> gone;
   for (int p = 0; p < size(); ++p) {
     if (p == rank()) continue;
-    if (m_.processes[static_cast<std::size_t>(p)]->dead() || state(p).left.load(std::memory_order_acquire) != 0) {
-      gone.push_back(p);
-    }
+    if (process(p).dead() || left(p)) gone.push_back(p);
   }
   if (!gone.empty()) {
     // Who died without a word comes before who left, and perhaps ended since: that one left because of the other.
-    const auto left = [this](int p) { return state(p).left.load(std::memory_order_acquire) != 0; };
-    std::stable_partition(gone.begin(), gone.end(), [&](int p) { return !left(p); });
+    std::stable_partition(gone.begin(), gone.end(), [this](int p) { return !left(p); });
     advance();
     if (failed()) return;
     int lost = -1;
@@ -249,7 +245,7 @@ void HostCore::end_all() {
 
 void HostCore::abort(const Failure& failure) {
   // Until this rank has left: a shutdown that waits for pending operations is one of those whom an abort frees.
-  if (engine_.forked() || state(rank()).left.load(std::memory_order_acquire) != 0) return;
+  if (engine_.forked() || left(rank())) return;
   while (!enter()) std::this_thread::yield();  // a step is short
   if (!failed()) {
     take_incoming();
@@ -281,13 +277,11 @@ void HostCore::release() {
   engine_.remove(this);
 }
 
-std::string HostCore::place_of(int rank) const {
-  return " (process " + std::to_string(m_.processes[static_cast<std::size_t>(rank)]->pid()) + ")";
-}
+std::string HostCore::place_of(int rank) const { return " (process " + std::to_string(process(rank).pid()) + ")"; }
 
 std::exception_ptr HostCore::failure() {
   const bool told = layout_.header(base_)->aborts.load(std::memory_order_acquire) != 0;
-  const bool here = !engine_.forked() && state(rank()).left.load(std::memory_order_acquire) == 0;
+  const bool here = !engine_.forked() && !left(rank());
   if (told && here && !failed() && enter()) {
     step(false);  // what the peer had finished before it failed completes here too
     leave_and_complete();
@@ -298,14 +292,13 @@ std::exception_ptr HostCore::failure() {
 // Where a peer stands, as far as its headers tell.
 std::string HostCore::peer_position(int peer) const {
   const RankState& s = state(peer);
-  if (m_.processes[static_cast<std::size_t>(peer)]->dead()) return "died";
-  if (s.left.load(std::memory_order_acquire) != 0) return "left";
+  if (process(peer).dead()) return "died";
+  if (left(peer)) return "left";
   const std::uint64_t issued = s.issued.load(std::memory_order_acquire);
   if (issued == 0) return "has issued nothing";
   int on = 0;
-  const auto& process = m_.processes[static_cast<std::size_t>(peer)];
-  const std::string blocked = process->blocked(&on);
-  const bool own = process->pid() == engine_.self()->pid();  // ranks that are threads: the page may mean another
+  const std::string blocked = process(peer).blocked(&on);
+  const bool own = process(peer).pid() == engine_.self()->pid();  // ranks that are threads: the page may mean another
   const std::string where = own || blocked.empty() ? "" : ", is blocked in " + blocked;
   return "last issued " + std::string(name_of(s.headers[(issued - 1) % kHeaders].operation.kind)) + " #" +
          std::to_string(issued - 1) + where;
@@ -318,12 +311,12 @@ std::string HostCore::blocked_in(int* on) {
   if (rounds_.work()) {
     text = rounds_.work()->describe();
     const int peer = rounds_.blocked_by();
-    if (peer >= 0) *on = m_.processes[static_cast<std::size_t>(peer)]->pid();
+    if (peer >= 0) *on = process(peer).pid();
   } else {
     messages_.for_each([&](const HostWorkPtr& work) {
       if (!text.empty()) return;
       text = work->describe();
-      if (work->peer() != kAnyPeer) *on = m_.processes[static_cast<std::size_t>(work->peer())]->pid();
+      if (work->peer() != kAnyPeer) *on = process(work->peer()).pid();
     });
   }
   leave();
@@ -339,10 +332,10 @@ void HostCore::report_crossing() {
   const int peer = rounds_.blocked_by();
   if (peer < 0 || state(peer).issued.load(std::memory_order_acquire) > work->sequence()) return;
   int on = 0, mine = 0;
-  const std::string there = m_.processes[static_cast<std::size_t>(peer)]->blocked(&on);
+  const std::string there = process(peer).blocked(&on);
   engine_.self()->blocked(&mine);
   const int pid = engine_.self()->pid();
-  if (there.empty() || on != pid || mine != m_.processes[static_cast<std::size_t>(peer)]->pid() || mine == pid) return;
+  if (there.empty() || on != pid || mine != process(peer).pid() || mine == pid) return;
   reported_ = work->sequence() + 1;
   std::fprintf(stderr,
                "axo: %s waits for rank %d, which waits for this process in %s: are these calls in crossed order? The "

@@ -28,6 +28,7 @@ class HostCore final : public CpuCore {
   explicit HostCore(Membership membership);
 
   const std::vector<std::shared_ptr<Process>>& processes() const { return m_.processes; }
+  const Process& process(int rank) const { return *m_.processes[static_cast<std::size_t>(rank)]; }
 
   bool progress(bool check) override;
   std::string blocked_in(int* on) override;
@@ -40,6 +41,7 @@ class HostCore final : public CpuCore {
   char* base() const { return base_; }
   const Layout& layout() const { return layout_; }
   RankState& state(int rank) const { return *layout_.state(base_, rank); }
+  bool left(int rank) const { return state(rank).left.load(std::memory_order_acquire) != 0; }
   // Something was published that a sleeping peer may wait for. To ring costs a fence, which waits until the peers have
   // given the line up: a small collective rings once a step, for all that it has published.
   void published();

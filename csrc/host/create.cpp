@@ -316,7 +316,7 @@ std::shared_ptr<HostCore> split_core(HostCore& parent, const GatherBytes& gather
     int lost = -1;
     for (int p = 0; p < size; ++p) {
       if (!m.processes[static_cast<std::size_t>(p)]->dead()) continue;
-      const bool left = parent.state(members[static_cast<std::size_t>(p)]).left.load() != 0;
+      const bool left = parent.left(members[static_cast<std::size_t>(p)]);
       if (lost < 0 || !left) lost = p;
       if (!left) break;
     }

@@ -82,7 +82,7 @@ bool Rounds::all_offered() {
   for (int p = 0; p < core_.size(); ++p) {
     const auto i = static_cast<std::size_t>(p);
     const CollectiveHeader& h = core_.state(p).headers[work_->sequence() % kHeaders];
-    const std::size_t heap = core_.processes()[i]->heap_bytes();
+    const std::size_t heap = core_.process(p).heap_bytes();
     const std::uint32_t shared = h.shared;
     in_offsets_[i] = h.in_offset;
     out_offsets_[i] = h.out_offset;
@@ -98,14 +98,12 @@ bool Rounds::all_offered() {
 
 const char* Rounds::peer_in(int peer) const {
   if (peer == core_.rank()) return static_cast<const char*>(work_->request.in);
-  const auto i = static_cast<std::size_t>(peer);
-  return core_.processes()[i]->heap() + in_offsets_[i];
+  return core_.process(peer).heap() + in_offsets_[static_cast<std::size_t>(peer)];
 }
 
 char* Rounds::peer_out(int peer) const {
   if (peer == core_.rank()) return static_cast<char*>(work_->request.out);
-  const auto i = static_cast<std::size_t>(peer);
-  return core_.processes()[i]->heap() + out_offsets_[i];
+  return core_.process(peer).heap() + out_offsets_[static_cast<std::size_t>(peer)];
 }
 
 void Rounds::plan_shared() {
