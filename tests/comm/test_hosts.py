@@ -165,6 +165,24 @@ def test_survivors_name_the_dead_rank_and_its_host(hosts):
         assert "all_reduce(" in outcome.message and f"rank 3 (host {host}) died" in outcome.message
 
 
+def die_before_a_message(victim, beside):
+    """Only the rank beside the victim, which waits for a message inside their host, can see the death."""
+    comm = axo.connect("4x1x1x1").world
+    comm.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    comm.recv(torch.empty(1), victim if comm.rank == beside else beside)
+
+
+def test_a_death_inside_a_host_is_told_to_all_hosts():
+    for outcome in rank_outcomes(die_before_a_message, 4, 3, 2, hosts=PAIRS):
+        if outcome.rank == 3:
+            assert outcome.signal == "SIGKILL"
+            continue
+        assert outcome.error == "PeerLost" and outcome.seconds < NOTICED_S, outcome.describe()
+        assert "recv(" in outcome.message and "rank 3 (host host1) died" in outcome.message
+
+
 def come_late(timeout):
     comms = axo.connect("4x1x1x1", timeout=timeout)
     if comms.rank == 1:
