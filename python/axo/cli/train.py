@@ -54,10 +54,17 @@ def train(context: typer.Context, **given: Any) -> None:
     if automatic:
         config = _planned(config, rank, ranks, machine, said)
     if rank is not None:
-        check_ranks("train", config.grid, config.pipeline, rank.world_size)  # before what takes seconds to import
-    from axo.integrations.litgpt import early
+        check_ranks("train", config.grid, config.pipeline, rank.world_size)
+    from axo.train import early, models
 
-    outcome = early.load("axo.train", "run")(config)
+    # Before what takes seconds to import. Ranks of torchrun compare what each finds in its files.
+    if rank is None:
+        early.check(config)
+    elif not models.names_file(config.model):
+        early.check_sizes(config)
+    from axo.integrations.litgpt.early import load
+
+    outcome = load("axo.train", "run")(config)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 

@@ -35,6 +35,8 @@ from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from axo.errors import Refused
+
 LOOP, V = "loop", "v"
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
 
@@ -136,6 +138,19 @@ def schedule_kind(schedule: str) -> Kind:
     if schedule not in KINDS:
         raise ValueError(f"pipeline: schedule={schedule!r} is not known; use one of {', '.join(KINDS)}")
     return KINDS[schedule]
+
+
+def check_algorithm(name: str, algorithm: str) -> None:
+    """Check that a schedule suits how products are distributed.
+
+    Raises:
+        Refused: Its weight phase would communicate.
+    """
+    if schedule_kind(name).splits and algorithm != "axonn":
+        raise Refused(
+            f"pipeline: {name!r} puts products of weights off, and with algorithm={algorithm!r} these communicate; use"
+            " a schedule whose backward is in one phase, such as 1f1b or interleaved-1f1b, or algorithm='axonn'"
+        )
 
 
 def check(schedule: str, microbatches: int, ranks: int) -> None:

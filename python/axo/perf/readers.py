@@ -107,9 +107,14 @@ def _from_litgpt_name(name: str, seq_length: int | None) -> Workload:
 
 
 def litgpt_file(name: str) -> Path:
-    """The source of a module of LitGPT's, which is installed."""
+    """The source of a module of LitGPT's.
+
+    Raises:
+        ModuleNotFoundError: LitGPT is not installed.
+    """
     package = importlib.util.find_spec("litgpt")
-    assert package is not None and package.submodule_search_locations
+    if package is None or not package.submodule_search_locations:
+        raise ModuleNotFoundError("No module named 'litgpt'", name="litgpt")
     return Path(package.submodule_search_locations[0], *name.split(".")[1:]).with_suffix(".py")
 
 

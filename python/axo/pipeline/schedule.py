@@ -33,6 +33,7 @@ from axo.comm.connect import Communicators
 from axo.errors import Refused
 from axo.perf.pipeline_schedule import KINDS, V, schedule_kind
 from axo.perf.pipeline_schedule import check as check_microbatches
+from axo.perf.pipeline_schedule import check_algorithm as check_algorithm
 from axo.pipeline.cut import part_of, tied_gradients
 from axo.pipeline.stage import Stage
 
@@ -51,19 +52,6 @@ def layout(name: str) -> dict[str, Any]:
     """
     kind = schedule_kind(name)
     return {"stages_per_rank": kind.stages_per_rank, "order": kind.order}
-
-
-def check_algorithm(name: str, algorithm: str) -> None:
-    """Check that a schedule suits how products are distributed.
-
-    Raises:
-        Refused: Its weight phase would communicate.
-    """
-    if schedule_kind(name).splits and algorithm != "axonn":
-        raise Refused(
-            f"pipeline: {name!r} puts products of weights off, and with algorithm={algorithm!r} these communicate; use"
-            " a schedule whose backward is in one phase, such as 1f1b or interleaved-1f1b, or algorithm='axonn'"
-        )
 
 
 def stages(

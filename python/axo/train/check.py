@@ -1,29 +1,25 @@
 """Every check of a training run that needs no rank, and the run's text.
 
 The checks run before ranks start (and again, cheaply, on each rank under torchrun), so that bad input costs one
-message and no process. They build the model without storage and read the sizes of the files; they run no torch
-operation on data, since the ranks are forked from this process (a parallel operation here would leave them without
-their thread pool).
+message and no process; those that need no torch come first (``early``). They build the model without storage and read
+the sizes of the files; they run no torch operation on data, since the ranks are forked from this process (a parallel
+operation here would leave them without their thread pool).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
 import torch
-from litgpt.config import Config
 
-from axo import checkpoint, pipeline
+from axo import checkpoint
 from axo.arrangement import arrangement_of
 from axo.checkpoint.folder import kind_of
 from axo.comm.transports import check_device
-from axo.perf import cut
-from axo.placement import check_divides
 from axo.plans.litgpt import plan as litgpt_plan
-from axo.train import data, models
-from axo.train.config import KEPT, PRECISIONS, TrainConfig
+from axo.train import data, early, models
+from axo.train.config import TrainConfig
 from axo.train.log import LOG_NAME
 from axo.train.plot import PLOT_NAME
 from axo.train.recipe import offload_of
@@ -36,79 +32,15 @@ def check(config: TrainConfig) -> None:
     Raises:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
-    model = check_step(config)
+    model = early.check(config)
     _check_device(config)
     _check_files(config)
-    vocabulary = data.BYTE_VOCABULARY
-    if config.tokenizer is not None:
-        vocabulary = data.tokenizer_vocab_size(Path(config.tokenizer))
-    assert model.padded_vocab_size is not None
-    if vocabulary > model.padded_vocab_size:
-        source = config.tokenizer or "byte-level tokens"
-        raise ValueError(
-            f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
-            f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
-        )
     _check_offload(config, model.n_layer)
     arrangement = arrangement_of("train", config.algorithm)
     litgpt_plan.check(models.build_empty(model), config.grid, arrangement, config.sequence_parallel)
     files = source_files(config)
     if config.tokenizer is None:
         open_batches(config, data.ByteCorpus(files))
-
-
-def check_step(config: TrainConfig) -> Config:
-    """Check what a step is made of: numbers, precision, model, rows and stages. Returns the model's configuration.
-
-    Raises:
-        ValueError: As for :func:`check`.
-    """
-    _check_numbers(config)
-    if config.zero not in (0, 1, 2):
-        raise ValueError(f"train: zero={config.zero} is not 0, 1 or 2; for what ZeRO-3 does, give the grid's z ranks")
-    if config.precision not in PRECISIONS:
-        raise ValueError(f"train: precision={config.precision!r} is not one of {', '.join(PRECISIONS)}")
-    arrangement = arrangement_of("train", config.algorithm)
-    arrangement.check(config.grid)
-    if config.recompute_keeps not in KEPT:
-        raise ValueError(f"train: recompute-keeps={config.recompute_keeps!r} is not one of {', '.join(KEPT)}")
-    if config.recompute_keeps != "nothing" and not config.recompute:
-        raise ValueError(f"train: recompute-keeps={config.recompute_keeps} says what --recompute keeps; say that too")
-    model = models.resolve(config.model, config.model_overrides)
-    models.check_sequence(model, config.seq_len)
-    if config.sequence_parallel:
-        arrangement.only_axonn("train: sequence-parallel")
-        check_divides("train", "seq-len", config.seq_len, "x", config.grid.x)
-    rows = data.rank_rows(config.batch_size, config.grid, config.grid.coords(0), arrangement)
-    if rows.count % config.accumulate:
-        raise ValueError(
-            f"train: accumulate={config.accumulate} does not divide a rank's {rows.count} rows "
-            f"(batch-size={config.batch_size} over {arrangement.describe_rows(config.grid)}); "
-            f"use one of {[n for n in range(1, min(rows.count, 4096) + 1) if rows.count % n == 0][:16]}"
-        )
-    if config.pipeline > 1:
-        check_pipeline(config, model.n_layer)
-    return model
-
-
-def check_pipeline(config: TrainConfig, blocks: int) -> None:
-    """Check the options of stages of a model of so many blocks.
-
-    Raises:
-        ValueError: They do not go together.
-    """
-    parts = arrangement_of("train", config.algorithm).row_parts(config.grid)
-    rows = config.batch_size // parts // config.accumulate  # of a rank, in one piece
-    pipeline.check_algorithm(config.schedule, config.algorithm)
-    stages = config.pipeline * pipeline.layout(config.schedule)["stages_per_rank"]
-    cut.check(blocks, stages, config.stage_cuts)
-    pipeline.check_microbatches(config.schedule, config.microbatches, config.pipeline)
-    if rows < config.microbatches:
-        raise ValueError(
-            f"train: microbatches={config.microbatches} are more than the {rows} rows of a rank in a piece"
-            f" (batch-size={config.batch_size} in {parts} parts, in accumulate={config.accumulate} pieces); use at most"
-            f" {rows}, or a larger batch-size"
-        )
 
 
 def _check_device(config: TrainConfig) -> None:
@@ -140,19 +72,6 @@ def _check_offload(config: TrainConfig, blocks: int) -> None:
             " pinned memory of the host: leave it out"
         )
     check_writable("offload-dir", Path(config.offload_dir) / "file")
-
-
-def _check_numbers(config: TrainConfig) -> None:
-    for field in dataclasses.fields(config):
-        option, value = field.metadata["option"], getattr(config, field.name)
-        if isinstance(value, (int, float)):
-            if field.name == "min_lr":
-                option = option._replace(most=config.lr)
-            must = option.wrong(value)
-            if must:
-                raise ValueError(f"train: {field.name.replace('_', '-')}={value} is out of range; it must be {must}")
-    if config.goldfish_k == 1:
-        raise ValueError("train: goldfish-k=1 would leave every token out; use 0 (off), or 2 and more")
 
 
 def _check_files(config: TrainConfig) -> None:

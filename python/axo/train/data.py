@@ -29,7 +29,6 @@ from pathlib import Path
 import numpy as np
 
 from axo.arrangement import AXONN, Arrangement
-from axo.checkpoint.folder import whole_file
 from axo.grid import Coords, Grid
 
 BYTE_VOCABULARY = 256
@@ -213,6 +212,8 @@ def encode(files: Sequence[Path], tokenizer: Path, cache: Path) -> TokenCorpus:
 
 
 def _encode_into(target: Path, files: Sequence[Path], tokenizer, dtype: str) -> None:
+    from axo.checkpoint.folder import whole_file
+
     with whole_file(target) as unfinished, open(unfinished, "wb") as out:
         for piece in _pieces(files):
             ids = tokenizer.encode(piece.decode("utf-8", "replace"), add_special_tokens=False).ids

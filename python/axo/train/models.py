@@ -1,7 +1,8 @@
 """Plain models: LitGPT's GPT from a configuration's name or file, with single fields overridden, built without storage.
 
 ``tiny`` is Axo's own addition: a Llama-like model (RMSNorm, SwiGLU, rotary embedding, grouped queries) over bytes,
-small enough for eight ranks on a laptop. Sources: ``litgpt.config``. Nothing here knows of a grid.
+small enough for eight ranks on a laptop. Sources: ``litgpt.config``. Nothing here knows of a grid; sizes are known
+without torch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-import torch
 import yaml
-from litgpt.config import Config, configs, name_to_config
-from litgpt.model import GPT
+
+from axo.perf.readers import litgpt_module
+
+if TYPE_CHECKING:
+    from litgpt.config import Config
+    from litgpt.model import GPT
 
 TINY = "tiny"
 _TINY: dict[str, Any] = {
@@ -59,13 +63,12 @@ def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
     Raises:
         ValueError: The name or a field is unknown, the file is missing or malformed, or LitGPT refuses the values.
     """
-    is_file = Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
-    fields = dict(_from_file(Path(model)) if is_file else _from_name(model))
+    fields = dict(_from_file(Path(model)) if names_file(model) else _from_name(model))
     fields.update({key: _parse(key, value) for key, value in (overrides or {}).items()})
     fields.setdefault("name", Path(model).stem)
     _check_fields(model, fields)
     try:
-        config = Config(**fields)
+        config: Config = litgpt_module("litgpt.config").Config(**fields)
     except (AssertionError, TypeError, ValueError, ZeroDivisionError) as error:
         reason = str(error) or _explain(fields)
         raise ValueError(f"model {model!r}: LitGPT refuses this configuration: {reason}") from error
@@ -74,6 +77,11 @@ def resolve(model: str, overrides: Mapping[str, Any] | None = None) -> Config:
             f"model {model!r}: {config.rope_n_elem} rotary elements of a head are odd; use an even head_size"
         )
     return config
+
+
+def names_file(model: str) -> bool:
+    """Whether ``model`` is the name of a file."""
+    return Path(model).suffix.lower() in {".yaml", ".yml", ".json"} or os.path.isfile(model)
 
 
 def check_sequence(config: Config, seq_len: int) -> None:
@@ -101,6 +109,9 @@ class ModelSize:
 
 def build_empty(config: Config) -> GPT:
     """Return the model on the meta device: shapes, no storage."""
+    import torch
+    from litgpt.model import GPT
+
     with torch.device("meta"):
         return GPT(config)
 
@@ -127,13 +138,14 @@ def _from_file(path: Path) -> dict[str, Any]:
 def _from_name(name: str) -> dict[str, Any]:
     if name == TINY:
         return _TINY
-    if name in name_to_config:
-        return name_to_config[name]
-    for fields in configs:
+    litgpt = litgpt_module("litgpt.config")
+    if name in litgpt.name_to_config:
+        return litgpt.name_to_config[name]
+    for fields in litgpt.configs:
         hugging_face = fields["hf_config"]
         if name in (hugging_face.get("name"), f"{hugging_face.get('org')}/{hugging_face.get('name')}"):
             return fields
-    by_lower = {known.lower(): known for known in [TINY, *name_to_config]}
+    by_lower = {known.lower(): known for known in [TINY, *litgpt.name_to_config]}
     near = difflib.get_close_matches(name.rsplit("/", 1)[-1].lower(), by_lower, n=4, cutoff=0.4)
     hint = f"; the nearest are {', '.join(by_lower[match] for match in near)}" if near else ""
     raise ValueError(f"model {name!r} is neither a LitGPT configuration nor a .yaml or .json file{hint}")
@@ -148,7 +160,7 @@ def _parse(field: str, value: Any) -> Any:
 
 
 def _check_fields(model: str, fields: Mapping[str, Any]) -> None:
-    types = get_type_hints(Config)
+    types = get_type_hints(litgpt_module("litgpt.config").Config)
     for key, value in fields.items():
         if key not in types:
             near = difflib.get_close_matches(key, types, n=3, cutoff=0.5)

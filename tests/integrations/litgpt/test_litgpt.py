@@ -166,7 +166,7 @@ def test_goldfish_masks_training_and_not_validation():
         ),
         (["evaluate", "folder", "--grid", "2x1x1x1"], "--tasks is missing"),
         (["evaluate", "folder", "--tasks", "a", "--batch_size", "auto", "--grid", "2x1x1x1"], "--batch_size auto is"),
-        (["generate_adapter", "folder", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
+        (["generate_adapter", ".", "--adapter_path", "no/such"], "--adapter_path no/such does not exist"),
         (["pretrain", "pythia-14m", "--grid", "2x1x1x1", "--devices", "2"], "--devices is what the grid says"),
         (["finetune_lora", "no/such/folder", "--grid", "2x1x1x1"], "no/such/folder does not exist; get it first"),
         (["generate_full", "no/such", "--quantize", "bnb.nf4", "--grid", "2x1x1x1"], "bnb.nf4 runs on one device only"),
@@ -317,7 +317,34 @@ EARLY = {
     "pretrain pythia-14m --grid 8x1x1x1": "n_head=4 does not divide over x=8; use 8, or a grid with x in {1, 2, 4}",
     "finetune_lora no/such/folder --grid 2x1x1x1": "no/such/folder does not exist; get it first",
     "generate no/such --grid 2x1x1x1": "no/such does not exist",
+    "generate no/such": "no/such does not exist; get it first: litgpt download no/such",
+    "generate /no/such": "checkpoint_dir /no/such is not a checkpoint directory; name a folder that litgpt download",
+    "finetune_lora checkpoints/no/such": "checkpoint_dir checkpoints/no/such is not a checkpoint directory",
+    "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
+
+
+def test_what_litgpt_would_download_is_left_to_it(tmp_path, monkeypatch):
+    """Oracle: litgpt's own rule, which raises for a folder that no download can bring."""
+    import litgpt.scripts.download as download
+    from litgpt.utils import auto_download_checkpoint
+
+    from axo.integrations.litgpt import checks, command
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    asked = []
+    monkeypatch.setattr(download, "download_from_hub", lambda repo_id, access_token: asked.append(repo_id))
+    for folder in ("EleutherAI/pythia-14m", "no-such", "checkpoints/no/such", "/no/such"):
+        tried = len(asked)
+        with contextlib.suppress(FileNotFoundError):
+            auto_download_checkpoint(folder)
+        known = command.PARALLEL["finetune_lora"]
+        options = early.read("finetune_lora", known.module, known.function, [folder])
+        assert options is not None
+        with contextlib.nullcontext() if len(asked) > tried else pytest.raises(ValueError, match="not a checkpoint"):
+            checks._check_paths(options, 1, False)
+    assert asked == ["EleutherAI/pythia-14m", "no-such"]
 
 
 def test_wrong_input_is_refused_before_imports(tmp_path):

@@ -72,9 +72,15 @@ def check(
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     """Refuse folders and files that do not exist, where litgpt would say so on every rank, or download."""
-    if "checkpoint_dir" in options and ranks > 1:
+    if "checkpoint_dir" in options:
         folder = folder_of(options.checkpoint_dir)
-        if not folder.is_dir():  # litgpt would download it, on every rank at once
+        if not folder.is_dir() and (folder.is_absolute() or folder.parts[:1] == ("checkpoints",) or folder.exists()):
+            raise ValueError(
+                f"litgpt: checkpoint_dir {folder} is not a checkpoint directory; name a folder that litgpt download,"
+                " convert_to_litgpt or training has written"
+            )
+        downloads = "access_token" in options and ranks == 1  # on several ranks each of them would
+        if not folder.is_dir() and not downloads:
             raise ValueError(f"litgpt: {folder} does not exist; get it first: litgpt download {options.checkpoint_dir}")
     for name in ("tokenizer_dir", "initial_checkpoint_dir"):
         given = options.get(name)
@@ -165,13 +171,7 @@ def _check_sizes(options: Any, asked: Options) -> None:
         return
     if options.get("model_name") == "list":
         return
-    fields = model_fields(options, "the grid")
-    width = "intermediate_size"
-    if fields["mlp_class_name"] == "LLaMAMoE" and fields["moe_intermediate_size"]:
-        width = "moe_intermediate_size"
-    inner = arrangement_of("litgpt", asked.algorithm).inner
-    owner = f"parallelize: litgpt model {fields['name'] or 'unnamed'!r}"
-    sizes.check_sizes(owner, fields, {width: fields[width]}, grid, inner)
+    sizes.check_model(model_fields(options, "the grid"), grid, arrangement_of("litgpt", asked.algorithm).inner)
 
 
 def _check_batch(train: Any, asked: Options) -> None:

@@ -66,7 +66,7 @@ from axo.plans.litgpt import adapters, latent
 from axo.plans.litgpt.attention import softcapped
 from axo.plans.litgpt.lora import AdaptedLinear
 from axo.plans.litgpt.moe import replace_mixture
-from axo.plans.litgpt.sizes import check_sizes
+from axo.plans.litgpt.sizes import check_sizes, owner_of
 from axo.plans.replace import Replacer, check_exact
 
 _ATTENTIONS: tuple[type, ...] = (
@@ -193,7 +193,7 @@ def check(model: nn.Module, grid: Grid, arrangement: Arrangement = AXONN, sequen
         raise Refused(f"parallelize: plan 'litgpt' needs a litgpt.GPT, got a {type(model).__qualname__}")
     config, inner = model.config, arrangement.inner
     ranks = grid.size(inner)
-    owner = f"parallelize: litgpt model {config.name or 'unnamed'!r}"
+    owner = owner_of(vars(config))
     if config.latent_attention and sequence_parallel:
         raise Refused(f"{owner}: sequence_parallel=True with latent attention is not supported; leave it out")
     adapted = [name for name, module in model.named_modules() if _is_adapted(module)]

@@ -11,6 +11,26 @@ from axo.placement import check_divides
 from axo.plans.heads import kv_copies
 
 
+def check_model(config: Mapping[str, Any], grid: Grid, inner: str) -> None:
+    """Refuse sizes that do not divide, where there is no model yet.
+
+    Args:
+        config, grid, inner: As for :func:`check_sizes`.
+
+    Raises:
+        Refused: As the plan does for the model.
+    """
+    width = "intermediate_size"
+    if config["mlp_class_name"] == "LLaMAMoE" and config["moe_intermediate_size"]:
+        width = "moe_intermediate_size"
+    check_sizes(owner_of(config), config, {width: config[width]}, grid, inner)
+
+
+def owner_of(config: Mapping[str, Any]) -> str:
+    """A model, as messages call it."""
+    return f"parallelize: litgpt model {config['name'] or 'unnamed'!r}"
+
+
 def check_sizes(owner: str, config: Mapping[str, Any], widths: Mapping[str, int], grid: Grid, inner: str) -> None:
     """Refuse sizes that do not divide.
 
