@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import multiprocessing
 import os
 import re
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -140,6 +143,66 @@ def test_however_a_rank_ends_the_launch_does_too_and_says_why() -> None:
     assert unsendable.startswith("RankFailed: rank 0: AttributeError: Can't pickle local object 'what_cannot_be_sent")
     assert none == "ValueError: launch: ranks=0 is no number of ranks; use a whole number of at least 1"
     assert "ranks='2' is no number" in text
+
+
+def wait_to_be_asked(stopped: str) -> str:
+    with launch.Termination() as ending:
+        if os.environ["RANK"] == "1":
+            Path(stopped).write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            wait_for(lambda: state_of(int(Path(stopped).read_text() or 0)) == "T")
+            os.kill(os.getppid(), signal.SIGTERM)
+        wait_for(lambda: ending.asked)
+    return "ended in its own time"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 50) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with suppress(OSError):
+            if condition():
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def state_of(process: int) -> str:
+    """As the system has it: R, S, T (stopped), Z ...; "" when there is no such process."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return ""
+
+
+def launch_and_stop_one(stopped: str) -> str:
+    return launch_local(wait_to_be_asked, 2, stopped, terminate=True)
+
+
+def test_a_stopped_rank_goes_on_when_all_are_asked_to_end(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    assert run_ranks(launch_and_stop_one, 1, str(stopped)) == ["ended in its own time"]
+
+
+def stop_for_ever(stopped: str) -> None:
+    Path(stopped).write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def launch_one_that_stops(stopped: str) -> None:
+    launch_local(stop_for_ever, 1, stopped)
+
+
+def kill_a_launcher(stopped: str) -> None:
+    launcher = multiprocessing.get_context("fork").Process(target=launch_one_that_stops, args=(stopped,))
+    launcher.start()
+    wait_for(lambda: state_of(int(Path(stopped).read_text() or 0)) == "T")
+    launcher.kill()
+    wait_for(lambda: state_of(int(Path(stopped).read_text())) in ("", "Z"), 20)
+
+
+def test_a_stopped_rank_dies_with_its_launcher(tmp_path: Path) -> None:
+    run_ranks(kill_a_launcher, 1, str(tmp_path / "stopped"))
 
 
 def launch_with_few_files() -> str:

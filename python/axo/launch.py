@@ -6,17 +6,20 @@ operation and each rank sets its thread count before anything else. With a GPU t
 
 Each rank that fails writes a report. Where several fail, the cause is shown, not its consequences: an error of a rank's
 own comes first, then a rank that a signal killed, then a peer that was lost. A signal (Ctrl-C, SIGTERM) ends all ranks.
-With ``launch_local(..., terminate=True)`` ranks get SIGTERM too, and end in their own time (``Termination``).
+With ``launch_local(..., terminate=True)`` ranks get SIGTERM too, and end in their own time (``Termination``); one that
+is stopped (SIGSTOP) goes on for that. A launcher that dies takes its ranks with it.
 The ranks meet at a store that listens on the loopback interface alone; torch's own listens on all of them. Under
 torchrun nothing is launched: the process is a rank already, and the store is where torchrun put it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import functools
 import json
 import logging
+import multiprocessing
 import os
 import resource
 import select
@@ -40,6 +43,7 @@ _ASKED = "asked-to-end"  # a file among the reports
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
 _FREE_FILES = 16
+_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 _GRACE_SECONDS = 5  # for ranks to end after a signal, before SIGKILL
 _CAUSE_FIRST_SECONDS = 1.0  # a rank that lost a peer waits this long, so that the launcher meets the cause first
 
@@ -298,11 +302,22 @@ def _pass_on(reports: Path) -> None:
     for file in reports.glob("*.pid"):
         try:
             os.kill(int(file.stem), signal.SIGTERM)
+            os.kill(int(file.stem), signal.SIGCONT)  # it may be stopped, and its peers would wait for it
         except ProcessLookupError:
             pass
 
 
+def end_with(parent: int) -> None:
+    """Let the system kill this process when ``parent``, which started it, has ended; also while it is stopped."""
+    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None and launcher.pid is not None
+    end_with(launcher.pid)  # torch asks for SIGINT, which a stopped process does not get
     # The default action ends a rank even while it is blocked outside of Python.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -12,7 +12,6 @@ A mistake that depends on the number of a rank alone is found when that rank is 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
 import multiprocessing
@@ -30,14 +29,13 @@ import torch
 from axo.comm.recording import Issued, recording
 from axo.dryrun.step import Record, check, run
 from axo.grid import AXES, Coords
-from axo.launch import RankFailed
+from axo.launch import RankFailed, end_with
 from axo.nn.layer import ParallelLayer
 from axo.placement import Placement
 from axo.train import loop
 from axo.train.config import TrainConfig
 
 MOST_COMPARED = 16  # ranks of one grid that are all run without being asked for
-_SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of linux/prctl.h
 
 
 @dataclass(frozen=True)
@@ -139,9 +137,7 @@ def run_all(config: TrainConfig, ranks: Iterable[int], processes: int | None = N
 
 def _answer(sender: Connection, parent: int, config: TrainConfig, rank: int) -> None:
     """Run a rank, and send its record or its error; end with the process that asks, however that ends."""
-    ctypes.CDLL(None).prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
+    end_with(parent)
     # A handler of that process, such as torchelastic's, raises: here that would be an answer, and end nothing.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches both; the other one ends this one
