@@ -1,5 +1,8 @@
 """shard, unshard, shard_input, unshard_output: round trips, gradients and errors."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -97,6 +100,12 @@ def test_activations_and_errors():
     run_ranks(activations, 8, "2x2x2x1")
 
 
+@dataclass(frozen=True)
+class Rows:
+    ids: torch.Tensor
+    names: list[str]
+
+
 def batches(grid):
     comms = axo.connect(grid)
     batch = {"ids": torch.arange(8), "pair": (torch.arange(16).view(8, 2), ["a"]), "name": "x"}
@@ -104,6 +113,19 @@ def batches(grid):
     expected = my_rows(comms, batch["ids"])
     assert torch.equal(mine["ids"], expected) and torch.equal(mine["pair"][0], my_rows(comms, batch["pair"][0]))
     assert mine["pair"][1] == ["a"] and mine["name"] == "x"
+    mapping = axo.shard_batch(UserDict(batch), comms)  # as the BatchEncoding of Hugging Face is
+    assert torch.equal(mapping["ids"], expected) and mapping["name"] == "x"
+    whole = Rows(batch["ids"], ["a"])
+    assert torch.equal(axo.shard_batch(whole, comms).ids, expected) and torch.equal(whole.ids, batch["ids"])
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)])
+    nested = torch.nested.nested_tensor([torch.ones(2)] * 4, layout=torch.jagged)
+    for odd in (packed, nested, torch.eye(4).to_sparse()):
+        with pytest.raises(ValueError, match="rows of a packed, nested or sparse batch"):
+            axo.shard_batch(odd, comms)
+    with pytest.raises(ValueError, match=r"is not what axo\.connect returns"):
+        axo.shard_batch(batch, comms.grid)
+    with pytest.raises(ValueError, match=r"a Linear is no parameter; pass one, such as layer\.weight"):
+        axo.unshard_grad(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"use a multiple of 4 rows"):
         axo.shard_batch(torch.zeros(6, 2), comms)
     layer = axo.nn.Linear(8, 8, comms=comms)

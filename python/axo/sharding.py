@@ -16,11 +16,15 @@ For tests, checkpoints and the edges of a model; a training step has no need of 
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import PackedSequence
 
 from axo.comm.connect import Communicators
 from axo.grid import AXES, Coords
@@ -73,8 +77,10 @@ def unshard_grad(parameter: torch.Tensor) -> torch.Tensor:
     """Gather the whole gradient of a parameter, as backward has left it in ``.grad``. Every rank must call it.
 
     Raises:
-        ValueError: The parameter has no gradient, or no placement.
+        ValueError: The parameter has no gradient, or no placement, or is none.
     """
+    if not isinstance(parameter, torch.Tensor):
+        raise ValueError(f"unshard_grad: a {type(parameter).__name__} is no parameter; pass one, such as layer.weight")
     grad = parameter.grad
     if grad is None:
         raise ValueError("unshard_grad: the parameter has no gradient; call it after backward")
@@ -116,12 +122,22 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
     "axonn" call it after ``axo.parallelize``.
 
     Args:
-        batch: A tensor ``(rows, ...)``, or dicts, lists and tuples of such; what is no tensor stays as it is.
+        batch: A tensor ``(rows, ...)``, or mappings (which become dicts), dataclasses, lists and tuples of such; what
+            is no tensor, such as an array of NumPy's, stays as it is.
         comms: What ``axo.connect`` returned.
 
     Raises:
-        ValueError: The rows do not divide over the axes that split them.
+        ValueError: The rows do not divide over the axes that split them, or are packed, nested or sparse.
     """
+    if not isinstance(comms, Communicators):
+        raise ValueError(f"shard_batch: comms={comms!r} is not what axo.connect returns; pass that")
+    if isinstance(batch, PackedSequence) or (
+        isinstance(batch, torch.Tensor) and (batch.is_nested or batch.layout != torch.strided)
+    ):
+        raise ValueError(
+            f"shard_batch: rows of a packed, nested or sparse batch ({type(batch).__name__}) cannot be cut; cut the"
+            " padded or dense one and convert the part"
+        )
     if isinstance(batch, torch.Tensor):
         parts = comms.data_ranks
         if not batch.dim() or batch.shape[0] % parts:
@@ -132,8 +148,13 @@ def shard_batch(batch: Any, comms: Communicators) -> Any:
             )
         rows = batch.shape[0] // parts
         return batch.narrow(0, rows * comms.data_rank, rows)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: shard_batch(value, comms) for key, value in batch.items()}
+    if is_dataclass(batch) and not isinstance(batch, type):
+        cut = copy.copy(batch)
+        for field in fields(batch):
+            object.__setattr__(cut, field.name, shard_batch(getattr(batch, field.name), comms))
+        return cut
     if isinstance(batch, list | tuple):
         parts_of = [shard_batch(each, comms) for each in batch]
         return type(batch)(*parts_of) if hasattr(batch, "_fields") else type(batch)(parts_of)

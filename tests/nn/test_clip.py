@@ -79,6 +79,12 @@ def clip(grid):
     assert_close(norm, expected, 1e-5 * float(expected), "a parameter without a gradient")
     with pytest.raises(ValueError, match=r"norm_type=0.0 is not supported; use a positive number or inf"):
         axo.clip_grad_norm_(layers.parameters(), 1.0, 0)
+    for wrong in (math.nan, -1.0, "1", None):  # nan and -1 would go into every gradient
+        with pytest.raises(ValueError, match=r"max_norm=.* is not a number of at least 0; inf measures"):
+            axo.clip_grad_norm_(layers.parameters(), wrong)
+    for wrong in (layers, layers.named_parameters(), layers[0]):
+        with pytest.raises(ValueError, match=r"is no parameter; pass model.parameters\(\)"):
+            axo.clip_grad_norm_(wrong, 1.0)
     return found
 
 

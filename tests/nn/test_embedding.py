@@ -1,5 +1,6 @@
 """Embedding against serial nn.Embedding, uneven vocabularies and padding included."""
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -65,6 +66,11 @@ def collectives_and_refusals():
     with pytest.raises(ValueError, match="padding_idx=64 is not of num_embeddings=64"):
         axo.nn.Embedding(64, 8, 64, comms=comms)
     assert layer(torch.zeros(0, 4, dtype=torch.long)).shape == (0, 4, 4)
+    for ids in (torch.ones(2, dtype=torch.bool), torch.ones(2), torch.ones(2, dtype=torch.uint8), [1, 2]):
+        with pytest.raises(RuntimeError, match=r"Embedding .wte.: ids are .*; pass a tensor of int64 or int32"):
+            layer(ids)
+    with pytest.raises(TypeError, match="Linear: the input is a ndarray; pass a tensor"):
+        axo.nn.Linear(8, 8, comms=comms)(np.ones((2, 4)))
 
 
 def test_collectives_and_refusals():

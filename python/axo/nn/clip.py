@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 
@@ -41,10 +42,19 @@ def clip_grad_norm_(
         The norm before clipping (fp32), the same bits on every rank.
 
     Raises:
-        ValueError: norm_type is not positive, or parameters are of two grids.
+        ValueError: max_norm is negative or no number, norm_type is not positive, or parameters are none, or of two
+            grids.
         RuntimeError: The norm is not finite and error_if_nonfinite is set.
     """
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if not isinstance(max_norm, torch.Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):
+        raise ValueError(
+            f"clip_grad_norm_: max_norm={max_norm!r} is not a number of at least 0; inf measures and clips nothing"
+        )
+    several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
+    parameters = list(parameters) if several else [parameters]  # type: ignore[list-item]
+    for parameter in parameters:
+        if not isinstance(parameter, torch.Tensor):
+            raise ValueError(f"clip_grad_norm_: a {type(parameter).__name__} is no parameter; pass model.parameters()")
     norm = total_norm(
         [(p, p.grad) for p in parameters if p.grad is not None],
         norm_type,

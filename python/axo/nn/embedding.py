@@ -109,6 +109,7 @@ class Embedding(ParallelLayer, nn.Embedding):
 
         Raises:
             IndexError: An id is negative or not below num_embeddings (on CPU; other devices assert later).
+            RuntimeError: The ids are not int64 or int32, as torch's layer wants them.
         """
         self._check_range(input)
         if self.comms.grid.world_size == 1 and self.exchange.weight_phase is None:
@@ -139,6 +140,9 @@ class Embedding(ParallelLayer, nn.Embedding):
         return self._reduced(calls) + cost.relayout(grid, 0, whole, transposed=True, itemsize=itemsize)
 
     def _check_range(self, ids: torch.Tensor) -> None:
+        if not isinstance(ids, torch.Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            given = ids.dtype if isinstance(ids, torch.Tensor) else type(ids).__name__
+            raise RuntimeError(f"{self.label()}: ids are {given}; pass a tensor of int64 or int32, such as ids.long()")
         if ids.numel() == 0:
             return
         if ids.device.type != "cpu":

@@ -128,8 +128,10 @@ class ParallelLayer(nn.Module):
         """Refuse what torch's layer refuses: dtypes that differ where autocast does not make them one.
 
         Raises:
-            RuntimeError: As torch's layer does.
+            RuntimeError, TypeError: As torch's layer does.
         """
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"{self.label()}: the input is a {type(input).__name__}; pass a tensor")
         if torch.is_autocast_enabled(input.device.type) and _joins(input) and _joins(weight):
             return
         raise RuntimeError(
