@@ -64,6 +64,18 @@ def test_a_saved_folder_is_what_hugging_face_loads(tmp_path, grid, kind, options
     assert (tmp_path / "out" / "notes").exists() and not list((tmp_path / "out").glob("*-of-00099*"))
 
 
+def save_odd(model, folder, **buffers):
+    """Save it with these buffers, or with a configuration that JSON does not know."""
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer)
+    model.config.of_the_user = None if buffers else {1, 2}
+    try:
+        axo.checkpoint.save_pretrained(model, folder)
+    finally:
+        for name in buffers:
+            delattr(model, name)
+
+
 def litgpt_model(grid, folder):
     comms = axo.connect(grid)
     torch.manual_seed(5)
@@ -77,6 +89,10 @@ def litgpt_model(grid, folder):
         lambda: axo.checkpoint.save_pretrained(model, folder),
         lambda: axo.checkpoint.save_pretrained(other, folder / "a file" / "below"),
         lambda: axo.checkpoint.save_pretrained(other, folder, max_file_bytes="5GB"),
+        lambda: axo.checkpoint.save_pretrained("model", folder),
+        lambda: save_odd(other, folder, odd=torch.zeros(3, device="meta")),
+        lambda: save_odd(other, folder, odd=torch.eye(3).to_sparse()),
+        lambda: save_odd(other, folder),
     ):
         try:
             action()
@@ -97,5 +113,9 @@ def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
         assert "is not pickled; every rank calls model.state_dict()" in said[0]
         assert "is not pickled; of a parallel model every rank calls model.state_dict()" in said[1]  # from its hooks
         assert said[2].startswith("ValueError: save_pretrained: GPT has no config of Hugging Face's; use axo.checkp")
-        assert "cannot be written: Not a directory" in said[3] and len(said) == 5
+        assert "cannot be written: Not a directory" in said[3] and len(said) == 9
+        assert said[5] == "ValueError: checkpoint: model is a str, not an nn.Module; give the model itself"
+        assert "'odd' has no storage (meta device) and cannot be saved" in said[6]
+        assert "'odd' is sparse_coo and cannot be saved" in said[7]
+        assert said[8].startswith("ValueError: rank 0: save_pretrained: ") and "not JSON serializable" in said[8]
         assert "max_file_bytes='5GB' is no size; use a number" in said[4]

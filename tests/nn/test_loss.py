@@ -100,6 +100,9 @@ def edges(grid):
     for target in (8, -1):
         with pytest.raises(IndexError, match=f"target {target} is out of range; the vocabulary has 8 entries"):
             loss(torch.zeros(1, local), torch.tensor([target]))
+    for dtype in (torch.float32, torch.bool, torch.uint8):
+        with pytest.raises(RuntimeError, match=r"the targets are torch\..*; pass ids of int64 or int32"):
+            loss(torch.zeros(1, local), torch.zeros(1, dtype=dtype))
     for options, message in (
         ({"reduction": "max"}, "reduction='max' is not known"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0 is not between 0 and 1"),

@@ -28,7 +28,7 @@ from torch import nn
 from axo.checkpoint import safetensors
 from axo.checkpoint.folder import whole_file
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
-from axo.checkpoint.state import communicators
+from axo.checkpoint.state import check_kinds, check_storage, communicators
 from axo.nn.elsewhere import is_stage
 from axo.placement import placement_of
 from axo.sharding import unshard
@@ -53,6 +53,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
         ValueError: The model has no configuration of Hugging Face's, ranks were given different arguments, or rank 0
             could not write; the same on every rank.
     """
+    check_kinds(model, None)
     given, folder = os.fspath(folder), Path(folder).absolute()
     group = checkpoint_group(communicators(model))
     tensors = _tensors(model)
@@ -72,6 +73,8 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
                 write(*arguments)
         except OSError as error:
             problem = f"save_pretrained: {what} cannot be written: {error.strerror}"
+        except (TypeError, ValueError) as error:  # of Hugging Face, of a configuration that JSON does not know
+            problem = f"save_pretrained: {what} cannot be written: {error}"
 
     attempt(folder, _write_words, model, folder, tensors)
     for file, names in files.items():
@@ -99,6 +102,7 @@ def _problem(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
         )
     try:
         for name, tensor in tensors.items():
+            check_storage(name, tensor)
             safetensors.check_dtype(name, tensor.dtype)
     except ValueError as error:
         return str(error)

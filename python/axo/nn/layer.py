@@ -231,7 +231,13 @@ class ParallelLayer(nn.Module):
                 continue
             if value.shape != getattr(self, name).shape:
                 state_dict[prefix + name] = placement.take(value).clone()
+        errors: list[str] = args[-1]
+        before = len(errors)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, placement in self.placements.items():  # torch names the shape of the shard
+            for at in range(before, len(errors)):
+                if errors[at].startswith(f"size mismatch for {prefix}{name}:"):
+                    errors[at] += f" That is this rank's part of {list(placement.global_shape)}."
         self._tag()
 
 

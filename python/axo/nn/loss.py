@@ -110,7 +110,7 @@ def cross_entropy(
 
     Raises:
         ValueError: An option or shape is wrong, or the ranks' columns are not a cut of ``columns``.
-        RuntimeError: The logits are no floats.
+        RuntimeError: The logits are no floats, or the targets no int64 or int32.
         IndexError: A target is neither ``ignore_index`` nor of the vocabulary.
     """
     _check(weight, reduction, label_smoothing)
@@ -118,6 +118,11 @@ def cross_entropy(
         raise ValueError(
             f"cross_entropy: targets of shape {tuple(target.shape)} do not fit logits of shape {tuple(input.shape)};"
             " the classes are the last dim of the logits"
+        )
+    if target.dtype not in (torch.int64, torch.int32):
+        raise RuntimeError(
+            f"cross_entropy: the targets are {target.dtype}; pass ids of int64 or int32 (probabilities of classes are"
+            " not supported)"
         )
     if not input.is_floating_point():
         raise RuntimeError(f"cross_entropy: the logits are {input.dtype}; they must be floating point")

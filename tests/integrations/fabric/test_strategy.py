@@ -295,3 +295,17 @@ def test_fabric_launches_the_ranks_of_the_grid(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / f"rank{rank}").read_text() for rank in range(4)] == ["0", "0", "1", "1"]
+
+
+@pytest.mark.parametrize("kept", [0, 300], ids=["empty", "cut"])
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, kept):
+    """torch says that its archive reader failed; not of which file."""
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    from axo.integrations.fabric import whole_checkpoint
+
+    path = tmp_path / "lit_model.pth"
+    torch.save({"a": torch.zeros(100)}, path)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"lit_model\.pth cannot be read \(.*\): it is damaged, or no checkpoint"):
+        whole_checkpoint.load(path, TorchCheckpointIO(), True)

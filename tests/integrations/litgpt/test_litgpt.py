@@ -320,6 +320,8 @@ EARLY = {
     "generate no/such": "no/such does not exist; get it first: litgpt download no/such",
     "generate /no/such": "checkpoint_dir /no/such is not a checkpoint directory; name a folder that litgpt download",
     "finetune_lora checkpoints/no/such": "checkpoint_dir checkpoints/no/such is not a checkpoint directory",
+    "generate torn --grid 2x1x1x1": "torn/model_config.yaml is no configuration of a model: while parsing",
+    "generate words --grid 2x1x1x1": "words/model_config.yaml is no configuration of a model",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
 
@@ -350,6 +352,9 @@ def test_what_litgpt_would_download_is_left_to_it(tmp_path, monkeypatch):
 def test_wrong_input_is_refused_before_imports(tmp_path):
     """Those of LitGPT and torch take seconds."""
     (tmp_path / "run.yaml").write_text("model_name: pythia-14m\ntrain: {micro_batch_size: 0}\n")
+    for name, text in (("torn", "n_layer: [1"), ("words", "hello")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model_config.yaml").write_text(text)
     code = (
         "import sys, time\nfrom axo.integrations.litgpt.command import run\n"
         f"for arguments in {list(EARLY)}:\n"

@@ -14,6 +14,7 @@ shape of its parameter (Adafactor's rows and columns) is refused by name.
 
 from __future__ import annotations
 
+import pickle
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from axo.checkpoint.folder import whole_file
+from axo.checkpoint.state import reason
 from axo.integrations.fabric.stages import StageRunner
 from axo.overlap import optimizer_state as shards_said
 from axo.placement import Placement, placement_of
@@ -204,12 +206,18 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: There is none.
+        ValueError: It cannot be read.
     """
     if type(io) is not TorchCheckpointIO or "://" in str(path):
         return io.load_checkpoint(path, weights_only=weights_only)
     if not Path(path).is_file():
         raise FileNotFoundError(f"checkpoint: {path} does not exist or is not a file")
-    return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    try:
+        return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise ValueError(
+            f"checkpoint: {path} cannot be read ({reason(error)}): it is damaged, or no checkpoint; get it again"
+        ) from error
 
 
 def _convert(

@@ -12,6 +12,8 @@ import os
 from dataclasses import fields, replace
 from typing import Any
 
+import yaml
+
 from axo.grid import Grid
 from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
@@ -114,7 +116,11 @@ def model_fields(options: Any, why: str) -> dict[str, Any]:
         folder = folder_of(options.checkpoint_dir)
         if not (folder / "model_config.yaml").is_file():
             raise ValueError(f"litgpt: {why} reads the model from {folder}, which holds no model_config.yaml")
-        return vars(config.from_file(folder / "model_config.yaml"))
+        try:
+            return vars(config.from_file(folder / "model_config.yaml"))
+        except (yaml.YAMLError, TypeError, AttributeError, UnicodeDecodeError) as error:  # no YAML, or no fields
+            why = " ".join(str(error).split())
+            raise ValueError(f"litgpt: {folder / 'model_config.yaml'} is no configuration of a model: {why}") from None
     given = options.model_config
     if given is None:
         return vars(config.from_name(options.model_name))
