@@ -121,7 +121,7 @@ def _check_model(options: Any) -> None:
 
 
 def _check_on_one_device(options: Any) -> None:
-    """Refuse what commands that are written for one device offer beside it."""
+    """Refuse what commands that are written for one device offer beside it, or find out only when they generate."""
     if options.get("generate_strategy") is not None:
         raise ValueError("litgpt: --generate_strategy is what the grid does; leave it out")
     used = os.environ.get("LT_ACCELERATOR", "cpu")
@@ -132,6 +132,10 @@ def _check_on_one_device(options: Any) -> None:
         )
     if "tasks" in options and options.tasks is None:
         raise ValueError("litgpt: --tasks is missing; axo litgpt evaluate without a grid lists all tasks")
+    for name in ("max_new_tokens", "top_k"):
+        given = options.get(name)
+        if isinstance(given, int) and given < 1:
+            raise ValueError(f"litgpt: --{name} {given} is not a whole number of at least 1")
     if not isinstance(options.get("batch_size", 1), int):
         raise ValueError(
             f"litgpt: --batch_size {options.batch_size} is found by running out of memory, on each rank at another"
