@@ -358,6 +358,18 @@ def test_wrong_options_of_training_are_told_before_imports(tmp_path: Path) -> No
         assert words in told
 
 
+def test_a_current_folder_that_is_gone_is_told(tmp_path: Path) -> None:
+    """MKL ended the process: "Cannot load libtorch_cpu.so"."""
+    code = (
+        "import os, sys; os.mkdir('gone'); os.chdir('gone'); os.rmdir('../gone'); sys.argv = ['axo', 'train']\n"
+        "from axo.cli import main as cli; cli.main()"
+    )
+    process = start_afresh("-c", code, cwd=tmp_path)
+    output = process.communicate(timeout=60)[0]
+    assert output == "axo train: error: the current folder has been removed; change into one that exists\n"
+    assert process.returncode == 2
+
+
 def test_what_is_told_early_is_what_the_plan_tells(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: the checks of the model itself."""
     from axo.train import TrainConfig, check, early

@@ -39,6 +39,10 @@ def options(
     ] = False,
 ) -> None:
     """Options of ``axo`` itself."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:  # libraries that look for their parts there end the process in words of their own
+        raise ValueError("the current folder has been removed; change into one that exists") from None
 
 
 app.command()(train.train)
