@@ -47,6 +47,18 @@ def default_of(name: str) -> str:
     return next(variable.default for variable in VARIABLES if variable.name == name)
 
 
+def is_on(name: str) -> bool:
+    """Whether the variable ``name``, which is 0 or 1, says 1.
+
+    Raises:
+        ValueError: It says something else.
+    """
+    value = os.environ.get(name) or default_of(name)
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r} is neither 0 nor 1; set one of them, or unset it")
+    return value == "1"
+
+
 def settings() -> dict[str, str]:
     """The variables that are set, by name."""
     return {variable.name: os.environ[variable.name] for variable in VARIABLES if variable.name in os.environ}

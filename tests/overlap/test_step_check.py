@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import axo
+from axo.settings import is_on
 from tests.launcher import run_ranks
 
 
@@ -93,3 +94,12 @@ def layers_by_hand():
 
 def test_layers_of_no_attached_model_hint_at_attach_once_each():
     assert run_ranks(layers_by_hand, 2) == [2, 2]
+
+
+def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch):
+    for value, found in (("1", True), ("0", False), ("", False)):
+        monkeypatch.setenv("AXO_CHECK", value)
+        assert is_on("AXO_CHECK") is found
+    monkeypatch.setenv("AXO_CHECK", "true")
+    with pytest.raises(ValueError, match="AXO_CHECK='true' is neither 0 nor 1"):
+        is_on("AXO_CHECK")

@@ -12,7 +12,6 @@ nothing stays armed, and the inner passes of reentrant checkpointing find the ou
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -34,6 +33,7 @@ from axo.overlap.options import Overlap, cache_limits, idle_limit
 from axo.overlap.pool import Pool
 from axo.overlap.step_check import check_same_inputs, refuse_compiled
 from axo.overlap.zero import Zero
+from axo.settings import is_on
 
 
 class _EndOfBackward:
@@ -137,7 +137,7 @@ class Engine:
             self.zero.restore()
         if not in_backward():
             if self.compares_inputs and torch.is_grad_enabled():
-                self.compares_inputs = os.environ.get("AXO_CHECK") == "1"
+                self.compares_inputs = is_on("AXO_CHECK")
                 check_same_inputs(self.comms, _tensors((inputs, named)))
             self.gathers.begin(TRAINING if torch.is_grad_enabled() else EVALUATION)
 
