@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import multiprocessing
 import os
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+import axo
 from axo import launch
 from axo.errors import CheckpointError, ResourceError, user_message
 from axo.launch import launch_local
@@ -271,3 +273,25 @@ def test_more_threads_than_openmp_may_have_are_refused(monkeypatch: pytest.Monke
     monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
     with pytest.raises(ValueError, match="threads=4 is above OMP_THREAD_LIMIT=3: take fewer"):
         launch.set_threads(4, 1)
+
+
+def lies_on_the_heap(grid: str) -> bool:
+    """Whether malloc takes 20 MiB from its own heap; else from the system, to which it gives them back."""
+    axo.connect(grid)
+    block = torch.empty(5 << 20)
+    heap = next(line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]"))
+    start, end = (int(address, 16) for address in heap.split("-"))
+    return start <= block.data_ptr() < end
+
+
+def test_what_a_step_frees_on_the_cpu_is_there_for_the_next() -> None:
+    assert run_ranks(lies_on_the_heap, 1, "1x1x1x1") == [True]
+    assert run_ranks(lies_on_the_heap, 2, "1x1x2x1") == [True, True]
+
+
+def test_thresholds_of_malloc_that_are_set_from_outside_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("malloc was told"))
+    for name, value in (("MALLOC_TRIM_THRESHOLD_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            launch.keep_freed_memory()

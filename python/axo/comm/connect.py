@@ -35,7 +35,7 @@ from axo.comm.hosts import create_core
 from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next_round, store_of_this_start
 from axo.comm.transports import alone, meet, resolve_device
 from axo.grid import AXES, Coords, Grid, check_ranks, checked_axis
-from axo.launch import Rank
+from axo.launch import Rank, keep_freed_memory
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
@@ -379,6 +379,8 @@ def connect(
     except Exception as error:
         give_up(store, next_round(store, _MEETING, rank), rank, error)
         raise
+    if place.type == "cpu":
+        keep_freed_memory()
     # Every rank learns every rank's grid first, so that all of them raise the same error.
     hint = " (meeting_timeout=... waits longer)"
     grid, stages = _same_grid(gather(store, _MEETING, rank, world_size, left(), who, mine, hint))
@@ -491,6 +493,8 @@ def _connect_alone(grid: Grid, device: torch.device, stages: int) -> Communicato
             f"connect: grid {grid.in_stages(stages)} has {count} ranks and this process is alone; "
             f"start it with torchrun --nproc-per-node {count}, or use grid 1x1x1x1"
         )
+    if device.type == "cpu":
+        keep_freed_memory()
     return Communicators(grid, 0, alone("world", device), False, _DEFAULT_TIMEOUT_S)
 
 
