@@ -19,6 +19,7 @@ step, parameters and optimizer included, and the loss, which must agree.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import statistics
 import time
@@ -200,6 +201,8 @@ def peak_memory(contestant: models.Contestant, rows: Any, device: torch.device) 
         Path("/proc/self/clear_refs").write_text("5")  # the highest resident size is counted from here
     except OSError:
         return None
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)  # what malloc keeps of earlier steps would count as held
     start = _status("VmRSS")
     contestant.step(*rows)
     return held + max(0, _status("VmHWM") - start)
