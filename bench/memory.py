@@ -179,7 +179,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def case_of(line: dict[str, Any]) -> Case:
     """The case of a line."""
-    return Case._make(tuple(value) if isinstance(value, list) else value for value in line["case"])
+    model, grid, precision, recomputed, way, *split = line["case"]  # lines of before sequence parallelism have no last
+    return Case(model, grid, precision, recomputed, tuple(way), *split)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
