@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -309,3 +310,19 @@ def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path, kept):
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"lit_model\.pth cannot be read \(.*\): it is damaged, or no checkpoint"):
         whole_checkpoint.load(path, TorchCheckpointIO(), True)
+
+
+def test_a_checkpoint_of_other_classes_is_not_called_damaged(tmp_path):
+    """Oracle: torch reads it with weights_only=False. Text is no checkpoint, whatever torch's reader trips over."""
+    from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+    from axo.integrations.fabric import whole_checkpoint
+
+    path, io = tmp_path / "lit_model.pth", TorchCheckpointIO()
+    torch.save({"rate": np.float64(0.5)}, path)
+    with pytest.raises(ValueError, match=r"\(it holds a numpy.*scalar\): weights_only=False reads it"):
+        whole_checkpoint.load(path, io, None)
+    assert whole_checkpoint.load(path, io, False) == {"rate": 0.5}
+    path.write_text("hello world, this is text\n")
+    with pytest.raises(ValueError, match=r"\(torch\.save did not write it\): it is damaged, or no checkpoint"):
+        whole_checkpoint.load(path, io, True)

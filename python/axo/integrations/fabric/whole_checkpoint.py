@@ -214,10 +214,13 @@ def load(path: Any, io: Any, weights_only: bool | None) -> dict[str, Any]:
         raise FileNotFoundError(f"checkpoint: {path} does not exist or is not a file")
     try:
         return torch.load(path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=weights_only)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise ValueError(
-            f"checkpoint: {path} cannot be read ({reason(error)}): it is damaged, or no checkpoint; get it again"
-        ) from error
+    except (RuntimeError, EOFError, LookupError, pickle.UnpicklingError) as error:
+        why, hint = reason(error), "it is damaged, or no checkpoint; get it again"
+        if isinstance(error, LookupError):  # the pickle reader's, of other files
+            why = "torch.save did not write it"
+        elif why.startswith("it holds a "):  # a class that torch does not load unasked
+            hint = "weights_only=False reads it; use that if you trust who wrote it"
+        raise ValueError(f"checkpoint: {path} cannot be read ({why}): {hint}") from error
 
 
 def _convert(
