@@ -77,7 +77,7 @@ def unshard_grad(parameter: torch.Tensor) -> torch.Tensor:
     """Gather the whole gradient of a parameter, as backward has left it in ``.grad``. Every rank must call it.
 
     Raises:
-        ValueError: The parameter has no gradient, or no placement, or is none.
+        ValueError: The parameter has no gradient or no placement, or what is given is not a parameter.
     """
     if not isinstance(parameter, torch.Tensor):
         raise ValueError(f"unshard_grad: a {type(parameter).__name__} is no parameter; pass one, such as layer.weight")

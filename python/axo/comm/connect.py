@@ -324,7 +324,9 @@ def connect(
     """Make the communicators of ``grid``. Collective over all ranks of the world, or of ``group``.
 
     If torch.distributed is initialised, its store brings the ranks together. If not, under torchrun,
-    ``init_process_group("axo")`` is called here (and undone by ``close``). A grid of one rank needs neither.
+    ``init_process_group("axo")`` is called here (and undone by ``close``). A grid of one rank needs neither. On a CPU
+    this process's malloc then keeps more of what is freed (``axo.launch.keep_freed_memory``), unless variables such as
+    MALLOC_TRIM_THRESHOLD_ say otherwise.
 
     Args:
         grid: A grid of as many ranks as the world has, or its text, such as ``"2x2x2x1"``; of one stage, where

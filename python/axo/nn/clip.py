@@ -42,8 +42,8 @@ def clip_grad_norm_(
         The norm before clipping (fp32), the same bits on every rank.
 
     Raises:
-        ValueError: max_norm is negative or no number, norm_type is not positive, or parameters are none, or of two
-            grids.
+        ValueError: max_norm is negative or no number, norm_type is not positive, or what is given are not parameters,
+            or parameters of two grids.
         RuntimeError: The norm is not finite and error_if_nonfinite is set.
     """
     if not isinstance(max_norm, torch.Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):

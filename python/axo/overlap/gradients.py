@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 SKIP, NOW, LATER = "skip", "now", "later"
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 GradientBuffer = torch.Tensor | Slot  # what a product may put a gradient into
-_AT_ONCE = 16  # blocks that are being scattered, of three transformer layers: a slow link would fill the memory
+# Blocks that are being scattered, about those of three transformer layers: more would let a slow link fill the memory.
+_AT_ONCE = 16
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
