@@ -72,6 +72,7 @@ class HostsCore final : public Sink, public CpuCore {
 
   const Membership& membership() const { return m_; }
 
+  Milliseconds set_timeout(Milliseconds timeout) override;
   void abort(const Failure& failure) override;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
@@ -93,6 +94,7 @@ class HostsCore final : public Sink, public CpuCore {
 
   char* place(int from, const Head& head) override;
   void arrived(int from, const Head& head) override;
+  void lost(int from) override;
   bool progress(bool check) override;
   std::string blocked_in(int*) override { return ""; }
 
@@ -100,7 +102,8 @@ class HostsCore final : public Sink, public CpuCore {
   // What one peer has told.
   struct Peer {
     std::deque<Operation> operations;  // of the collectives that it has come to, and this rank has not ended
-    bool left = false;
+    bool left = false, gone = false;
+    bool lost() const { return left || gone; }
   };
   using Key = std::pair<int, Stream>;  // peer, stream
   using Queues = std::map<Key, std::deque<PiecePtr>>;
@@ -131,10 +134,9 @@ class HostsCore final : public Sink, public CpuCore {
   void submit_inside(const WorkStatePtr& work);
 
   void fail(Lock& lock, const Failure& failure, bool tell = true);
-  Failure failure_inside(const std::exception_ptr& error) const;
-  void judge(Lock& lock, const std::exception_ptr& inside);
-  // "left", "died", or "" while the rank is there.
-  std::string loss_of(int rank) const;
+  void fail_by(const WorkState* work, const std::exception_ptr& error);
+  void judge(Lock& lock);
+  std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
   std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;
 
@@ -152,7 +154,6 @@ class HostsCore final : public Sink, public CpuCore {
   Queues sends_, receives_;
   std::map<Key, std::deque<std::uint64_t>> wanted_;  // receives that peers have posted, in bytes
   bool drained_ = false;                             // what was pending at the failure has ended
-  Clock::time_point inside_failed_{};                // when the failure of `inner` was seen
   std::atomic<bool> ended_{false};
 };
 

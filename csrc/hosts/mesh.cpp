@@ -13,7 +13,6 @@ namespace axo::hosts {
 namespace {
 
 constexpr int kHeads = 0, kPayloads = 1;
-constexpr std::chrono::seconds kFlush{5};      // for peers to read why a communicator ends
 constexpr std::chrono::seconds kPatience{10};  // for a payload on its way, which ends unless the peer hangs
 
 void check(const Head& head) {
@@ -26,26 +25,24 @@ void check(const Head& head) {
 }  // namespace
 
 void Mesh::add(std::uint64_t communicator, const std::shared_ptr<Sink>& sink) {
+  std::vector<int> gone;
   Lock lock(mutex_);
-  sinks_[communicator] = sink;
-  if (std::exchange(started_, true)) return;
+  lines_[communicator].sink = sink;
+  const bool start = !std::exchange(started_, true);
   for (int p = 0; p < wire_->size(); ++p) {
-    if (p == wire_->rank()) continue;
+    if (peer(p).gone) gone.push_back(p);
+    if (!start || p == wire_->rank()) continue;
     std::thread([self = shared_from_this(), p] { self->run_reader(p); }).detach();
     std::thread([self = shared_from_this(), p] { self->run_writer(p); }).detach();
   }
+  lock.unlock();
+  for (int p : gone) sink->lost(p);
 }
 
 void Mesh::remove(std::uint64_t communicator) {
   Lock lock(mutex_);
-  sinks_.erase(communicator);
-  if (sinks_.empty()) close(lock);
-}
-
-// Under mutex_. Null: this rank has closed the communicator, or dropped it.
-std::shared_ptr<Sink> Mesh::sink_of(std::uint64_t communicator) const {
-  const auto found = sinks_.find(communicator);
-  return found == sinks_.end() ? nullptr : found->second;
+  lines_.erase(communicator);
+  if (lines_.empty()) close(lock);
 }
 
 void Mesh::close(Lock& lock) {
@@ -63,7 +60,8 @@ void Mesh::read(int from) {
   std::shared_ptr<Sink> sink;
   {
     Lock lock(mutex_);
-    sink = sink_of(head.communicator);
+    const auto line = lines_.find(head.communicator);
+    if (line != lines_.end()) sink = line->second.sink.lock();
     peer(from).reading = head.communicator;
   }
   char* const to = sink && head.frame == FrameKind::data ? sink->place(from, head) : nullptr;
@@ -85,10 +83,17 @@ void Mesh::run_reader(int from) {
     for (;;) read(from);
   } catch (const std::exception&) {  // it is gone, or sends nonsense
   }
-  Lock lock(mutex_);
-  peer(from).reading = 0;
-  peer(from).gone = true;
-  idle_.notify_all();
+  std::vector<std::shared_ptr<Sink>> sinks;
+  {
+    Lock lock(mutex_);
+    peer(from).reading = 0;
+    peer(from).gone = true;
+    idle_.notify_all();
+    for (const auto& [number, line] : lines_) sinks.push_back(line.sink.lock());
+  }
+  for (const auto& sink : sinks) {
+    if (sink) sink->lost(from);
+  }
 }
 
 void Mesh::run_writer(int to) {
@@ -97,9 +102,11 @@ void Mesh::run_writer(int to) {
   Lock lock(mutex_);
   while (!closed_) {
     if (!p.posted.empty()) {
-      const Head& head = p.posted.front();
-      send_unlocked(lock, [&] { wire_->send(to, kHeads, &head, sizeof(head)); });
+      const Head head = p.posted.front();
       p.posted.pop_front();
+      p.posting = head.communicator;
+      send_unlocked(lock, [&] { wire_->send(to, kHeads, &head, sizeof(head)); });
+      p.posting = 0;
       idle_.notify_all();
     } else if (p.transfers.empty()) {
       p.changed.wait(lock);
@@ -132,7 +139,8 @@ void Mesh::write_chunk(Lock& lock, int to) {
   });
   t.at += t.head.bytes;
   t.since = std::exchange(t.leaves, Clock::time_point{});
-  const bool wanted = sink_of(t.head.communicator) != nullptr;
+  const auto line = lines_.find(t.head.communicator);
+  const bool wanted = line != lines_.end() && !line->second.dropped;
   if (wanted && ok && t.at < t.bytes) {
     p.transfers.push_back(std::move(t));
   } else if (wanted) {
@@ -157,29 +165,45 @@ bool Mesh::send_unlocked(Lock& lock, const std::function<void()>& send) {
 void Mesh::post(int to, const Head& head) {
   Peer& p = peer(to);
   Lock lock(mutex_);
-  p.posted.push_back(head);
+  if (p.gone) return;
+  auto at = p.posted.end();
+  if (head.frame == FrameKind::abort) {
+    const auto mine = [&](const Head& h) { return h.communicator == head.communicator; };
+    const auto wants = [&](const Head& h) { return mine(h) && h.frame == FrameKind::want; };
+    p.posted.erase(std::remove_if(p.posted.begin(), p.posted.end(), wants), p.posted.end());
+    at = std::stable_partition(p.posted.begin(), p.posted.end(), mine);  // behind what peers need to end well
+  }
+  p.posted.insert(at, head);
   p.changed.notify_one();
 }
 
 bool Mesh::send(int to, const Head& head, const char* data, std::size_t bytes, std::function<void(bool)> sent) {
   Peer& p = peer(to);
   Lock lock(mutex_);
-  if (p.gone || !sink_of(head.communicator)) return false;
+  const auto line = lines_.find(head.communicator);
+  if (p.gone || line == lines_.end() || line->second.dropped) return false;
   p.transfers.push_back({head, data, bytes, std::move(sent), Clock::now() + limit_.latency()});
   p.transfers.back().head.total = bytes;
   p.changed.notify_one();
   return true;
 }
 
+void Mesh::flush(std::uint64_t communicator, Clock::time_point deadline) {
+  Lock lock(mutex_);
+  idle_.wait_until(lock, deadline, [&] {
+    return closed_ || std::all_of(peers_.begin(), peers_.end(), [&](const Peer& p) {
+             const auto mine = [&](const Head& h) { return h.communicator == communicator; };
+             return p.gone || (p.posting != communicator && std::none_of(p.posted.begin(), p.posted.end(), mine));
+           });
+  });
+}
+
 void Mesh::drop(std::uint64_t communicator) {
   Lock lock(mutex_);
-  const auto mine = [&](const Head& h) { return h.communicator == communicator; };
-  const auto told = [&](const Peer& p) { return p.gone || std::none_of(p.posted.begin(), p.posted.end(), mine); };
-  idle_.wait_for(lock, kFlush, [&] { return closed_ || std::all_of(peers_.begin(), peers_.end(), told); });
-  sinks_[communicator].reset();
+  lines_[communicator].dropped = true;
   for (Peer& p : peers_) {
-    const auto waits = [&](const Transfer& t) { return mine(t.head); };
-    p.transfers.erase(std::remove_if(p.transfers.begin(), p.transfers.end(), waits), p.transfers.end());
+    const auto mine = [&](const Transfer& t) { return t.head.communicator == communicator; };
+    p.transfers.erase(std::remove_if(p.transfers.begin(), p.transfers.end(), mine), p.transfers.end());
   }
   const auto untouched = [&] {
     return std::none_of(peers_.begin(), peers_.end(),

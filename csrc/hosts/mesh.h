@@ -9,7 +9,6 @@
 // a peer that sends nonsense counts as lost.
 #pragma once
 
-#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -17,6 +16,8 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -66,6 +67,7 @@ class Sink {
   // Where the payload of `head` shall go; null: nowhere. It is written, then arrived() is called.
   virtual char* place(int from, const Head& head) = 0;
   virtual void arrived(int from, const Head& head) = 0;
+  virtual void lost(int from) = 0;
 };
 
 class Mesh : public std::enable_shared_from_this<Mesh> {
@@ -76,18 +78,19 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   // The first communicator starts the threads; the wire is closed after the last one.
   void add(std::uint64_t communicator, const std::shared_ptr<Sink>& sink);
   void remove(std::uint64_t communicator);
-  // Sends a frame without payload. Never blocks.
+  // Sends a frame without payload. Never blocks. An abort goes before what waits of other communicators, and takes the
+  // place of receives that its own had posted. A peer that is gone is no error here: its reader tells.
   void post(int to, const Head& head);
   // Sends `bytes` in frames like `head`, and calls `sent` on a thread of the mesh: with true when they have left, with
   // false when the peer is gone. Never blocks. The bytes must stay until then, or until drop() has returned. One
   // transfer of a stream to a rank at a time. False: nothing is sent, since the peer is gone or the communicator
   // dropped.
   bool send(int to, const Head& head, const char* data, std::size_t bytes, std::function<void(bool)> sent);
-  // A communicator ends. Waits until what was posted for it has left, unless peers do not read; forgets what else waits
-  // to be sent for it; and waits for payloads on their way, so that its memory is not touched any more.
+  // Waits until all that was posted for this communicator has left, at most until `deadline`.
+  void flush(std::uint64_t communicator, Clock::time_point deadline);
+  // Forgets what waits to be sent for a communicator that has failed, and waits for payloads on their way, so that its
+  // memory is not touched any more. Its place() must give none from here on.
   void drop(std::uint64_t communicator);
-  // Whether nothing comes from a peer any more; what came before has arrived.
-  bool gone(int rank) const { return peers_[static_cast<std::size_t>(rank)].gone; }
 
  private:
   using Lock = std::unique_lock<std::mutex>;
@@ -102,14 +105,17 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   };
   struct Peer {
     std::condition_variable changed;  // its writer has something to do
-    std::deque<Head> posted;          // the first may be on its way
+    std::deque<Head> posted;
     std::deque<Transfer> transfers;
-    std::uint64_t writing = 0, reading = 0;  // the communicator whose bytes are on their way, or 0
-    std::atomic<bool> gone{false};
+    std::uint64_t posting = 0, writing = 0, reading = 0;  // the communicator whose frame is on its way, or 0
+    bool gone = false;
+  };
+  struct Line {
+    std::weak_ptr<Sink> sink;
+    bool dropped = false;
   };
 
   Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
-  std::shared_ptr<Sink> sink_of(std::uint64_t communicator) const;
   void close(Lock& lock);
   void run_reader(int from);
   void read(int from);
@@ -123,7 +129,7 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   std::mutex mutex_;
   std::condition_variable idle_;  // something has left, or has been read
   std::vector<Peer> peers_;
-  std::map<std::uint64_t, std::shared_ptr<Sink>> sinks_;  // by communicator; null: it was dropped
+  std::map<std::uint64_t, Line> lines_;
   bool started_ = false, closed_ = false;
 };
 
