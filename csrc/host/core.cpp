@@ -176,7 +176,7 @@ void HostCore::look_at_peers() {
     // Who died without a word comes before who left, and perhaps ended since: that one left because of the other.
     std::stable_partition(gone.begin(), gone.end(), [this](int p) { return !left(p); });
     advance();
-    if (failed()) return;
+    if (failed() || adopt_abort()) return;  // its last word may be why it is gone
     int lost = -1;
     for (int p : gone) {
       const auto judge = [&](const HostWorkPtr& work) {
