@@ -11,6 +11,7 @@ namespace axo::hosts {
 namespace {
 
 constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
+constexpr std::chrono::seconds kHeard{1};   // for peers to answer that they know why a communicator ends
 constexpr std::chrono::seconds kReason{2};  // for a frame that says more than what was noticed so far
 
 // What ends the collective that runs; the reason stands in the core.
@@ -315,7 +316,8 @@ void HostsCore::arrived(int from, const Head& h) {
       peer(rank).left = true;
       break;
     case FrameKind::abort:
-      fail(lock, told_by(rank, size(), h.failure, h.peer, h.text, kInline), false);
+      peer(rank).heard = true;
+      fail(lock, told_by(rank, size(), h.failure, h.peer, h.text, kInline));
       break;
   }
   changed_.notify_all();
@@ -393,17 +395,16 @@ void HostsCore::submit_inside(const WorkStatePtr& work) {
   }
 }
 
-// The first failure counts. `tell`: this rank has found it, and the others shall know. Unlocks.
-void HostsCore::fail(Lock& lock, const Failure& failure, bool tell) {
+// The first failure counts. All others are told, also by a rank that was told itself: then who has told it knows that it
+// was heard. Unlocks.
+void HostsCore::fail(Lock& lock, const Failure& failure) {
   if (!set_failure(failure)) return;
   receives_.clear();
-  if (tell) {
-    Head h = head(FrameKind::abort);
-    h.failure = failure.kind;
-    h.peer = failure.peer;
-    std::strncpy(h.text, clipped(failure.text, kInline - 1).c_str(), kInline - 1);
-    tell_all(h);
-  }
+  Head h = head(FrameKind::abort);
+  h.failure = failure.kind;
+  h.peer = failure.peer;
+  std::strncpy(h.text, clipped(failure.text, kInline - 1).c_str(), kInline - 1);
+  tell_all(h);
   changed_.notify_all();
   lock.unlock();
   if (m_.inner) m_.inner->abort(failure.text);  // frees the collective that runs; its end calls back
@@ -460,6 +461,11 @@ void HostsCore::release() {
 }
 
 void HostsCore::leave(Lock& lock) {
+  if (failed()) {
+    // A process that ends with bytes unread resets its connections, and peers lose what they have not read of it.
+    const auto heard = [this](const Peer& p) { return p.heard || p.lost() || &p == &peer(rank()); };
+    changed_.wait_for(lock, kHeard, [&] { return std::all_of(peers_.begin(), peers_.end(), heard); });
+  }
   lock.unlock();
   tell_all(head(FrameKind::leave));
   m_.mesh->flush(number_, Clock::now() + kFlush);

@@ -103,6 +103,7 @@ class HostsCore final : public Sink, public CpuCore {
   struct Peer {
     std::deque<Operation> operations;  // of the collectives that it has come to, and this rank has not ended
     bool left = false, gone = false;
+    bool heard = false;  // that this communicator has failed
     bool lost() const { return left || gone; }
   };
   using Key = std::pair<int, Stream>;  // peer, stream
@@ -133,7 +134,7 @@ class HostsCore final : public Sink, public CpuCore {
   void submit_message(const WorkStatePtr& work);
   void submit_inside(const WorkStatePtr& work);
 
-  void fail(Lock& lock, const Failure& failure, bool tell = true);
+  void fail(Lock& lock, const Failure& failure);
   void fail_by(const WorkState* work, const std::exception_ptr& error);
   void judge(Lock& lock);
   std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
