@@ -395,8 +395,8 @@ void HostsCore::submit_inside(const WorkStatePtr& work) {
   }
 }
 
-// The first failure counts. All others are told, also by a rank that was told itself: then who has told it knows that it
-// was heard. Unlocks.
+// The first failure counts. All others are told, also by a rank that was told itself: then who has told it knows that
+// it was heard. Unlocks.
 void HostsCore::fail(Lock& lock, const Failure& failure) {
   if (!set_failure(failure)) return;
   receives_.clear();
