@@ -49,7 +49,7 @@ void Mesh::close(Lock& lock) {
   closed_ = true;
   for (Peer& p : peers_) p.changed.notify_all();
   lock.unlock();
-  wire_->close();
+  for (int p = 0; p < wire_->size(); ++p) wire_->close(p);
   lock.lock();
 }
 
@@ -83,6 +83,7 @@ void Mesh::run_reader(int from) {
     for (;;) read(from);
   } catch (const std::exception&) {  // it is gone, or sends nonsense
   }
+  wire_->close(from);  // a send that is under way may not have found that
   std::vector<std::shared_ptr<Sink>> sinks;
   {
     Lock lock(mutex_);

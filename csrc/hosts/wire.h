@@ -14,12 +14,12 @@ class Wire {
   virtual ~Wire() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  // Blocks until the bytes have left; throws Error when the peer is gone, or after close().
+  // Blocks until the bytes have left; throws Error when the peer is gone, or after close(to).
   virtual void send(int to, int channel, const void* data, std::size_t bytes) = 0;
   // Blocks until the bytes have come; throws as send does.
   virtual void receive(int from, int channel, void* data, std::size_t bytes) = 0;
-  // Ends every send and receive, of this and of later calls.
-  virtual void close() = 0;
+  // Ends every send to a peer and receive from it, of this and of later calls.
+  virtual void close(int peer) = 0;
 };
 
 }  // namespace axo

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include "hosts/wire.h"
@@ -21,7 +22,7 @@ class C10dWire final : public Wire {
   int size() const override { return backend_->getSize(); }
   void send(int to, int channel, const void* data, std::size_t bytes) override;
   void receive(int from, int channel, void* data, std::size_t bytes) override;
-  void close() override;
+  void close(int peer) override;
 
  private:
   using Works = std::map<int, c10::intrusive_ptr<c10d::Work>>;  // by peer
@@ -31,7 +32,7 @@ class C10dWire final : public Wire {
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;
   Works sending_, receiving_;
-  bool closed_ = false;
+  std::set<int> closed_;  // peers
 };
 
 }  // namespace axo

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <map>
+#include <set>
 #include <tuple>
 
 #include "hosts/communicator.h"
@@ -19,10 +20,11 @@ using ranks::Comm;
 class Net {
  public:
   void put(int from, int to, int channel, const void* data, std::size_t bytes) {
+    while (mute == from) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (channel == 1 && dies_before_payload == from) return cut(from);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (gone_[from] || gone_[to]) return;
+      if (gone(from, to)) return;
       const char* p = static_cast<const char*>(data);
       queues_[{from, to, channel}].emplace_back(p, p + bytes);
     }
@@ -31,18 +33,23 @@ class Net {
   void take(int from, int to, int channel, void* data, std::size_t bytes) {
     std::unique_lock<std::mutex> lock(mutex_);
     auto& queue = queues_[{from, to, channel}];
-    changed_.wait(lock, [&] { return !queue.empty() || gone_[from] || gone_[to]; });
+    changed_.wait(lock, [&] { return !queue.empty() || gone(from, to); });
     if (queue.empty()) throw Error("gone");
     CHECK_EQ(queue.front().size(), bytes);
     std::memcpy(data, queue.front().data(), bytes);
     queue.pop_front();
   }
 
-  void await_reader(int to) {
-    while (deaf == to) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  void await_reader(int from, int to) {
+    if (deaf != to) return;
+    ++held;
+    while (deaf == to && !closed(from, to)) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (closed(from, to)) throw Error("closed");
   }
 
+  std::atomic<int> mute{-1};                 // a rank whose frames do not leave
   std::atomic<int> deaf{-1};                 // a rank that reads nothing: what is sent to it does not leave
+  std::atomic<int> held{0};                  // how many sends have waited for such a rank
   std::atomic<int> dies_before_payload{-1};  // a rank that is cut off between a head and its payload
   std::atomic<bool> noisy{false};
   std::function<void(int, char*, std::size_t)> noise;  // changes what a rank has received, once `noisy`
@@ -50,16 +57,32 @@ class Net {
   void cut(int rank) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      gone_[rank] = true;
+      gone_.insert(rank);
+    }
+    changed_.notify_all();
+  }
+  void close(int rank, int peer) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      closed_.insert({rank, peer});
     }
     changed_.notify_all();
   }
 
  private:
+  bool closed(int from, int to) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return closed_.count({from, to}) != 0;
+  }
+  bool gone(int from, int to) const {
+    return gone_.count(from) + gone_.count(to) + closed_.count({from, to}) + closed_.count({to, from}) != 0;
+  }
+
   std::mutex mutex_;
   std::condition_variable changed_;
   std::map<std::tuple<int, int, int>, std::deque<std::vector<char>>> queues_;
-  std::map<int, bool> gone_;
+  std::set<int> gone_;
+  std::set<std::pair<int, int>> closed_;  // what a rank has closed to a peer
 };
 
 class MemoryWire final : public Wire {
@@ -69,13 +92,13 @@ class MemoryWire final : public Wire {
   int size() const override { return size_; }
   void send(int to, int channel, const void* data, std::size_t bytes) override {
     net_->put(rank_, to, channel, data, bytes);
-    net_->await_reader(to);
+    net_->await_reader(rank_, to);
   }
   void receive(int from, int channel, void* data, std::size_t bytes) override {
     net_->take(from, rank_, channel, data, bytes);
     if (net_->noisy && channel == 0) net_->noise(rank_, static_cast<char*>(data), bytes);
   }
-  void close() override { net_->cut(rank_); }
+  void close(int peer) override { net_->close(rank_, peer); }
 
  private:
   const std::shared_ptr<Net> net_;

@@ -288,6 +288,34 @@ TEST(hosts_a_rank_that_gives_up_is_lost_to_its_peers_with_its_error) {
   });
 }
 
+// A send of which the network does not tell that the peer is gone. The others go on, on what they share.
+TEST(hosts_a_send_that_hangs_ends_with_its_peer) {
+  std::atomic<bool> receives{false};
+  on_hosts(3, 1, [&](Comm c, Net& net) {
+    Comm pair = c->split(c->rank() < 2 ? 0 : -1, c->rank(), "pair");
+    std::vector<float> x(5000, 1.0f);
+    c->barrier(blocking());
+    if (c->rank() == 2) {
+      const WorkPtr got = c->recv(x.data(), x.size(), DType::float32, 0, 4, {});
+      net.deaf = 2;
+      receives = true;
+      float y;
+      CHECK_THROWS(PeerLost, "", c->recv(&y, 1, DType::float32, 0, 5, blocking()));
+      CHECK_THROWS(Error, "", got->wait());
+      return;
+    }
+    if (c->rank() == 0) {
+      while (!receives) std::this_thread::yield();
+      const WorkPtr sent = c->send(x.data(), x.size(), DType::float32, 2, 4, {});
+      while (net.held == 0) std::this_thread::yield();
+      net.cut(2);
+      CHECK_THROWS(PeerLost, "rank 2 (host host2)", sent->wait());
+    }
+    pair->barrier(blocking());
+    pair->shutdown();
+  });
+}
+
 // Rank 1 leaves and then calls abort, which is not its affair any more; rank 0 frees its own shutdown.
 TEST(hosts_abort_after_and_during_shutdown) {
   on_hosts(2, 1, [](Comm c, Net&) {
