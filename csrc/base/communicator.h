@@ -117,6 +117,9 @@ class Communicator {
   // The same, of a rank that an error of its own ends: its peers get PeerLost of this rank, and `error` ("raised
   // ValueError: bad batch") says what happened to it.
   virtual void give_up(const std::string& error) = 0;
+  // After give_up(), before the process ends: waits until the peers know, at most so long. What a network has not
+  // delivered by then may be lost.
+  virtual void until_heard(Milliseconds) {}
   // Of operations that set none, and of splits, from here on; what is pending keeps the one it has. Returns the one
   // before.
   virtual Milliseconds set_timeout(Milliseconds timeout) = 0;

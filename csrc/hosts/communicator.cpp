@@ -32,6 +32,7 @@ class HostsCommunicator final : public CpuCommunicator {
   explicit HostsCommunicator(Membership membership) : HostsCommunicator(HostsCore::create(std::move(membership))) {}
 
   const char* transport() const override { return transport_.c_str(); }
+  void until_heard(Milliseconds at_most) override { core_->until_heard(at_most); }
 
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
 

@@ -447,6 +447,14 @@ void HostsCore::abort(const Failure& failure) {
   if (!ended_) fail(lock, failure);  // else the others' operations are not its affair
 }
 
+// A process that ends with bytes unread resets its connections, and peers lose what they have not read of it.
+void HostsCore::until_heard(Milliseconds at_most) {
+  if (engine_.forked() || !failed()) return;
+  const auto heard = [this](const Peer& p) { return p.heard || p.lost() || &p == &peer(rank()); };
+  Lock lock(mutex_);
+  changed_.wait_for(lock, at_most, [&] { return std::all_of(peers_.begin(), peers_.end(), heard); });
+}
+
 void HostsCore::shutdown() {
   if (engine_.forked()) return;
   release();
@@ -461,12 +469,8 @@ void HostsCore::release() {
 }
 
 void HostsCore::leave(Lock& lock) {
-  if (failed()) {
-    // A process that ends with bytes unread resets its connections, and peers lose what they have not read of it.
-    const auto heard = [this](const Peer& p) { return p.heard || p.lost() || &p == &peer(rank()); };
-    changed_.wait_for(lock, kHeard, [&] { return std::all_of(peers_.begin(), peers_.end(), heard); });
-  }
   lock.unlock();
+  until_heard(kHeard);
   tell_all(head(FrameKind::leave));
   m_.mesh->flush(number_, Clock::now() + kFlush);
   if (m_.inner) m_.inner->shutdown();

@@ -76,6 +76,8 @@ class HostsCore final : public Sink, public CpuCore {
   void abort(const Failure& failure) override;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
+  // Once this communicator has failed: waits until the peers know, at most so long.
+  void until_heard(Milliseconds at_most);
   void shutdown() override;
   void release() override;
 

@@ -118,6 +118,9 @@ void bind_communicator(py::module_& m) {
       .def("split", &Communicator::split, py::call_guard<py::gil_scoped_release>())
       .def("abort", &Communicator::abort, py::call_guard<py::gil_scoped_release>())
       .def("give_up", &Communicator::give_up, py::call_guard<py::gil_scoped_release>())
+      .def(
+          "until_heard", [](Communicator& c, std::int64_t ms) { c.until_heard(Milliseconds(ms)); },
+          py::call_guard<py::gil_scoped_release>())
       .def("set_timeout",
            [](Communicator& c, std::int64_t ms) -> std::int64_t { return c.set_timeout(Milliseconds(ms)).count(); })
       .def("shutdown", &Communicator::shutdown, py::call_guard<py::gil_scoped_release>());

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import axo
+from axo.comm.communicator import Communicator, tell_of
 from axo.comm.extension import _C
+from axo.comm.transports import alone
 from bench.lib.link import rate, seconds
 from tests.comm import test_collectives as serial
 from tests.launcher import rank_outcomes, run_ranks
@@ -172,6 +174,26 @@ def die_before_a_message(victim, beside):
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     comm.recv(torch.empty(1), victim if comm.rank == beside else beside)
+
+
+def test_a_rank_that_raises_tells_all_and_then_waits_until_it_is_heard(monkeypatch):
+    """Against cores that write down what they are told: no wait before all are told, a second in all."""
+    log, now = [], [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    class Core:
+        rank, size, transport = 0, 2, "stub"
+
+        def give_up(self, error):
+            log.append(error)
+
+        def until_heard(self, milliseconds):
+            log.append(milliseconds)
+            now[0] += 0.75
+
+    lines = [Communicator(Core(), name=name, axis=name) for name in ("world", "x", "y")]
+    tell_of(ValueError("last words"), [*lines, alone("z", torch.device("cpu"))])
+    assert log == ["raised ValueError: last words"] * 3 + [1000, 250, 0]
 
 
 def test_a_death_inside_a_host_is_told_to_all_hosts():

@@ -288,6 +288,30 @@ TEST(hosts_a_rank_that_gives_up_is_lost_to_its_peers_with_its_error) {
   });
 }
 
+// It ends as soon as its peers know why, and not before: what it has not sent by then is lost.
+TEST(hosts_a_rank_that_gives_up_stays_until_its_peers_know) {
+  std::atomic<int> through{0};
+  on_hosts(4, 2, [&](Comm c, Net& net) {
+    c->barrier(blocking());
+    ++through;
+    if (c->rank() == 3) {
+      while (through.load() < 4) std::this_thread::yield();
+      net.mute = 3;
+      std::atomic<bool> ended{false};
+      std::thread network([&] {
+        for (int i = 0; i < 50 && !ended; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        net.mute = -1;
+      });
+      c->give_up("raised ValueError: bad batch");
+      c->until_heard(std::chrono::minutes(1));
+      net.cut(3);
+      ended = true;
+      return network.join();
+    }
+    CHECK_THROWS(PeerLost, "rank 3 (host host1) raised ValueError: bad batch", c->barrier(blocking()));
+  });
+}
+
 // A send of which the network does not tell that the peer is gone. The others go on, on what they share.
 TEST(hosts_a_send_that_hangs_ends_with_its_peer) {
   std::atomic<bool> receives{false};

@@ -49,6 +49,7 @@ from axo.launch import CONSEQUENCES, let_the_cause_end_first, record_failure
 __all__ = ["Communicator", "group"]
 
 _REDUCES = {(dtype, op): _C.can_reduce(code, op_code) for dtype, code in DTYPES.items() for op, op_code in OPS.items()}
+_HEARD_SECONDS = 1.0  # for peers on other hosts to learn why this rank ends: it would take unread words along
 NOTHING = torch.empty(0, dtype=torch.uint8)  # what a barrier puts in
 # The core's calls that look at most tensors of the host themselves. They take a code of ``OPS``, or -1.
 _ALL_REDUCE, _ALL_GATHER = _C.Communicator.plain_all_reduce, _C.Communicator.plain_all_gather
@@ -528,7 +529,12 @@ def tell_of(error: BaseException, communicators: Iterable[Communicator]) -> None
     """This rank ends with ``error``: leave it for torchrun's report, and tell the peers; wait where it is another's."""
     if not isinstance(error, CONSEQUENCES):
         record_failure(error)
-    for communicator in list(communicators):
+    told = list(communicators)
+    for communicator in told:
         communicator.give_up(error)
+    end = time.monotonic() + _HEARD_SECONDS
+    for communicator in told:
+        if communicator._core is not None:
+            communicator._core.until_heard(max(0, int(1000 * (end - time.monotonic()))))
     if isinstance(error, CONSEQUENCES):
         let_the_cause_end_first()

@@ -412,7 +412,7 @@ def connect(
     try:
         comms = Communicators(grid, rank, everyone, owns_process_group, seconds, stages=stages, group=group)
     except Exception as error:
-        everyone.give_up(error)  # peers wait for this rank, there or in an axis
+        tell_of(error, [everyone])  # peers wait for this rank, there or in an axis
         raise
     for line in (comms.world, comms.pipeline, comms.x, comms.y, comms.z, comms.data):
         line.set_timeout(seconds)
