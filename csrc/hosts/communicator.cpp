@@ -67,6 +67,7 @@ std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const
   const bool one_host = color < 0 || map.hosts.size() == 1;
   std::shared_ptr<Communicator> made;
   if (parent.inner) {
+    parent.inner->set_timeout(core_->timeout());
     try {
       made =
           parent.inner->split(color, key, one_host ? name : name + "@" + parent.map.place(core_->rank()).host_name());

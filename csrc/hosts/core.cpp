@@ -10,7 +10,6 @@
 namespace axo::hosts {
 namespace {
 
-constexpr std::chrono::seconds kFlush{5};   // for peers to read why a communicator ends
 constexpr std::chrono::seconds kHeard{1};   // for peers to answer that they know why a communicator ends
 constexpr std::chrono::seconds kReason{2};  // for a frame that says more than what was noticed so far
 
@@ -140,7 +139,6 @@ void HostsCore::end_one(Lock& lock, const WorkStatePtr& work) {
 void HostsCore::end_all(Lock& lock) {
   lock.unlock();
   if (m_.inner) m_.inner->abort(failure_text());  // whoever has found the failure may not have come to that yet
-  m_.mesh->flush(number_, Clock::now() + kFlush);
   m_.mesh->drop(number_);
   lock.lock();
   Ended ended;
@@ -214,20 +212,14 @@ PiecePtr HostsCore::send(int rank, const char* data, std::size_t bytes) {
 }
 
 void HostsCore::inside(const std::function<std::vector<WorkPtr>(const CallOptions& options)>& issue) {
-  std::exception_ptr first;
-  const auto attempt = [&](const auto& step) {
-    try {
-      step();
-    } catch (...) {
-      if (!first) first = std::current_exception();
-    }
-  };
-  std::vector<WorkPtr> works;
-  attempt([&] { works = issue(within(*running_)); });
-  for (const auto& w : works) attempt([&] { w->wait(); });  // all of them: they hold memory of this collective
-  if (!first) return;
-  fail_by(running_.get(), first);
-  throw Failed{};
+  try {
+    for (const auto& work : issue(within(*running_))) work->wait();
+    return;
+  } catch (...) {
+    if (!m_.inner->failure()) throw;
+  }
+  Lock lock(mutex_);
+  await(lock, [] { return false; });  // judge() ends this communicator too
 }
 
 // Lets the next piece of a stream leave when the peer has a place for it; one at a time.
@@ -251,12 +243,8 @@ void HostsCore::match(Lock& lock, const Key& key) {
   }
   const auto sent = [self = self(), key, piece](bool ok) {
     Lock relock(self->mutex_);
-    if (!ok) {  // the peer's last words may be under way
-      self->changed_.wait_for(relock, kReason, [&] { return self->failed() || self->peer(key.first).gone; });
-      self->peer(key.first).gone = true;
-      piece->leaving = false;
-      return;
-    }
+    piece->leaving = false;
+    if (!ok) return;  // the mesh will say that the peer is gone, once its last words have been read
     self->moved(relock, self->sends_, key);
     self->match(relock, key);
   };
@@ -329,19 +317,19 @@ void HostsCore::lost(int from) {
   Lock lock(mutex_);
   peer(rank).gone = true;
   changed_.notify_all();
-  judge(lock);
 }
 
 bool HostsCore::progress(bool check) {
   if (!check) return false;
+  const std::exception_ptr inside = m_.inner ? m_.inner->failure() : nullptr;  // it calls back: not under mutex_
   Lock lock(mutex_);
-  judge(lock);
+  judge(lock, inside);
   return false;
 }
 
-// Fails where something waits for a rank that is lost, or is late. A rank may be lost while the mesh has what it was
-// sent: the mesh then calls back.
-void HostsCore::judge(Lock& lock) {
+// Fails where something waits for a rank that is lost, or is late, or where `inner` has failed. A rank may be lost
+// while the mesh has what it was sent: the mesh then calls back.
+void HostsCore::judge(Lock& lock, const std::exception_ptr& inside) {
   const auto lose = [&](int rank) { fail(lock, {FailureKind::peer_lost, rank, loss_of(rank)}); };
   for (int r = 0; running_ && r < size(); ++r) {
     if (peer(r).lost() && peer(r).operations.empty()) return lose(r);
@@ -356,6 +344,11 @@ void HostsCore::judge(Lock& lock) {
   for (const auto& work : works) {
     if (Clock::now() >= work->deadline()) return fail(lock, {FailureKind::timeout, rank(), timeout_text(*work)});
   }
+  if (!inside) return;
+  if (inside_failed_ == Clock::time_point{}) inside_failed_ = Clock::now();
+  const Failure failure = failure_inside(inside);
+  // Who gave up, was late or issued another operation has sent a frame that says more.
+  if (failure.kind == FailureKind::peer_lost || Clock::now() >= inside_failed_ + kReason) fail(lock, failure);
 }
 
 void HostsCore::submit_message(const WorkStatePtr& work) {
@@ -374,7 +367,7 @@ void HostsCore::submit_message(const WorkStatePtr& work) {
   m_.mesh->post(wire_of(r.root), h);
 }
 
-// A message to or from a rank of this host.
+// A message to or from a rank of this host. Where `inner` has failed, judge() ends it.
 void HostsCore::submit_inside(const WorkStatePtr& work) {
   const Request& r = work->request;
   const int peer = m_.map.local_of(r.root);
@@ -382,16 +375,12 @@ void HostsCore::submit_inside(const WorkStatePtr& work) {
     const WorkPtr inner = r.kind == Kind::send ? m_.inner->send(r.in, r.count, r.dtype, peer, r.tag, within(*work))
                                                : m_.inner->recv(r.out, r.count, r.dtype, peer, r.tag, within(*work));
     inner->on_completion([self = self(), work, inner = inner.get()] {
-      if (const auto error = inner->exception()) {
-        // On a thread of its own: what follows calls into `inner`, which a completion must not.
-        std::thread([self, work, error] { self->fail_by(work.get(), error); }).detach();
-      } else {
-        Lock lock(self->mutex_);
-        self->end_one(lock, work);
-      }
+      if (inner->exception()) return;
+      Lock lock(self->mutex_);
+      self->end_one(lock, work);
     });
-  } catch (...) {
-    fail_by(work.get(), std::current_exception());
+  } catch (const Error&) {
+    if (!m_.inner->failure()) throw;
   }
 }
 
@@ -411,34 +400,27 @@ void HostsCore::fail(Lock& lock, const Failure& failure) {
   lock.lock();
 }
 
-// What an operation inside the host ended with, for the ranks of all hosts. `work`: the operation that used it; null: a
-// split.
-void HostsCore::fail_by(const WorkState* work, const std::exception_ptr& error) {
+// What ended `inner`, for the ranks of all hosts.
+Failure HostsCore::failure_inside(const std::exception_ptr& error) const {
   Failure failure = failure_of(error);
-  Lock lock(mutex_);
   if (failure.kind == FailureKind::peer_lost && failure.peer >= 0) {
     failure.peer = m_.map.ranks_on(m_.map.host_of(rank()))[static_cast<std::size_t>(failure.peer)];
     failure.text = failure.text.find(" left;") != std::string::npos ? "left" : "died";
-  } else if (failure.kind == FailureKind::timeout) {
-    if (work != nullptr) failure = {FailureKind::timeout, rank(), timeout_text(*work)};
-  } else {  // who gave up, or issued another operation, has sent a frame that says more
-    changed_.wait_for(lock, kReason, [this] { return failed(); });
   }
-  fail(lock, failure);
+  return failure;
 }
 
 void HostsCore::fail_split(const std::exception_ptr& error) {
-  fail_by(nullptr, error);
+  const Failure failure = failure_inside(error);
+  Lock lock(mutex_);
+  if (failure.kind != FailureKind::peer_lost) changed_.wait_for(lock, kReason, [this] { return failed(); });
+  fail(lock, failure);
+  lock.unlock();
   try {
     std::rethrow_exception(error);
   } catch (const Error&) {
     std::rethrow_exception(error_at("split on " + member().words()));
   }  // another exception, such as an interrupt, is the caller's
-}
-
-Milliseconds HostsCore::set_timeout(Milliseconds timeout) {
-  if (m_.inner) m_.inner->set_timeout(timeout);  // of a split inside the host
-  return CpuCore::set_timeout(timeout);
 }
 
 void HostsCore::abort(const Failure& failure) {
@@ -472,7 +454,7 @@ void HostsCore::leave(Lock& lock) {
   lock.unlock();
   until_heard(kHeard);
   tell_all(head(FrameKind::leave));
-  m_.mesh->flush(number_, Clock::now() + kFlush);
+  m_.mesh->drop(number_);
   if (m_.inner) m_.inner->shutdown();
   m_.mesh->remove(number_);
   engine_.remove(this);

@@ -72,7 +72,6 @@ class HostsCore final : public Sink, public CpuCore {
 
   const Membership& membership() const { return m_; }
 
-  Milliseconds set_timeout(Milliseconds timeout) override;
   void abort(const Failure& failure) override;
   // A split failed inside the host: every rank hears of it, and this one throws what ended the communicator.
   [[noreturn]] void fail_split(const std::exception_ptr& error);
@@ -137,8 +136,8 @@ class HostsCore final : public Sink, public CpuCore {
   void submit_inside(const WorkStatePtr& work);
 
   void fail(Lock& lock, const Failure& failure);
-  void fail_by(const WorkState* work, const std::exception_ptr& error);
-  void judge(Lock& lock);
+  Failure failure_inside(const std::exception_ptr& error) const;
+  void judge(Lock& lock, const std::exception_ptr& inside);
   std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
   std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;
@@ -157,6 +156,7 @@ class HostsCore final : public Sink, public CpuCore {
   Queues sends_, receives_;
   std::map<Key, std::deque<std::uint64_t>> wanted_;  // receives that peers have posted, in bytes
   bool drained_ = false;                             // what was pending at the failure has ended
+  Clock::time_point inside_failed_{};                // when the failure of `inner` was seen
   std::atomic<bool> ended_{false};
 };
 

@@ -13,6 +13,7 @@ namespace axo::hosts {
 namespace {
 
 constexpr int kHeads = 0, kPayloads = 1;
+constexpr std::chrono::seconds kFlush{5};      // for peers to read why a communicator ends
 constexpr std::chrono::seconds kPatience{10};  // for a payload on its way, which ends unless the peer hangs
 
 void check(const Head& head) {
@@ -103,11 +104,9 @@ void Mesh::run_writer(int to) {
   Lock lock(mutex_);
   while (!closed_) {
     if (!p.posted.empty()) {
-      const Head head = p.posted.front();
-      p.posted.pop_front();
-      p.posting = head.communicator;
+      const Head& head = p.posted.front();
       send_unlocked(lock, [&] { wire_->send(to, kHeads, &head, sizeof(head)); });
-      p.posting = 0;
+      p.posted.pop_front();
       idle_.notify_all();
     } else if (p.transfers.empty()) {
       p.changed.wait(lock);
@@ -166,15 +165,7 @@ bool Mesh::send_unlocked(Lock& lock, const std::function<void()>& send) {
 void Mesh::post(int to, const Head& head) {
   Peer& p = peer(to);
   Lock lock(mutex_);
-  if (p.gone) return;
-  auto at = p.posted.end();
-  if (head.frame == FrameKind::abort) {
-    const auto mine = [&](const Head& h) { return h.communicator == head.communicator; };
-    const auto wants = [&](const Head& h) { return mine(h) && h.frame == FrameKind::want; };
-    p.posted.erase(std::remove_if(p.posted.begin(), p.posted.end(), wants), p.posted.end());
-    at = std::stable_partition(p.posted.begin(), p.posted.end(), mine);  // behind what peers need to end well
-  }
-  p.posted.insert(at, head);
+  p.posted.push_back(head);
   p.changed.notify_one();
 }
 
@@ -189,22 +180,15 @@ bool Mesh::send(int to, const Head& head, const char* data, std::size_t bytes, s
   return true;
 }
 
-void Mesh::flush(std::uint64_t communicator, Clock::time_point deadline) {
-  Lock lock(mutex_);
-  idle_.wait_until(lock, deadline, [&] {
-    return closed_ || std::all_of(peers_.begin(), peers_.end(), [&](const Peer& p) {
-             const auto mine = [&](const Head& h) { return h.communicator == communicator; };
-             return p.gone || (p.posting != communicator && std::none_of(p.posted.begin(), p.posted.end(), mine));
-           });
-  });
-}
-
 void Mesh::drop(std::uint64_t communicator) {
   Lock lock(mutex_);
+  const auto mine = [&](const Head& h) { return h.communicator == communicator; };
+  const auto told = [&](const Peer& p) { return p.gone || std::none_of(p.posted.begin(), p.posted.end(), mine); };
+  idle_.wait_for(lock, kFlush, [&] { return closed_ || std::all_of(peers_.begin(), peers_.end(), told); });
   lines_[communicator].dropped = true;
   for (Peer& p : peers_) {
-    const auto mine = [&](const Transfer& t) { return t.head.communicator == communicator; };
-    p.transfers.erase(std::remove_if(p.transfers.begin(), p.transfers.end(), mine), p.transfers.end());
+    const auto waits = [&](const Transfer& t) { return mine(t.head); };
+    p.transfers.erase(std::remove_if(p.transfers.begin(), p.transfers.end(), waits), p.transfers.end());
   }
   const auto untouched = [&] {
     return std::none_of(peers_.begin(), peers_.end(),

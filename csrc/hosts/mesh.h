@@ -16,8 +16,6 @@
 #include <map>
 #include <memory>
 #include <mutex>
-#include <set>
-#include <string>
 #include <type_traits>
 #include <vector>
 
@@ -78,18 +76,16 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   // The first communicator starts the threads; the wire is closed after the last one.
   void add(std::uint64_t communicator, const std::shared_ptr<Sink>& sink);
   void remove(std::uint64_t communicator);
-  // Sends a frame without payload. Never blocks. An abort goes before what waits of other communicators, and takes the
-  // place of receives that its own had posted. A peer that is gone is no error here: its reader tells.
+  // Sends a frame without payload. Never blocks. A peer that is gone is no error here: its reader tells.
   void post(int to, const Head& head);
   // Sends `bytes` in frames like `head`, and calls `sent` on a thread of the mesh: with true when they have left, with
   // false when the peer is gone. Never blocks. The bytes must stay until then, or until drop() has returned. One
   // transfer of a stream to a rank at a time. False: nothing is sent, since the peer is gone or the communicator
   // dropped.
   bool send(int to, const Head& head, const char* data, std::size_t bytes, std::function<void(bool)> sent);
-  // Waits until all that was posted for this communicator has left, at most until `deadline`.
-  void flush(std::uint64_t communicator, Clock::time_point deadline);
-  // Forgets what waits to be sent for a communicator that has failed, and waits for payloads on their way, so that its
-  // memory is not touched any more. Its place() must give none from here on.
+  // A communicator ends. Waits until what was posted for it has left, unless peers do not read; forgets what else waits
+  // to be sent for it; and waits for payloads on their way, so that its memory is not touched any more. Its place()
+  // must give none from here on.
   void drop(std::uint64_t communicator);
 
  private:
@@ -105,9 +101,9 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   };
   struct Peer {
     std::condition_variable changed;  // its writer has something to do
-    std::deque<Head> posted;
+    std::deque<Head> posted;          // the first may be on its way
     std::deque<Transfer> transfers;
-    std::uint64_t posting = 0, writing = 0, reading = 0;  // the communicator whose frame is on its way, or 0
+    std::uint64_t writing = 0, reading = 0;  // the communicator whose frame is on its way, or 0
     bool gone = false;
   };
   struct Line {

@@ -29,7 +29,7 @@ class CpuCore : public ProgressClient, public GroupLauncher, public std::enable_
   const Member& member() const { return member_; }
   ProgressEngine& engine() const { return engine_; }
   Milliseconds timeout() const { return timeout_.load(); }
-  virtual Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
+  Milliseconds set_timeout(Milliseconds timeout) { return timeout_.exchange(timeout); }
 
   // Throws when the communicator cannot take operations (aborted, closed, forked child).
   void check_usable(const char* what) const;
