@@ -29,7 +29,8 @@ std::string transport_of(const HostMap& map) {
 
 class HostsCommunicator final : public CpuCommunicator {
  public:
-  explicit HostsCommunicator(Membership membership) : HostsCommunicator(HostsCore::create(std::move(membership))) {}
+  explicit HostsCommunicator(const std::shared_ptr<HostsCore>& core)
+      : CpuCommunicator(core), transport_(transport_of(core->membership().map)), core_(core) {}
 
   const char* transport() const override { return transport_.c_str(); }
   void until_heard(Milliseconds at_most) override { core_->until_heard(at_most); }
@@ -37,9 +38,6 @@ class HostsCommunicator final : public CpuCommunicator {
   std::shared_ptr<Communicator> split(int color, int key, const std::string& name) override;
 
  private:
-  explicit HostsCommunicator(const std::shared_ptr<HostsCore>& core)
-      : CpuCommunicator(core), transport_(transport_of(core->membership().map)), core_(core) {}
-
   std::shared_ptr<CpuWork> make_work(Request r, const CallOptions& options) override {
     if (r.kind == Kind::recv && r.root == kAnyPeer) {
       throw Error("recv on '" + name() + "': from any rank is for ranks of one host, and these are on " +
@@ -82,7 +80,7 @@ std::shared_ptr<Communicator> HostsCommunicator::split(int color, int key, const
     }
     const Member member{name, rank, static_cast<int>(members.size())};
     made = std::make_shared<HostsCommunicator>(
-        Membership{parent.mesh, std::move(made), std::move(map), member, path, core_->timeout()});
+        HostsCore::create({parent.mesh, std::move(made), std::move(map), member, path, core_->timeout()}));
   }
   gather_bytes("");  // from here on its frames find it, at every rank
   return made;
@@ -114,8 +112,8 @@ std::shared_ptr<Communicator> create_hosts_communicator(Store& store, const std:
   } else {
     core->release();
   }
-  return std::make_shared<hosts::HostsCommunicator>(
-      hosts::Membership{mesh, std::move(inner), std::move(map), {options.name, rank, size}, key, options.timeout});
+  return std::make_shared<hosts::HostsCommunicator>(hosts::HostsCore::create(
+      {mesh, std::move(inner), std::move(map), {options.name, rank, size}, key, options.timeout}));
 }
 
 }  // namespace axo

@@ -311,14 +311,6 @@ void HostsCore::arrived(int from, const Head& h) {
   changed_.notify_all();
 }
 
-void HostsCore::lost(int from) {
-  const int rank = rank_of(from);
-  if (rank < 0) return;
-  Lock lock(mutex_);
-  peer(rank).gone = true;
-  changed_.notify_all();
-}
-
 bool HostsCore::progress(bool check) {
   if (!check) return false;
   const std::exception_ptr inside = m_.inner ? m_.inner->failure() : nullptr;  // it calls back: not under mutex_
@@ -332,11 +324,11 @@ bool HostsCore::progress(bool check) {
 void HostsCore::judge(Lock& lock, const std::exception_ptr& inside) {
   const auto lose = [&](int rank) { fail(lock, {FailureKind::peer_lost, rank, loss_of(rank)}); };
   for (int r = 0; running_ && r < size(); ++r) {
-    if (peer(r).lost() && peer(r).operations.empty()) return lose(r);
+    if (lost(r) && peer(r).operations.empty()) return lose(r);
   }
   for (const Queues* queues : {&sends_, &receives_}) {
     for (const auto& [key, pieces] : *queues) {
-      if (peer(key.first).lost() && !pieces.front()->leaving) return lose(key.first);
+      if (lost(key.first) && !pieces.front()->leaving) return lose(key.first);
     }
   }
   std::vector<WorkStatePtr> works(messages_.begin(), messages_.end());
@@ -432,9 +424,12 @@ void HostsCore::abort(const Failure& failure) {
 // A process that ends with bytes unread resets its connections, and peers lose what they have not read of it.
 void HostsCore::until_heard(Milliseconds at_most) {
   if (engine_.forked() || !failed()) return;
-  const auto heard = [this](const Peer& p) { return p.heard || p.lost() || &p == &peer(rank()); };
+  const auto end = Clock::now() + at_most;
   Lock lock(mutex_);
-  changed_.wait_for(lock, at_most, [&] { return std::all_of(peers_.begin(), peers_.end(), heard); });
+  for (int r = 0; r < size(); ++r) {
+    const auto waits = [&] { return r != rank() && !peer(r).heard && !lost(r) && Clock::now() < end; };
+    while (waits()) changed_.wait_for(lock, kTick);  // nobody tells of a loss
+  }
 }
 
 void HostsCore::shutdown() {
@@ -469,7 +464,7 @@ std::string HostsCore::timeout_text(const WorkState& work) const {
   const auto named = [&](int r) { return "rank " + std::to_string(r) + place_of(r); };
   if (work.request.point_to_point()) return text + "; " + named(work.request.root) + " did not answer";
   const auto has_come = [&](int r) { return r == rank() || !peer(r).operations.empty(); };
-  return text + arrivals(has_come, [&](int r) { return named(r) + (peer(r).lost() ? ", " + loss_of(r) : ""); });
+  return text + arrivals(has_come, [&](int r) { return named(r) + (lost(r) ? ", " + loss_of(r) : ""); });
 }
 
 }  // namespace axo::hosts

@@ -95,7 +95,6 @@ class HostsCore final : public Sink, public CpuCore {
 
   char* place(int from, const Head& head) override;
   void arrived(int from, const Head& head) override;
-  void lost(int from) override;
   bool progress(bool check) override;
   std::string blocked_in(int*) override { return ""; }
 
@@ -103,9 +102,8 @@ class HostsCore final : public Sink, public CpuCore {
   // What one peer has told.
   struct Peer {
     std::deque<Operation> operations;  // of the collectives that it has come to, and this rank has not ended
-    bool left = false, gone = false;
+    bool left = false;
     bool heard = false;  // that this communicator has failed
-    bool lost() const { return left || gone; }
   };
   using Key = std::pair<int, Stream>;  // peer, stream
   using Queues = std::map<Key, std::deque<PiecePtr>>;
@@ -138,6 +136,7 @@ class HostsCore final : public Sink, public CpuCore {
   void fail(Lock& lock, const Failure& failure);
   Failure failure_inside(const std::exception_ptr& error) const;
   void judge(Lock& lock, const std::exception_ptr& inside);
+  bool lost(int rank) const { return peer(rank).left || m_.mesh->gone(wire_of(rank)); }
   std::string loss_of(int rank) const { return peer(rank).left ? "left" : "died"; }
   std::string place_of(int rank) const override { return " (host " + m_.map.place(rank).host_name() + ")"; }
   std::string timeout_text(const WorkState& work) const;

@@ -26,18 +26,14 @@ void check(const Head& head) {
 }  // namespace
 
 void Mesh::add(std::uint64_t communicator, const std::shared_ptr<Sink>& sink) {
-  std::vector<int> gone;
   Lock lock(mutex_);
   lines_[communicator].sink = sink;
-  const bool start = !std::exchange(started_, true);
+  if (std::exchange(started_, true)) return;
   for (int p = 0; p < wire_->size(); ++p) {
-    if (peer(p).gone) gone.push_back(p);
-    if (!start || p == wire_->rank()) continue;
+    if (p == wire_->rank()) continue;
     std::thread([self = shared_from_this(), p] { self->run_reader(p); }).detach();
     std::thread([self = shared_from_this(), p] { self->run_writer(p); }).detach();
   }
-  lock.unlock();
-  for (int p : gone) sink->lost(p);
 }
 
 void Mesh::remove(std::uint64_t communicator) {
@@ -85,17 +81,10 @@ void Mesh::run_reader(int from) {
   } catch (const std::exception&) {  // it is gone, or sends nonsense
   }
   wire_->close(from);  // a send that is under way may not have found that
-  std::vector<std::shared_ptr<Sink>> sinks;
-  {
-    Lock lock(mutex_);
-    peer(from).reading = 0;
-    peer(from).gone = true;
-    idle_.notify_all();
-    for (const auto& [number, line] : lines_) sinks.push_back(line.sink.lock());
-  }
-  for (const auto& sink : sinks) {
-    if (sink) sink->lost(from);
-  }
+  Lock lock(mutex_);
+  peer(from).reading = 0;
+  peer(from).gone = true;
+  idle_.notify_all();
 }
 
 void Mesh::run_writer(int to) {
@@ -197,6 +186,11 @@ void Mesh::drop(std::uint64_t communicator) {
   if (idle_.wait_for(lock, kPatience, untouched)) return;
   close(lock);  // a peer stopped in the middle of a payload
   idle_.wait(lock, untouched);
+}
+
+bool Mesh::gone(int rank) {
+  Lock lock(mutex_);
+  return peer(rank).gone;
 }
 
 }  // namespace axo::hosts

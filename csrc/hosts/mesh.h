@@ -65,7 +65,6 @@ class Sink {
   // Where the payload of `head` shall go; null: nowhere. It is written, then arrived() is called.
   virtual char* place(int from, const Head& head) = 0;
   virtual void arrived(int from, const Head& head) = 0;
-  virtual void lost(int from) = 0;
 };
 
 class Mesh : public std::enable_shared_from_this<Mesh> {
@@ -87,6 +86,8 @@ class Mesh : public std::enable_shared_from_this<Mesh> {
   // to be sent for it; and waits for payloads on their way, so that its memory is not touched any more. Its place()
   // must give none from here on.
   void drop(std::uint64_t communicator);
+  // Whether nothing comes from a peer any more; what came before has arrived.
+  bool gone(int rank);
 
  private:
   using Lock = std::unique_lock<std::mutex>;
