@@ -1,15 +1,20 @@
 """shard, unshard, shard_input, unshard_output: round trips, gradients and errors."""
 
+import re
 from collections import UserDict
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
 
 import axo
 from tests.launcher import run_ranks
 from tests.nn.support import my_rows
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def round_trips(grids):
@@ -136,6 +141,22 @@ def batches(grid):
     with pytest.warns(UserWarning, match=r"call axo.overlap.attach\(model, comms\)"):
         layer(torch.ones(2, 8 // comms.grid.y)).sum().backward()
     assert axo.unshard_grad(layer.weight).shape == (8, 8)
+    follow_the_recipe(comms)
+
+
+def follow_the_recipe(comms):
+    """What docs/plans.md says of batches: every row is read once, by all ranks along x and y."""
+    (recipe,) = re.findall(r"## Batches\n.*?```python\n(.*?)```", (ROOT / "docs" / "plans.md").read_text(), re.DOTALL)
+    imports = {"DataLoader": DataLoader, "DistributedSampler": DistributedSampler}
+    given = {"axo": axo, "comms": comms, "batch": torch.arange(8), "data": torch.arange(8), "rows_of_a_rank": 2}
+    exec(recipe, given | imports, found := {})
+    assert torch.equal(found["rows"], my_rows(comms, torch.arange(8)))
+    (mine,) = found["loader"]
+    times = comms.grid.x * comms.grid.y
+    read = torch.stack(
+        [mine if rank == comms.rank else torch.zeros_like(mine) for rank in range(comms.grid.world_size)]
+    )
+    assert comms.world.all_reduce(read).flatten().sort().values.tolist() == sorted([*range(8)] * times)
 
 
 def test_a_batch_is_cut_over_data_and_z():

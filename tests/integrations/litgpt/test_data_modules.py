@@ -8,7 +8,9 @@ is fetched.
 import json
 import os
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from tests.launcher import run_ranks
 LENGTH, BATCH = 16, 2
 GRIDS = ("1x1x1x1", "2x1x1x1", "2x2x1x1", "2x1x2x1", "1x1x2x2")
 SAMPLES = 262  # of LitData; even as all here: litdata 0.2.59 ends with a segmentation fault on a batch of two chunks
-FINETUNING = ("JSON", "Alpaca", "AlpacaGPT4", "FLAN", "LongForm")
+FINETUNING = ("JSON", "Alpaca", "Alpaca2k", "AlpacaGPT4", "Deita", "FLAN", "LIMA", "LongForm")
 STREAMS = ("LitData", "TextFiles", "TinyLlama", "MicroLlama", "OpenWebText", "TinyStories")
 
 
@@ -68,6 +70,23 @@ def write(litdata, path):
         (path / f"piqa_10templates_{split}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
+def load_dataset(repository, split=None, **options):
+    """Of the package ``datasets``, for modules that read from Hugging Face's hub: a few records of the same form."""
+    say = [(f"say {i}", "ab" * (i % 7 + 1)) for i in range(41)]
+    if "alpaca" in repository:
+        return {"train": Records({"instruction": ask, "input": "", "output": answer} for ask, answer in say)}
+    if split:  # Deita
+        records = [{"messages": [{"content": ask}, {"content": answer}]} for ask, answer in say]
+        return [records[:30], records[30:]]
+    return {"train": [{"conversations": list(pair)} for pair in say]}  # LIMA
+
+
+class Records(list):
+    def train_test_split(self, test_size, seed):
+        at = int(len(self) * (1 - test_size))
+        return {"train": self[:at], "test": self[at:]}
+
+
 def _tokenizer(path):
     from litgpt import Tokenizer
 
@@ -91,6 +110,9 @@ def module(name, path):
         "LocalText": {"paths": [str(path / "texts" / "one.txt")], "cache_dir": path / "cache"},
         "JSON": {"json_path": path / "samples.json", "val_split_fraction": 0.2},
         "FLAN": {"download_dir": path, "subsets": "piqa_10templates"},
+        "Alpaca2k": {"val_split_fraction": 0.2},
+        "LIMA": {"access_token": "none", "val_split_fraction": 0.2},
+        "Deita": {},
     }.get(name, {"download_dir": path})
     return kind(**options, num_workers=0)
 
@@ -99,6 +121,11 @@ def _samples(batch):
     """One tuple of ids a row."""
     rows = batch["input_ids"] if isinstance(batch, dict) else batch
     return [tuple(row.tolist()) for row in rows]
+
+
+def _unpadded(lines):
+    """The distinct samples, each without the padding of its batch."""
+    return {tuple(np.trim_zeros(row, "b")) for line in lines for row in line}
 
 
 def read(litdata, path, tokenizer, grid, names, stop):
@@ -111,6 +138,7 @@ def read(litdata, path, tokenizer, grid, names, stop):
     from axo.integrations.fabric.strategy import AxoStrategy
 
     sys.path.insert(0, str(litdata))
+    sys.modules["datasets"] = SimpleNamespace(load_dataset=load_dataset)
     os.environ["LITDATA_DISABLE_VERSION_CHECK"] = "1"  # it would ask the network
     found = {}
     for kind in (False, True):
@@ -188,9 +216,13 @@ def compare(stock, litdata, prepared, folder, grid, names, stop=0):
             print(f"{name:12} {what:10} {grid}  distinct {counts[0][0]}, samples {counts[0][1]}, tokens {counts[0][2]}")
             assert counts[0][1] == counts[1][1], (name, what, grid, counts)
             # Finetuning takes turns in the order of one device, which stock on several has not: other samples share a
-            # batch and its padding, and others fall off the end. All else is the same, token by token.
+            # batch and its padding, and others are read twice for even ranks. No other is. All else is the same,
+            # token by token.
             if name not in FINETUNING:
                 assert counts[0] == counts[1] and mine == theirs, (name, what, grid)
+            elif not stop:
+                ours, all_there_are = _unpadded(mine), _unpadded([stock(1, names)[0][name][part]])
+                assert ours <= all_there_are and len(ours) == min(len(all_there_are), counts[0][1]), (name, what, grid)
     return results
 
 
