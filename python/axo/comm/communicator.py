@@ -412,7 +412,8 @@ class Communicator:
         return self._pending(Work(self, call(*args, False, self._timeout_ms, keep), result, copies), result, async_op)
 
     def _pending(self, work: Work, result: Any, async_op: bool) -> Any:
-        watch.add(self.axis, time.perf_counter(), work)
+        if watch.issued is not None:
+            watch.add(self.axis, time.perf_counter(), work)
         if open_group.depth:
             work._recorded = True
             open_group.recorded.append(work)

@@ -144,7 +144,7 @@ class Communicators:
         Raises:
             ValueError: Not one of x, y, z, data.
         """
-        return getattr(self, checked_axis(name))
+        return getattr(self, name if name in AXES else checked_axis(name))
 
     def neighbours(self, axis: str, count: int) -> Communicator:
         """The communicator of this rank's run of ``count`` neighbours along ``axis``: ranks 0 to count-1, and so on.

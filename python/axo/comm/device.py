@@ -99,7 +99,8 @@ class DeviceWork(Work):
     def synchronize(self, timeout: float | None = None) -> None:
         limit = -1 if timeout is None else milliseconds(timeout)
         self._check_issued()
-        self._block("synchronize", limit)
+        if self._core is not None:
+            self._block(self._core.synchronize, limit)
         if self._copies or self._copied is not None:
             self._finish()
             torch.accelerator.current_stream(self._communicator.device).synchronize()

@@ -70,9 +70,11 @@ class Work:
         """
         self._check_issued()
         if self._core is not None:
-            start = self._block("wait")
-            watch.waited(self._communicator.axis, start, self)
-        self._finish()
+            start = self._block(self._core.wait)
+            if watch.issued is not None:
+                watch.waited(self._communicator.axis, start, self)
+        if self._copies:
+            self._finish()
         return self._result
 
     def synchronize(self, timeout: float | None = None) -> None:
@@ -86,15 +88,15 @@ class Work:
             return
         limit = milliseconds(timeout)
         self._check_issued()
-        self._block("synchronize", limit)
+        if self._core is not None:
+            self._block(self._core.synchronize, limit)
         self._finish()
 
-    def _block(self, how: str, *limit: int) -> float:
-        """Wait as the core's ``how`` does; when that began. The time counts as the communicator's."""
+    def _block(self, wait: Callable[..., None], *limit: int) -> float:
+        """Wait as ``wait`` of the core does; when that began. The time counts as the communicator's."""
         start = time.perf_counter()
         try:
-            if self._core is not None:
-                getattr(self._core, how)(*limit)
+            wait(*limit)
         except Mismatch as error:
             self._communicator._spread(error)
             raise

@@ -71,8 +71,9 @@ class DistributedMatmul:
         overlap = Overlap(gather_cache=gather_cache, bucket_bytes=0)
         self.exchange = Exchange(comms, placement, grad_reduce, overlap)
         self.products = LayerProducts(comms, placement)
-        self.in_axis = in_axis
-        self.out_axis = out_axis
+        self.in_axis, self.out_axis = in_axis, out_axis
+        self.sums_output = self.exchange.size(in_axis) > 1
+        self._one_rank = comms.grid.world_size == 1
 
     def __call__(
         self,
@@ -82,7 +83,7 @@ class DistributedMatmul:
         input_sum: InputSum | None = None,
     ) -> torch.Tensor:
         """(..., k/Gin) -> (..., n/Gout). ``input_sum`` sums dI over ranks, with that of other layers; None: alone."""
-        alone = self.exchange.comms.grid.world_size == 1 and self.exchange.weight_phase is None
+        alone = self._one_rank and self.exchange.weight_phase is None
         if alone and not isinstance(weight, QuantizedWeight):  # autograd would keep what is made dense
             return self.products.alone(input, weight, bias)
         return _Product.apply(input, weight, bias, self, torch.is_grad_enabled(), input_sum)
@@ -105,7 +106,7 @@ class _Product(torch.autograd.Function):
         needs_input = ctx.needs_input_grad[0]
         rows = (input if input.dtype is dtype else input.to(dtype)).reshape(-1, input.shape[-1])
         bias_cast = None if bias is None else bias.to(dtype)
-        partial = exchange.size(matmul.in_axis) > 1
+        partial = matmul.sums_output
         first_bias = None if partial else bias_cast
         fuses = products.fuses
         gathering = _gathering(matmul, rows, weight, first_bias) if fuses and exchange.waits_for_gather() else None

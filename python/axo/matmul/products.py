@@ -119,6 +119,7 @@ class LayerProducts:
     Attributes:
         rows_agree: Whether ranks along z call the layer with alike numbers of rows; if not (experts), none of its
             products runs with a collective over z.
+        fuses: Whether any product of this layer could run with its collective as one.
     """
 
     def __init__(self, comms: Communicators, placement: Placement) -> None:
@@ -130,13 +131,14 @@ class LayerProducts:
         self._runs: dict[Any, Runner] = {}
         self._whole: dict[Any, bool] = {}
         self._fp8: str | None = None
+        self.fuses = self.products.fused.possible
 
     def use_fp8(self, scaling: str) -> None:
         """Round the operands of all three products to eight bits, as ``axo_kernels.fused.fp8`` does with ``scaling``.
 
         Nothing is tuned or fused then.
         """
-        self._fp8 = scaling
+        self._fp8, self.fuses = scaling, False
         self._runs.clear()
 
     def forward(self, rows: torch.Tensor, block: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -165,11 +167,6 @@ class LayerProducts:
     def start_fused_grad_input(self, grad: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
         """(m, n), (n, k) -> the (m, k) on its way to the sum over ``axis``; None as above."""
         return self._start("grad_input", grad, block, axis)
-
-    @property
-    def fuses(self) -> bool:
-        """Whether any product of this layer could run with its collective as one."""
-        return self.products.fused.possible and not self._fp8
 
     def _start(self, kind: str, a: torch.Tensor, block: torch.Tensor, axis: str | None) -> FusedSum | None:
         choice = self._fused_choice(kind, a, axis)

@@ -55,7 +55,8 @@ class Slot:
 
     def gradient(self) -> torch.Tensor:
         """The finished gradient, padding dropped: a view of the bucket unless that has room to spare."""
-        found = self.tensor[: self.rows].view(self.rows, *self.parameter.shape[1:])
+        shape = (self.rows, *self.parameter.shape[1:])
+        found = self.tensor if self.tensor.shape == shape else self.tensor[: self.rows].view(shape)
         return found if self.bucket.exact else found.clone()
 
 
@@ -177,7 +178,8 @@ class Buckets:
             bucket = None
         if bucket is None:
             bucket = self._open[kind] = self._bucket(kind, self._capacity(kind, size), self._engine.pool)
-        tensor = bucket.buffer[bucket.used : bucket.used + size].view(shape)
+        room = bucket.buffer if size == bucket.capacity else bucket.buffer[bucket.used : bucket.used + size]
+        tensor = room.view(shape)
         slot = Slot(parameter, tensor, rows, bucket)
         bucket.used += size
         bucket.slots.append(slot)
@@ -193,7 +195,7 @@ class Buckets:
     def _capacity(self, kind: BucketKind, size: int) -> int:
         """Elements of the next bucket: what it took last time, else the size of the option."""
         dtype, _, reductions = kind
-        if not any(axis == "data" for axis, _ in reductions):
+        if "data" not in dict(reductions):
             return size
         sizes = self._sizes.get(kind, [])
         number = sum(bucket.kind == kind for bucket in self._closed)
@@ -204,7 +206,7 @@ class Buckets:
         if not bucket.reductions:
             return
         for other in self._closed:
-            if other.kind == kind and other.under_way is None and other.reductions:
+            if other.under_way is None and other.reductions and other.kind == kind:
                 other.wait_for_parts()
                 other.advance(self._engine)
         self._closed.append(bucket)

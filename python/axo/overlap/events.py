@@ -77,7 +77,8 @@ class TracedWork:
     def __init__(self, engine: Engine, work: Work, tensor: torch.Tensor, op: str, axis: str, layer: str) -> None:
         self._engine, self.tensor, self._names = engine, tensor, (op, axis, layer)
         self._work: Work | None = work
-        add(engine.events, "issue", op, axis, layer)
+        if engine.events is not None:
+            add(engine.events, "issue", op, axis, layer)
 
     def done(self) -> bool:
         """Whether it has completed; its buffers are then let go. Never blocks."""

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
 TRAINING, EVALUATION, BACKWARD = "training", "evaluation", "backward"
+_NOTHING = nullcontext()
 
 
 def in_backward() -> bool:
@@ -302,7 +303,7 @@ class Gathers:
             if weight is None or route in self._ahead or self._kept(route, weight, dtype) is not None:
                 continue
             wanted.append((route, weight, dtype))
-        with group() if len(wanted) > 1 else nullcontext():
+        with group() if len(wanted) > 1 else _NOTHING:
             return {route: self._start(route, weight, dtype) for route, weight, dtype in wanted}
 
     def _start(self, route: Route, weight: torch.Tensor, dtype: torch.dtype, *, blocking: bool = False) -> Gathered:
@@ -340,7 +341,7 @@ class Gathers:
                     brought.block()
                 line.all_gather(mine, whole)
             return Gathered(weight, dtype, block, None)
-        with nullcontext() if shards is None else shards.after_bringing():
+        with _NOTHING if shards is None else shards.after_bringing():
             work = line.all_gather(mine, whole, async_op=True)
         return Gathered(weight, dtype, block, TracedWork(engine, work, block, *names))
 

@@ -64,7 +64,7 @@ def _how(into: torch.autograd.graph.Node | None) -> str:
 
 def has_hooks(parameter: torch.Tensor) -> bool:
     """Whether a gradient that comes to ``parameter`` runs hooks."""
-    return any(getattr(parameter, name) for name in _HOOKS)
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
 
 
 def wanted(node: torch.autograd.graph.Node, index: int) -> bool:
@@ -167,7 +167,7 @@ class Gradients:
 
     def cast(self, grad: torch.Tensor) -> torch.Tensor:
         """The gradient in the dtype that it is to be reduced in."""
-        return self._cast(grad, self._reduced_in(grad))
+        return grad if self._engine.reduce_dtype is None else self._cast(grad, self._reduced_in(grad))
 
     def _begin(self, parameter: torch.Tensor) -> None:
         if not in_backward():
@@ -247,8 +247,7 @@ class Gradients:
 
     def _take_deferred(self, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Add what micro-batches without synchronisation have left to ``grad``, in place."""
-        old = self.deferred.pop(id(parameter), None) if self.deferred else None
-        if old is None:
+        if not self.deferred or (old := self.deferred.pop(id(parameter), None)) is None:
             return
         old.check_unchanged()
         if old.tensor.dtype == grad.dtype:

@@ -8,7 +8,7 @@ used. It also lets go of free buffers beyond a limit, the largest first.
 from __future__ import annotations
 
 import math
-import sys
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -27,11 +27,7 @@ class _Buffer:
         self.last_used = 0
 
 
-def _references(entry: _Buffer) -> int:
-    return sys.getrefcount(entry.memory)
-
-
-_FREE = _references(_Buffer(object()))  # the entry's own reference, and those of the question
+_FREE = 2  # references to the memory of a free buffer, as sys.getrefcount counts: the entry's own, and the question's
 
 
 class Pool:
@@ -53,27 +49,30 @@ class Pool:
             return torch.empty(shape, dtype=dtype, device=device)
         entries = self._entries.setdefault(size, [])
         for entry in entries:
-            if _references(entry) == _FREE:
+            if getrefcount(entry.memory) == _FREE:  # asked for each buffer at each call: no function of ours
                 break
         else:
             entry = _Buffer(shared_block(size))
             entries.append(entry)
         entry.last_used = self._passes
-        return torch.frombuffer(entry.memory, dtype=dtype).view(shape)
+        flat = torch.frombuffer(entry.memory, dtype=dtype)
+        return flat if len(shape) == 1 else flat.view(shape)
 
     def end_of_pass(self) -> None:
         """Give back what the last passes have not used, and what is beyond the limit."""
         self._passes += 1
         for size, entries in list(self._entries.items()):
             kept = [
-                each for each in entries if each.last_used + _KEPT_PASSES >= self._passes or _references(each) != _FREE
+                each
+                for each in entries
+                if each.last_used + _KEPT_PASSES >= self._passes or getrefcount(each.memory) != _FREE
             ]
             if len(kept) != len(entries):
                 self._entries[size] = kept
-        beyond = self.idle_bytes() - self._idle_limit
+        beyond = 0 if self._idle_limit == math.inf else self.idle_bytes() - self._idle_limit
         for size in sorted(self._entries, reverse=True) if beyond > 0 else ():
             entries = self._entries[size]
-            free = [each for each in entries if _references(each) == _FREE]
+            free = [each for each in entries if getrefcount(each.memory) == _FREE]
             gone = free[: math.ceil(max(beyond, 0) / size)]
             self._entries[size] = [each for each in entries if each not in gone]
             beyond -= size * len(gone)
@@ -81,5 +80,5 @@ class Pool:
     def idle_bytes(self) -> int:
         """Bytes of the buffers that are free."""
         return sum(
-            size * sum(_references(each) == _FREE for each in entries) for size, entries in self._entries.items()
+            size * sum(getrefcount(each.memory) == _FREE for each in entries) for size, entries in self._entries.items()
         )
