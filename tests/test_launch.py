@@ -289,6 +289,30 @@ def test_what_a_step_frees_on_the_cpu_is_there_for_the_next() -> None:
     assert run_ranks(lies_on_the_heap, 2, "1x1x2x1") == [True, True]
 
 
+def put_aside_by_malloc() -> int:
+    """How many of 64 small blocks that are freed malloc keeps apart, unmerged."""
+
+    class Statistics(ctypes.Structure):  # mallinfo2 of malloc.h
+        _fields_ = [(name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", *"abcdefg")]
+
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Statistics
+    libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    blocks, before = [libc.malloc(48) for _ in range(64)], libc.mallinfo2().smblks
+    for block in blocks:
+        libc.free(block)
+    return libc.mallinfo2().smblks - before
+
+
+def connected_and_put_aside() -> int:
+    axo.connect("1x1x1x1")
+    return put_aside_by_malloc()
+
+
+def test_malloc_merges_the_small_blocks_of_a_step_as_they_are_freed() -> None:
+    assert run_ranks(connected_and_put_aside, 1) == [0]
+
+
 def test_thresholds_of_malloc_that_are_set_from_outside_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ctypes, "CDLL", lambda _: pytest.fail("malloc was told"))
     for name, value in (("MALLOC_TRIM_THRESHOLD_", "0"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=131072")):

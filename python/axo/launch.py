@@ -158,7 +158,8 @@ def keep_freed_memory() -> None:
     """Let malloc keep what a step frees on the CPU for the next one, as it does once a block of 32 MiB has been freed.
 
     Before that, glibc returns freed blocks to the system sooner (its thresholds begin at 128 KiB and grow with the
-    largest block freed), and a step pays for a page fault in every 4 KiB of activations that it writes. Thresholds that
+    largest block freed), and a step pays for a page fault in every 4 KiB of activations that it writes. Nor are small
+    blocks put aside unmerged (fastbins): each large block that a step frees would merge them all again. Thresholds that
     are set from outside hold.
     """
     asked = "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"
@@ -166,9 +167,10 @@ def keep_freed_memory() -> None:
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not every C library has it
     if mallopt is not None:
-        trim, mmap = -1, -3  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+        largest_put_aside, trim, mmap = 1, -1, -3  # M_MXFAST, M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
         mallopt(mmap, 32 << 20)
         mallopt(trim, 64 << 20)
+        mallopt(largest_put_aside, 0)
 
 
 class Termination:
