@@ -9,22 +9,28 @@ Cases: ``serial``; ``z`` against FSDP2, ``x`` against DTensor's column / row pla
 against torch's own stages, all by 1F1B; each rival over Gloo (NCCL on GPUs) and over backend axo, which tells transport
 and engine apart; everybody with torch's fused AdamW. A round is one step of each contestant in turn, the order turned
 round each time, the slowest rank's time; figures are means of the last 8 of 10 steps, as in the AxoNN papers, over all
-repeats. Columns: ms a step, how often faster than the first rival (median over rounds), tokens/s of all ranks, MFU and
-HFU (of --peak-tflops, else of the rate of a large product measured here), comm: the part of the step that a rank is
-blocked in communication (Axo alone knows), over: the part by which the step is longer than the same work without
-communication (plain torch, the last row, whose ``faster`` is what could be won at that work), MB: peak memory of the
-step, parameters and optimizer included, and the loss, which must agree.
+repeats. On CPUs each contestant has processes of its own, and rivals have not Axo's settings of malloc, as users would
+run them; on ranks that exist all share those. Columns: ms a step, how often faster than the first rival (median over
+rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
+the part of the step that a rank is blocked in communication (Axo alone knows), over: the part by which the step is
+longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
+that work), MB: peak memory of the step, parameters and optimizer included, and the loss, which must agree.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
+import math
+import multiprocessing
 import os
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -68,12 +74,15 @@ def main(arguments: list[str] | None = None) -> int:
     from axo.launch import Rank, launch_local
 
     rank = Rank.from_environment()
-    fork = options.device == "cpu"
     header = {"bench": "step", **environment(torch.device(options.device)), "options": _plain(options)}
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
     for case in options.cases.split(","):
-        ranks = 1 if case == "serial" else options.ranks
-        rows = measure(case, options) if rank else launch_local(measure, ranks, case, options, fork=fork)
+        if rank:
+            rows = measure(case, options)
+        elif options.device == "cpu":
+            rows = measure_apart(case, options)
+        else:
+            rows = launch_local(measure, ranks_of(case, options), case, options, fork=False)
         for row in rows or []:
             table.add(**row)
     if options.plot and table.rows:
@@ -85,60 +94,184 @@ def _plain(options: argparse.Namespace) -> dict[str, Any]:
     return {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
 
 
+class Player:
+    """A contestant on these ranks, in turns."""
+
+    def __init__(self, contestant: models.Contestant, sizes: models.Sizes, comms: Any) -> None:
+        self.name, self._contestant, self._sizes, self._comms = contestant.name, contestant, sizes, comms
+        self._batches = [batch(sizes, step, comms) for step in range(STEPS)]
+
+    def turn(self, step: int) -> tuple[float, float, float]:
+        """As ``timed_step``."""
+        return timed_step(self._contestant, self._batches[step], self._comms)
+
+    def memory(self) -> float | None:
+        """As ``peak_memory``."""
+        return peak_memory(self._contestant, self._batches[-1], torch.device(self._comms.device))
+
+    def rate(self) -> float:
+        """As ``product_rate``."""
+        return product_rate(self._sizes, torch.device(self._comms.device))
+
+
+class PlayerApart:
+    """A contestant on ``ranks`` new local ranks of its own: they do what it is asked, and rank 0 answers."""
+
+    def __init__(self, case: str, ranks: int, options: argparse.Namespace, index: int) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._pipe, theirs = fork.Pipe()
+        self._launcher = fork.Process(target=launch, args=(os.getpid(), ranks, case, options, index, theirs))
+        self._launcher.start()
+        theirs.close()  # so that ranks that have failed are an end of file here
+        self.name: str = self._pipe.recv()
+
+    def _ask(self, *question: Any) -> Any:
+        self._pipe.send(question)
+        return self._pipe.recv()
+
+    def turn(self, step: int) -> tuple[float, float, float]:
+        return self._ask("turn", step)
+
+    def memory(self) -> float | None:
+        return self._ask("memory")
+
+    def rate(self) -> float:
+        return self._ask("rate")
+
+    def end(self) -> None:
+        with contextlib.suppress(BrokenPipeError):  # its ranks have failed
+            self._pipe.send(None)
+        self._launcher.join()
+
+
+def launch(parent: int, ranks: int, *play_arguments: Any) -> None:
+    """In a process of its own, which ends with ``parent``: the ranks of one contestant."""
+    from axo.launch import end_with, launch_local
+
+    end_with(parent)
+    launch_local(play, ranks, *play_arguments)
+
+
+def play(case: str, options: argparse.Namespace, index: int, pipe: Connection) -> None:
+    """On every rank of one contestant: do what rank 0 is asked through ``pipe``, until that is None."""
+    entry = contestants(case, sizes_of(options))[index]
+    if not entry.with_malloc:
+        os.environ.setdefault("MALLOC_TRIM_THRESHOLD_", "")  # malloc has read its own; axo.connect leaves it alone now
+    sizes, comms = begin(case, options)
+    player = Player(entry.make(comms), sizes, comms)
+    answer: Any = player.name
+    question: list[Any] = [None]
+    while True:
+        if comms.everyone.rank == 0:
+            pipe.send(answer)
+            question = [pipe.recv()]
+        if comms.everyone.size > 1:
+            dist.broadcast_object_list(question)
+        if question[0] is None:
+            break
+        what, *arguments = question[0]
+        answer = getattr(player, what)(*arguments)
+    comms.close()
+
+
 def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """On every rank: the rows of one case; on ranks other than 0 none."""
+    """On every rank: the rows of one case, of contestants that share the ranks; on ranks other than 0 none."""
+    sizes, comms = begin(case, options)
+    rows = compete(case, options, [Player(each.make(comms), sizes, comms) for each in contestants(case, sizes)])
+    comms.close()
+    return rows if comms.everyone.rank == 0 else []
+
+
+def measure_apart(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The rows of one case, of contestants that have local ranks of their own."""
+    players: list[PlayerApart] = []
+    try:
+        for index in range(len(contestants(case, sizes_of(options)))):
+            players.append(PlayerApart(case, ranks_of(case, options), options, index))
+        return compete(case, options, players)
+    finally:
+        for player in players:
+            player.end()
+
+
+def begin(case: str, options: argparse.Namespace) -> tuple[models.Sizes, Any]:
+    """On every rank: the sizes and the communicators."""
     import axo
     from axo.launch import set_threads
 
     set_threads(0, int(os.environ["LOCAL_WORLD_SIZE"]))
     ranks = int(os.environ["WORLD_SIZE"])
-    sizes = models.Sizes(
+    grid = axo.Grid(**({case: ranks} if case in axo.AXES else {}))
+    comms = axo.connect(grid, pipeline=ranks if case == "pipeline" else 1, device=options.device)
+    return sizes_of(options), comms
+
+
+def sizes_of(options: argparse.Namespace) -> models.Sizes:
+    return models.Sizes(
         options.hidden, options.layers, options.heads, options.vocab, options.seq_len,
         options.tokens // options.seq_len, options.precision, options.recompute,
     )  # fmt: skip
-    grid = axo.Grid(**({case: ranks} if case in axo.AXES else {}))
-    comms = axo.connect(grid, pipeline=ranks if case == "pipeline" else 1, device=options.device)
-    device = torch.device(comms.device)
-    field = list(contestants(case, sizes, comms, device))
-    batches = [batch(sizes, step, comms) for step in range(STEPS)]
-    seconds: dict[str, list[float]] = {c.name: [] for c in field}
-    blocked: dict[str, list[float]] = {c.name: [] for c in field}
+
+
+def ranks_of(case: str, options: argparse.Namespace) -> int:
+    given = os.environ.get("WORLD_SIZE")
+    return int(given) if given else 1 if case == "serial" else options.ranks
+
+
+def compete(case: str, options: argparse.Namespace, players: Sequence[Player | PlayerApart]) -> list[dict[str, Any]]:
+    """Give all players their turns; a row each."""
+    seconds: dict[str, list[float]] = {each.name: [] for each in players}
+    blocked: dict[str, list[float]] = {each.name: [] for each in players}
     losses: dict[str, float] = {}
     for _ in range(options.repeats):
         for step in range(STEPS):
-            for contestant in field[:: -1 if step % 2 else 1]:
-                spent, waited, loss = timed_step(contestant, batches[step], comms)
+            for player in players[:: -1 if step % 2 else 1]:
+                spent, waited, loss = player.turn(step)
                 if step >= STEPS - COUNTED:
-                    seconds[contestant.name].append(spent)
-                    blocked[contestant.name].append(waited)
-                losses[contestant.name] = loss
-    memory = {c.name: peak_memory(c, batches[-1], device) for c in field}
-    peak = (options.peak_tflops or product_rate(sizes, device)) * 1e12 * ranks
-    comms.close()
-    if comms.everyone.rank != 0:
-        return []
-    return summarize(case, field, sizes, ranks, seconds, blocked, losses, memory, peak)
+                    seconds[player.name].append(spent)
+                    blocked[player.name].append(waited)
+                losses[player.name] = loss
+    memory = {each.name: each.memory() for each in players}
+    ranks = ranks_of(case, options)
+    peak = (options.peak_tflops or players[-1].rate()) * 1e12 * ranks
+    return summarize(case, sizes_of(options), ranks, seconds, blocked, losses, memory, peak)
 
 
-def contestants(case: str, sizes: models.Sizes, comms: Any, device: torch.device) -> Any:
+class Entry(NamedTuple):
+    """Who takes part: makes the contestant of the communicators; ``with_malloc``: with Axo's settings of malloc."""
+
+    make: Callable[[Any], models.Contestant]
+    with_malloc: bool = True
+
+
+def contestants(case: str, sizes: models.Sizes) -> list[Entry]:
     """Who takes part, the first rival second; the yardstick without communication last."""
-    grid = str(comms.grid)
+
+    def axo_with(name: str = "", **options: Any) -> Entry:
+        return Entry(lambda comms: models.axo_contestant(f"Axo {comms.grid}{name}", sizes, comms, **options))
+
+    def rival(on_gpus: str, on_cpus: str) -> Entry:
+        def make(comms: Any) -> models.Contestant:
+            device = torch.device(comms.device)
+            transport = on_gpus if device.type == "cuda" else on_cpus
+            return models.rival(case, sizes, transport, dist.new_group(backend=transport), device)
+
+        return Entry(make, with_malloc=False)
+
     if case == "serial":
-        yield models.axo_contestant(f"Axo {grid}", sizes, comms)
-        yield models.Contestant("nn.Linear", models.serial(sizes, device), sizes)
-        return
-    if case == "pipeline":
-        yield models.axo_stages(f"Axo {comms.stages} stages", sizes, comms)
-    else:
-        yield models.axo_contestant(f"Axo {grid}", sizes, comms)
-    usual = "nccl" if device.type == "cuda" else "gloo"
-    groups = {usual: dist.new_group(backend=usual), "axo": dist.new_group(backend="axo")}
-    yield from models.rivals(case, sizes, groups, device)
-    for name, overlap in switched(case, sizes):
-        yield models.axo_contestant(f"Axo {grid} {name}", sizes, comms, overlap)
-    if case == "x":
-        yield models.axo_contestant(f"Axo {grid} q, k, v apart", sizes, comms, shares=False)
-    yield models.alone(case, comms.everyone.size, sizes, device)
+        return [
+            axo_with(),
+            Entry(lambda comms: models.Contestant("nn.Linear", models.serial(sizes, comms.device), sizes)),
+        ]
+    stages = Entry(lambda comms: models.axo_stages(f"Axo {comms.stages} stages", sizes, comms))
+    return [
+        stages if case == "pipeline" else axo_with(),
+        rival("nccl", "gloo"),
+        rival("axo", "axo"),
+        *(axo_with(f" {name}", overlap=overlap) for name, overlap in switched(case, sizes)),
+        *([axo_with(" q, k, v apart", shares=False)] if case == "x" else []),
+        Entry(lambda comms: models.alone(case, comms.everyone.size, sizes, comms.device)),
+    ]
 
 
 def switched(case: str, sizes: models.Sizes) -> list[tuple[str, Any]]:
@@ -233,7 +366,6 @@ def product_rate(sizes: models.Sizes, device: torch.device) -> float:
 
 def summarize(
     case: str,
-    field: list[models.Contestant],
     sizes: models.Sizes,
     ranks: int,
     seconds: dict[str, list[float]],
@@ -247,10 +379,9 @@ def summarize(
     tokens = sizes.tokens * groups
     shape = (sizes.rows * groups, sizes.seq_len, sizes.layers, sizes.hidden, sizes.vocab)
     flops = {"mfu": narayanan(*shape, recompute=False), "hfu": narayanan(*shape, recompute=sizes.recompute)}
-    first, yardstick = field[1].name, field[-1].name
+    first, yardstick = list(seconds)[1], list(seconds)[-1]
     rows = []
-    for contestant in field:
-        name = contestant.name
+    for name in seconds:
         mean = statistics.fmean(seconds[name])
         paired = [a / b for a, b in zip(seconds[first], seconds[name], strict=True)]
         extra = 1 - statistics.fmean(seconds[yardstick]) / mean if case != "serial" else None
@@ -265,7 +396,7 @@ def summarize(
                 "tokens_s": tokens / mean,
                 "mfu": flops["mfu"] / mean / peak,
                 "hfu": flops["hfu"] / mean / peak,
-                "comm": statistics.fmean(blocked[name]) / mean if contestant.blocked else None,
+                "comm": None if math.isnan(waited := statistics.fmean(blocked[name])) else waited / mean,
                 "over": extra,
                 "mb": None if (used := memory[name]) is None else used / 1e6,
                 "loss": losses[name],

@@ -6,7 +6,7 @@ are counted from what a projection gives. Every contestant starts from the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -273,16 +273,13 @@ def torch_stages(name: str, sizes: Sizes, group: Any, device: torch.device) -> C
 RIVALS = {"z": ("FSDP2", fsdp2), "x": ("DTensor", dtensor), "data": ("DDP", ddp)}
 
 
-def rivals(axis: str, sizes: Sizes, groups: dict[str, Any], device: torch.device) -> Iterator[Contestant]:
-    """torch's scheme over each transport."""
+def rival(axis: str, sizes: Sizes, transport: str, group: Any, device: torch.device) -> Contestant:
+    """torch's scheme over one transport."""
     if axis == "pipeline":
-        for transport, group in groups.items():
-            yield torch_stages(f"stages {transport}", sizes, group, device)
-        return
+        return torch_stages(f"stages {transport}", sizes, group, device)
     name, build = RIVALS[axis]
-    for transport, group in groups.items():
-        model, autocast = build(sizes, group, device)
-        yield Contestant(f"{name} {transport}", model, sizes, autocast=autocast)
+    model, autocast = build(sizes, group, device)
+    return Contestant(f"{name} {transport}", model, sizes, autocast=autocast)
 
 
 def alone(axis: str, ranks: int, sizes: Sizes, device: torch.device) -> Contestant:

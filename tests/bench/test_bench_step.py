@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from bench import step
 from bench.lib import step_models
 from tests.launcher import run_ranks
+from tests.test_launch import put_aside_by_malloc
 
 OPTIONS: dict[str, Any] = {
     "hidden": 32, "layers": 1, "heads": 4, "vocab": 64, "seq_len": 16, "tokens": 32, "precision": "32-true",
@@ -39,6 +41,26 @@ def test_contestants_agree_on_the_loss(case: str, ranks: int) -> None:
     for row in rows:
         assert len(row["all_ms"]) == 8 and row["mfu"] == row["hfu"] > 0
         assert row["tokens_s"] == pytest.approx(32 * (ranks if case in ("z", "data") else 1) / row["ms"] * 1e3)
+
+
+def test_contestants_in_processes_of_their_own_agree_too() -> None:
+    rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
+    assert len(rows) == 7 and all(row["right"] and row["mb"] > 0 and len(row["all_ms"]) == 8 for row in rows), rows
+    assert [row["comm"] is not None for row in rows] == [row["contestant"].startswith("Axo ") for row in rows]
+
+
+def blocks_put_aside(index: int) -> tuple[str, int]:
+    """By malloc of a rank of that contestant, and its name."""
+    here, there = multiprocessing.Pipe()
+    here.send(None)  # nothing is asked
+    step.play("data", argparse.Namespace(**OPTIONS), index, there)
+    return here.recv() if here.poll() else "", put_aside_by_malloc()
+
+
+def test_rivals_have_not_the_settings_of_malloc_that_axo_has() -> None:
+    """Oracle: malloc puts small blocks aside unless told otherwise."""
+    (name, none), (rival, some) = (run_ranks(blocks_put_aside, 2, index)[0] for index in (0, 2))
+    assert (name, rival) == ("Axo 1x1x1x2", "DDP axo") and none == 0 < some
 
 
 @pytest.mark.soak
