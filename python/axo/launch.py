@@ -93,9 +93,10 @@ class Rank:
         Raises:
             ValueError: The variables are no ranks.
         """
+        rank = _whole_number("RANK")  # alone too: libraries that LitGPT imports read it
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             return None
-        rank, world = _whole_number("RANK"), _whole_number("WORLD_SIZE")
+        world = _whole_number("WORLD_SIZE")
         if world < 1:
             raise ValueError(f"WORLD_SIZE={world} is no number of ranks; a launcher, such as torchrun, sets it")
         if rank >= world:

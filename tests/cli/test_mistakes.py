@@ -5,6 +5,7 @@ Oracle: the line itself. Commands run in this process where they end before rank
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typer.testing import CliRunner
 from axo.cli import errors
 from axo.cli import main as cli
 from axo.errors import Timeout
-from tests.cli.test_cli import SMALL, endless_run, living, run_axo, text
+from tests.cli.test_cli import SMALL, endless_run, living, run_axo, start_afresh, text
 from tests.launcher import Command
 
 __all__ = ["text"]  # a fixture
@@ -49,92 +50,143 @@ def override(field: str) -> list[str]:
     return ["--model-override", field]
 
 
+def trained(arguments: list[str]) -> list[str]:
+    """The command, on a text that does."""
+    return ["train", *([] if "--data" in arguments else ["--data", "text.txt"]), *arguments]
+
+
+MISTAKES = [
+    (override("norm_class_name=Foo"), "norm_class_name='Foo' is not known; use one of LayerNorm, RMSNorm"),
+    (override("mlp_class_name=GPT"), "mlp_class_name='GPT' is not known; use one of GptNeoxMLP, LLaMAMLP"),
+    (override("n_layer=[1"), "model: n_layer='[1' is not YAML: expected ',' or ']'"),
+    (override("n_layer=0"), "n_layer=0 is not a count from 1 to"),
+    (override("n_layer=-1"), "n_layer=-1 is not a count from 1 to"),
+    (override("n_embd=0"), "n_embd=0 is not a count from 1 to"),
+    (override("n_head=0"), "n_head=0 is not a count from 1 to"),
+    (override("n_embd=1000000000"), "n_embd=1000000000 is not a count from 1 to"),
+    (override("n_embd=100000"), "parameters, whose weights, gradients and optimizer state take at least 1,"),
+    (override("rotary_percentage=7"), "rotary_percentage=7 is not in [0, 1]"),
+    (override("norm_eps=x"), "norm_eps='x' is not a number"),
+    (override("bias=maybe"), "bias='maybe' is not true or false"),
+    (["--microbatches", "8"], "microbatches=8 is of pipeline stages; add --pipeline N, or leave it out"),
+    (["--pipeline", "1", "--grid", "auto", "--schedule", "zbv"], "schedule=zbv is of pipeline stages; add"),
+    (["--ranks", "4"], "ranks=4 is for --grid auto; with a grid of your own leave it out"),
+    (["--grid", "auto"], "grid=auto does not know how many ranks to start; add --ranks N, or use torchrun"),
+    (["--grid", "auto", "--ranks", "2"], "there is no machine.yaml here; add --mach"),
+    (["--grid", "auto", "--ranks", "2", "--precision", "32-true"], "not precision='32-true'; name a grid"),
+    (["--grid", "auto", "--ranks", "2", "--offload", "activations"], "with offload=activations name a grid"),
+    (["--out", ""], "out is empty; name the folder of the run"),
+    (["--out", "file/x"], "out=file/x cannot be written: "),
+    (["--out", "link"], "out=link is a link to /nowhere, which does not exist"),
+    (["--out", "x" * 300], "cannot be written: File name too long"),
+    (["--out", "with_log"], "with_log/log.jsonl is a folder, and a file of that name is to be written"),
+    (["--out", "with_plot"], "with_plot/loss.png is a folder, and a file of that name is to be written"),
+    (["--out", "with_fifo"], "with_fifo/log.jsonl is a FIFO, and a file of that name is to be written"),
+    (["--out", "with_file", "--save-every", "9"], "with_file/checkpoints is not a folder"),
+    (["--out", "with_link", "--save-every", "9"], "out=with_link/checkpoints is a link to /nowhere, which does"),
+    (["--trace", "folder"], "trace=folder is a folder; name a file, such as folder/trace.json"),
+    (["--trace", "fifo"], "trace=fifo is not a file"),
+    (["--trace", "file/t.json"], "trace=file/t.json cannot be written: "),
+    (["--trace", "x.png"], "trace=x.png ends in .png, the name of its picture; use x.json"),
+    (["--lr", "inf"], "lr=inf is out of range; it must be at least 0 and finite"),
+    (["--beta2", "1.0"], "beta2=1.0 is out of range; it must be in [0, 1)"),
+    (["--expect-drop", "nan"], "expect-drop=nan is not a finite number of nats"),
+    (["--data", ""], "data: a path is empty; name files or folders of text"),
+    (["--data", "fifo"], "data: fifo is neither a file nor a folder"),
+    (["--data", "/dev/null"], "data: /dev/null is neither a file nor a folder"),
+    (["--data", "link"], "data: link is a link to /nowhere, which does not exist"),
+    (["--data", "folder"], "data: the folder folder holds no files"),
+    (["--tokenizer", "folder"], "tokenizer: folder is not a file; give a tokenizer.json"),
+    (["--tokenizer", "list.yaml"], "tokenizer: list.yaml is not a tokenizer.json"),
+    (["--model", "fifo"], "model 'fifo' is neither a LitGPT configuration nor a .yaml or .json file"),
+    (["--model", "list.yaml"], "model: list.yaml is neither YAML nor JSON"),
+    (["--resume", ""], "resume is empty; use auto, or name a checkpoint"),
+    (["--resume", "auto", "--overwrite"], "overwrite starts again, and resume continues; use one of the two"),
+    (["--device", "tpu"], "device='tpu' is not known; use cpu, or cuda"),
+    (["--steps", "many"], "Invalid value for '--steps'"),
+    (["--nope"], "No such option: --nope"),
+    (["--out", "/proc/x"], "out=/proc/x cannot be written: No such file or directory in /proc"),
+    (["--offload", "optimizer", "--offload-dir", "/proc/x"], "offload-dir=/proc/x cannot be written: "),
+    (["--offload", "everything"], "offload='everything': 'everything' is not known; use none, or a list of"),
+    (["--offload", "activations=99"], "asks for 99 blocks, and the model has 4; use activations for all"),
+    (["--overlap", "everything"], "overlap everything is not known; use oar, ors, oag or none"),
+    (["--gather-cache", "some"], "gather_cache='some' is not known; use 'all', 'none', a number of layers"),
+    (["--data", "file"], "data: 1 tokens hold 0 windows of seq-len=128"),
+    (["--resume", "nowhere"], "/nowhere does not exist; give a folder step-... that axo.checkpoint.save wrote"),
+    (["--resume", "folder"], "/folder holds no checkpoint; give a folder step-... that axo.checkpoint.save wrote"),
+    (["--resume", "file"], "/file is a file; give a folder step-... that axo.checkpoint.save wrote, or its parent"),
+    (["--resume", "s3://bucket/run"], "s3://bucket/run is an address, not a folder; mount it, and give the folder"),
+    (["--device", "cpu:0", "--grid", "1x1x2x1"], "is one device, and grid 1x1x2x1 has 2 ranks; use device='cpu'"),
+]
+NEEDS_TORCH = ("parameters, whose weights, gradients and optimizer state",)  # counted on the model
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (override("norm_class_name=Foo"), "norm_class_name='Foo' is not known; use one of LayerNorm, RMSNorm"),
-        (override("mlp_class_name=GPT"), "mlp_class_name='GPT' is not known; use one of GptNeoxMLP, LLaMAMLP"),
-        (override("n_layer=[1"), "model: n_layer='[1' is not YAML: expected ',' or ']'"),
-        (override("n_layer=0"), "n_layer=0 is not a count from 1 to"),
-        (override("n_layer=-1"), "n_layer=-1 is not a count from 1 to"),
-        (override("n_embd=0"), "n_embd=0 is not a count from 1 to"),
-        (override("n_head=0"), "n_head=0 is not a count from 1 to"),
-        (override("n_embd=1000000000"), "n_embd=1000000000 is not a count from 1 to"),
-        (override("n_embd=100000"), "parameters, whose weights, gradients and optimizer state take at least 1,"),
-        (override("rotary_percentage=7"), "rotary_percentage=7 is not in [0, 1]"),
-        (override("norm_eps=x"), "norm_eps='x' is not a number"),
-        (override("bias=maybe"), "bias='maybe' is not true or false"),
-        (["--microbatches", "8"], "microbatches=8 is of pipeline stages; add --pipeline N, or leave it out"),
-        (["--pipeline", "1", "--grid", "auto", "--schedule", "zbv"], "schedule=zbv is of pipeline stages; add"),
-        (["--ranks", "4"], "ranks=4 is for --grid auto; with a grid of your own leave it out"),
-        (["--grid", "auto"], "grid=auto does not know how many ranks to start; add --ranks N, or use torchrun"),
-        (["--grid", "auto", "--ranks", "2"], "there is no machine.yaml here; add --mach"),
-        (["--grid", "auto", "--ranks", "2", "--precision", "32-true"], "not precision='32-true'; name a grid"),
-        (["--grid", "auto", "--ranks", "2", "--offload", "activations"], "with offload=activations name a grid"),
-        (["--out", ""], "out is empty; name the folder of the run"),
-        (["--out", "file/x"], "out=file/x cannot be written: "),
-        (["--out", "link"], "out=link is a link to /nowhere, which does not exist"),
-        (["--out", "x" * 300], "cannot be written: File name too long"),
-        (["--out", "with_log"], "with_log/log.jsonl is a folder, and a file of that name is to be written"),
-        (["--out", "with_plot"], "with_plot/loss.png is a folder, and a file of that name is to be written"),
-        (["--out", "with_fifo"], "with_fifo/log.jsonl is a FIFO, and a file of that name is to be written"),
-        (["--out", "with_file", "--save-every", "9"], "with_file/checkpoints is not a folder"),
-        (["--out", "with_link", "--save-every", "9"], "out=with_link/checkpoints is a link to /nowhere, which does"),
-        (["--trace", "folder"], "trace=folder is a folder; name a file, such as folder/trace.json"),
-        (["--trace", "fifo"], "trace=fifo is not a file"),
-        (["--trace", "file/t.json"], "trace=file/t.json cannot be written: "),
-        (["--trace", "x.png"], "trace=x.png ends in .png, the name of its picture; use x.json"),
-        (["--lr", "inf"], "lr=inf is out of range; it must be at least 0 and finite"),
-        (["--beta2", "1.0"], "beta2=1.0 is out of range; it must be in [0, 1)"),
-        (["--expect-drop", "nan"], "expect-drop=nan is not a finite number of nats"),
-        (["--data", ""], "data: a path is empty; name files or folders of text"),
-        (["--data", "fifo"], "data: fifo is neither a file nor a folder"),
-        (["--data", "/dev/null"], "data: /dev/null is neither a file nor a folder"),
-        (["--data", "link"], "data: link is a link to /nowhere, which does not exist"),
-        (["--data", "folder"], "data: the folder folder holds no files"),
-        (["--tokenizer", "folder"], "tokenizer: folder is not a file; give a tokenizer.json"),
-        (["--tokenizer", "list.yaml"], "tokenizer: list.yaml is not a tokenizer.json"),
-        (["--model", "fifo"], "model 'fifo' is neither a LitGPT configuration nor a .yaml or .json file"),
-        (["--model", "list.yaml"], "model: list.yaml is neither YAML nor JSON"),
-        (["--resume", ""], "resume is empty; use auto, or name a checkpoint"),
-        (["--resume", "auto", "--overwrite"], "overwrite starts again, and resume continues; use one of the two"),
-        (["--device", "tpu"], "device='tpu' is not one that torch knows; use cpu, or cuda"),
-        (["--steps", "many"], "Invalid value for '--steps'"),
-        (["--nope"], "No such option: --nope"),
-    ],
+    MISTAKES,
     ids=lambda value: "-".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_train(here: Path, arguments: list[str], message: str) -> None:
     before = sorted(here.rglob("*"))
-    usual = [] if "--data" in arguments else ["--data", "text.txt"]
-    result = CliRunner().invoke(cli.app, ["train", *usual, *arguments])
+    result = CliRunner().invoke(cli.app, trained(arguments))
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.output
     assert result.stderr.startswith("axo train: error: ") and message in result.stderr, result.stderr
     assert sorted(here.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("trian", "axo: error: No such command 'trian'"),
-        ("--nope", "axo: error: No such option: --nope"),
-        (
-            "plan --model gpt-5b --gpus 8",
-            "axo plan: error: no machine is named and there is no machine.yaml here; add --machine",
-        ),
-        ("plan --model gpt-5b --gpus 8 --machine alps --html folder", "'folder' is a folder; name a file in it"),
-        ("plan --model gpt-5b --gpus 8 --machine alps --plot file", "--plot file is a file; name a folder"),
-        ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace folder", "'folder' is a folder; name a file"),
-        ("profile --out folder", "'folder' is a folder; name a file in it"),
-        ("tune --model gpt-5b --json folder", "'folder' is a folder; name a file in it"),
-        ("info --flight", "axo info: error: --flight needs files"),
-        ("consolidate folder -", "OUT is -, and only text goes through a pipe; name a file or a folder"),
-        ("consolidate folder", "axo consolidate: error: Missing argument 'OUT'"),
-    ],
-)
+OTHERS = [
+    ("trian", "axo: error: No such command 'trian'"),
+    ("--nope", "axo: error: No such option: --nope"),
+    (
+        "plan --model gpt-5b --gpus 8",
+        "axo plan: error: no machine is named and there is no machine.yaml here; add --machine",
+    ),
+    ("plan --model gpt-5b --gpus 8 --machine alps --html folder", "'folder' is a folder; name a file in it"),
+    ("plan --model gpt-5b --gpus 8 --machine alps --plot file", "--plot file is a file; name a folder"),
+    ("simulate --model gpt-5b --grid 1x1x8x1 --machine alps --trace folder", "'folder' is a folder; name a file"),
+    ("profile --out folder", "'folder' is a folder; name a file in it"),
+    ("tune --model gpt-5b --json folder", "'folder' is a folder; name a file in it"),
+    ("info --flight", "axo info: error: --flight needs files"),
+    ("consolidate folder -", "OUT is -, and only text goes through a pipe; name a file or a folder"),
+    ("consolidate folder", "axo consolidate: error: Missing argument 'OUT'"),
+    (
+        "consolidate nowhere out.pth",
+        "axo consolidate: error: checkpoint: nowhere does not exist; give a folder",
+    ),
+    ("consolidate folder out.pth", "axo consolidate: error: checkpoint: folder holds no checkpoint; give a folder"),
+    ("consolidate file file/x", "axo consolidate: error: out=file/x cannot be written: "),
+    ("consolidate file file", "/file is a file; give a folder"),
+    ("dryrun --grid 2x2", "axo dryrun: error: grid '2x2' is not of the form XxYxZxDATA"),
+    ("dryrun --grid 2x2x2x1", "axo dryrun: error: give the model by --model NAME, or by --litgpt CONFIG"),
+    ("dryrun --grid 2x1x1x1 --model pythia-14m", "seq-len=2048 is not in [1, block_size=512]; use a shorter sequence"),
+    ("dryrun --grid 2x1x1x1 --model pythia-14m --seq-len 64 --ranks 9", "ranks='9': '9' is not a rank of 2x1x1x1"),
+    ("profile --device tpu", "axo profile: error: device='tpu' is not known; use cpu or cuda"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), OTHERS)
 def test_other_commands(here: Path, arguments: str, message: str) -> None:
     result = CliRunner().invoke(cli.app, arguments.split())
     assert result.exit_code == 2 and result.output.count("\n") == 1 and message in result.output, result.output
+
+
+def test_nothing_of_it_imports_torch(here: Path) -> None:
+    """Its import takes seconds. Oracle: the modules of one process that makes all these mistakes."""
+    train = [trained(given) for given, message in MISTAKES if not message.startswith(NEEDS_TORCH)]
+    assert len(train) > len(MISTAKES) - 3
+    code = (
+        "import json, sys\n"
+        "from typer.testing import CliRunner\n"
+        "from axo.cli import main as cli\n"
+        "for given in json.loads(sys.argv[1]):\n"
+        "    result = CliRunner().invoke(cli.app, given)\n"
+        "    assert result.exit_code == 2, (given, result.output)\n"
+        "    assert 'torch' not in sys.modules, given\n"
+        "print('done')\n"
+    )
+    process = start_afresh("-c", code, json.dumps([*train, *(given.split() for given, _ in OTHERS)]), cwd=here)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0 and output == "done\n", output
 
 
 @pytest.mark.parametrize(
@@ -155,6 +207,14 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, va
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
     result = CliRunner().invoke(cli.app, ["train"])
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
+
+
+def test_a_rank_without_a_world_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lightning reads it when it is imported: "invalid literal for int() with base 10"."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv("RANK", "abc")
+    result = CliRunner().invoke(cli.app, ["train"])
+    assert result.exit_code == 2 and result.stderr.startswith("axo train: error: RANK='abc' is not a whole number of")
 
 
 # --- a run's folder ----------------------------------------------------------------------------------------------

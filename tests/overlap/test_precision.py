@@ -15,7 +15,7 @@ from torch import nn
 
 import axo
 from axo.grid import Grid
-from axo.train.check import open_batches, open_corpus
+from axo.train.early import open_batches, open_corpus
 from axo.train.serial import train_serial
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close

@@ -14,7 +14,8 @@ from axo import checkpoint
 from axo.grid import Grid
 from axo.pipeline import SCHEDULES
 from axo.train import TrainConfig, models, parity, runner
-from axo.train.check import check, open_batches, open_corpus
+from axo.train.check import check
+from axo.train.early import open_batches, open_corpus
 from axo.train.serial import train_serial
 from tests.launcher import run_ranks
 from tests.train.test_train import SMALL, small, text

@@ -17,7 +17,8 @@ from axo.grid import Grid
 from axo.matmul.products import products_of
 from axo.nn.goldfish import goldfish_mask
 from axo.train import TrainConfig, data, log, models, parity, plot, recipe, runner
-from axo.train.check import check, open_batches, open_corpus
+from axo.train.check import check
+from axo.train.early import open_batches, open_corpus
 from axo.train.loop import Trainer
 from axo.train.serial import build_serial, train_serial
 from axo_kernels import SignalTimeout

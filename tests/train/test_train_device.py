@@ -17,7 +17,8 @@ from torch import nn
 
 import axo
 from axo.train import TrainConfig, runner
-from axo.train.check import check, open_batches, open_corpus
+from axo.train.check import check
+from axo.train.early import open_batches, open_corpus
 from axo.train.serial import train_serial
 from tests import standin
 from tests.launcher import Command, run_ranks
@@ -122,5 +123,5 @@ def test_without_a_gpu_the_command_says_so_in_one_line(tmp_path: Path) -> None:
 def test_one_device_does_not_serve_two_ranks(text: str) -> None:
     with pytest.raises(ValueError, match=r"device='cpu:0' is one device, and grid 2x1x1x1 has 2 ranks"):
         check(options(text, "cpu:0", grid=axo.Grid(2, 1, 1, 1)))
-    with pytest.raises(ValueError, match=r"device='gpu' is not one that torch knows; use cpu, or cuda"):
+    with pytest.raises(ValueError, match=r"device='gpu' is not known; use cpu, or cuda"):
         check(options(text, "gpu"))

@@ -17,17 +17,25 @@ It is written under a hidden name and renamed when all ranks have written and sy
 leading dot is complete. Every entry has a checksum. Files: ``parts`` (a tensor as chunks, DCP's planners), ``state``
 (model, optimizer and generators to entries and back), ``storage`` (entries in files, checksums), ``folder`` (names,
 newest, replacing, removing), ``run`` (whose folder it is), ``ranks`` (what ranks tell each other), ``writer``,
-``reader``, ``convert``, ``safetensors`` (files of that format), ``pretrained`` (a Hugging Face folder).
+``reader``, ``convert``, ``safetensors`` (files of that format), ``pretrained`` (a Hugging Face folder). Names load on
+first use: ``folder`` needs no torch.
 """
 
-from axo.checkpoint.convert import consolidate
-from axo.checkpoint.folder import latest
-from axo.checkpoint.pretrained import save_pretrained
-from axo.checkpoint.ranks import share_path
-from axo.checkpoint.reader import Loaded, load
-from axo.checkpoint.run import Run
-from axo.checkpoint.writer import Save, save
-from axo.errors import CheckpointError
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from axo.lazy import names_of
+
+if TYPE_CHECKING:
+    from axo.checkpoint.convert import consolidate
+    from axo.checkpoint.folder import latest
+    from axo.checkpoint.pretrained import save_pretrained
+    from axo.checkpoint.ranks import share_path
+    from axo.checkpoint.reader import Loaded, load
+    from axo.checkpoint.run import Run
+    from axo.checkpoint.writer import Save, save
+    from axo.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",
@@ -41,3 +49,19 @@ __all__ = [
     "save_pretrained",
     "share_path",
 ]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "CheckpointError": "axo.errors",
+        "Loaded": "axo.checkpoint.reader",
+        "Run": "axo.checkpoint.run",
+        "Save": "axo.checkpoint.writer",
+        "consolidate": "axo.checkpoint.convert",
+        "latest": "axo.checkpoint.folder",
+        "load": "axo.checkpoint.reader",
+        "save": "axo.checkpoint.writer",
+        "save_pretrained": "axo.checkpoint.pretrained",
+        "share_path": "axo.checkpoint.ranks",
+    },
+)

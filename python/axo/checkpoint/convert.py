@@ -44,22 +44,9 @@ def consolidate(
     Raises:
         ValueError: The source is neither, or the result cannot hold what was asked.
     """
-    for what, given in (("source", source), ("out", out)):
-        if not isinstance(given, str | os.PathLike):
-            raise ValueError(f"consolidate: {what}={given!r} is no path; name a file or a folder")
-        if not os.fspath(given):
-            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
-        folders.check_local(given)
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
-    source, out = Path(source), Path(out)
-    if source.is_file():
-        return _to_checkpoint(source, out, step)
-    path = folders.resolve(source)
-    if os.path.isfile(out.parent / folders.MARKER):  # also where it may not be read
-        raise ValueError(f"consolidate: {out} would lie in a checkpoint, {out.parent}; name a file elsewhere")
-    if os.path.exists(out) and not out.is_file():
-        raise ValueError(f"consolidate: {out} {folders.kind_of(out)}; name a file, such as {out / 'model.pth'}")
+    path, out = folders.check_consolidate(source, out, optimizer, step), Path(out)
+    if path.is_file():
+        return _to_checkpoint(path, out, step)
     metadata = read_metadata(path)
     try:
         _to_file(path, metadata, out, optimizer)
@@ -72,12 +59,10 @@ def consolidate(
 
 def _to_file(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
-    if out.suffix != ".safetensors":
-        _to_pth(path, metadata, out, optimizer)
-    elif optimizer:
-        raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
-    else:
+    if out.suffix == ".safetensors":
         _to_safetensors(path, metadata, out)
+    else:
+        _to_pth(path, metadata, out, optimizer)
 
 
 def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
@@ -163,7 +148,6 @@ def _to_checkpoint(source: Path, folder: Path, step: int) -> Path:
             entries[f"{state.MODEL}/{name}"] = Parts(value)
     entries[state.HEAD] = head(step, aliases=aliases)
     final = folder.absolute() / folders.name_of(step)
-    folders.check_place(final, None)
     try:
         part = folders.UnfinishedCheckpoint(final, None)
     except OSError as error:

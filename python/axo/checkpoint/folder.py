@@ -26,6 +26,7 @@ import re
 import secrets
 import shutil
 import stat
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -200,6 +201,74 @@ def check_place(final: Path, run: str | None) -> None:
             f"checkpoint: {final} is a checkpoint of {_run(marker.run)}, and this is {_run(run)}; give another folder,"
             " or remove it"
         )
+
+
+def check_writable(what: str, path: Path) -> None:
+    """Check that files can be made in the folder ``path``, which is there or can be made, by making one without a name.
+
+    Raises:
+        ValueError: They cannot; names ``what``, and what is in the way.
+    """
+    place = nearest(what, path, path / "file")
+    if path.is_symlink() and not path.exists():
+        raise ValueError(f"{what}={path} {kind_of(path)}; give a folder")
+    try:
+        tempfile.TemporaryFile(dir=place).close()
+    except OSError as error:
+        raise ValueError(f"{_unwritable(what, path)}: {error.strerror} in {place}") from None
+
+
+def nearest(what: str, given: Path, file: Path) -> Path:
+    """The folder in which ``file``, or the first of the folders that it lacks, is to be made.
+
+    Raises:
+        ValueError: What stands there is no folder, or a name is too long; names ``what`` and what was ``given`` for it.
+    """
+    place = file.parent.absolute()
+    try:
+        file.exists()  # raises for a name that is too long
+        while not place.exists():
+            place = place.parent
+    except OSError as error:
+        raise ValueError(f"{_unwritable(what, given)}: {error.strerror}") from None
+    if not place.is_dir():
+        raise ValueError(f"{_unwritable(what, given)}: {place} is not a folder")
+    return place
+
+
+def _unwritable(what: str, path: Path) -> str:
+    return f"{what}={str(path)[:120]} cannot be written"
+
+
+def check_consolidate(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], optimizer: bool = False, step: int = 0
+) -> Path:
+    """Check the arguments of ``axo.checkpoint.consolidate``. Returns the checkpoint, or the plain file.
+
+    Raises:
+        ValueError: The source is neither, or the result cannot be written there.
+    """
+    for what, given in (("source", source), ("out", out)):
+        if not isinstance(given, str | os.PathLike):
+            raise ValueError(f"consolidate: {what}={given!r} is no path; name a file or a folder")
+        if not os.fspath(given):
+            raise ValueError(f"consolidate: {what} is empty; name a file or a folder")
+        check_local(given)
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ValueError(f"consolidate: step={step!r} is not a step; use a whole number of at least 0")
+    source, out = Path(source), Path(out)
+    if source.is_file():
+        check_place(out.absolute() / name_of(step), None)
+        check_writable("consolidate: out", out)
+        return source
+    path = resolve(source)
+    if os.path.isfile(out.parent / MARKER):  # also where it may not be read
+        raise ValueError(f"consolidate: {out} would lie in a checkpoint, {out.parent}; name a file elsewhere")
+    if os.path.exists(out) and not out.is_file():
+        raise ValueError(f"consolidate: {out} {kind_of(out)}; name a file, such as {out / 'model.pth'}")
+    if optimizer and out.suffix == ".safetensors":
+        raise ValueError("consolidate: a .safetensors file holds no optimizer; name the result .pth")
+    return path
 
 
 def _run(run: str | None) -> str:

@@ -21,11 +21,12 @@ def consolidate(
             raise ValueError(f"{name} is empty; name a file or a folder")
         if path == "-":
             raise ValueError(f"{name} is -, and only text goes through a pipe; name a file or a folder")
-    from axo import checkpoint
-
-    write: Any = checkpoint.consolidate
+    write: Any
     if (Path(source) / "lit_model.pth").is_dir():  # a folder of axo litgpt --sharded
-        from axo.integrations.fabric import sharded_checkpoint as sharded
+        from axo.integrations.fabric.sharded_checkpoint import consolidate as write
+    else:
+        from axo.checkpoint import folder
 
-        write = sharded.consolidate
+        folder.check_consolidate(source, out, optimizer)  # before torch is imported
+        from axo.checkpoint import consolidate as write
     say(f"wrote {write(source, out, optimizer=optimizer)}")

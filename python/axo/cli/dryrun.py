@@ -48,7 +48,7 @@ def dryrun(
     json_out: Annotated[Path | None, typer.Option("--json", help="Write JSON here; - for stdout.")] = None,
 ) -> None:
     """Run a training step as single ranks of a grid, without peers: memory, traffic, order, and who disagrees."""
-    from axo import dryrun as dry
+    from axo.train import early
     from axo.train.config import TrainConfig, overrides
 
     parsed = Grid.parse(grid)
@@ -83,9 +83,12 @@ def dryrun(
         overlap=overlap,
         gather_cache=gather_cache,
     )
+    early.check_step(config)
+    wanted = _ranks(ranks, config)
+    from axo import dryrun as dry
+
     roles = dry.representatives(config)
-    wanted = _ranks(ranks, config, list(roles))
-    records = dry.run_all(config, wanted)
+    records = dry.run_all(config, list(roles) if wanted is None else wanted)
     bad = dry.compare(config, records)
     if json_out is not None:
         write(json_out, {"grid": str(parsed), "records": [_plain(record) for record in records],
@@ -130,9 +133,10 @@ def _of_litgpt(file: Path, model: str, fields: dict[str, str], parts: int) -> di
     } | ({"precision": options.precision} if options.precision else {})
 
 
-def _ranks(text: str, config: TrainConfig, chosen: list[int]) -> list[int]:
+def _ranks(text: str, config: TrainConfig) -> list[int] | None:
+    """The ranks that ``text`` names; None: one of each role."""
     if text == "auto":
-        return chosen
+        return None
     if text == "all":
         return list(range(config.ranks))
     found = []

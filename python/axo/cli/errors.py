@@ -97,7 +97,7 @@ def _end(error: BaseException, command: str) -> int:
         raise error
     # Under torchrun all ranks fail alike on wrong input and rank 0 speaks for them: the others give it time to, after
     # which torchrun ends them. One that is still there has an error of its own.
-    rank = os.environ.get("RANK", "0")
+    rank = os.environ.get("RANK", "0") if "WORLD_SIZE" in os.environ else "0"
     if rank != "0":
         time.sleep(_RANK_0_FIRST_SECONDS)
         message = f"rank {rank}: {message}"

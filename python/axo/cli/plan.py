@@ -309,7 +309,7 @@ def profile(
 ) -> None:
     """Measure this machine's collectives and products, and write a machine file for axo plan."""
     from axo import launch
-    from axo.perf import profile as profiling
+    from axo.comm.device_choice import check_device
 
     size = tokens_of(message, batch=True)
     if ranks < 1:
@@ -317,6 +317,9 @@ def profile(
     check_file(out)
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r} is not known; use cpu or cuda")
+    check_device("profile", device)
+    from axo.perf import profile as profiling
+
     me = launch.Rank.from_environment()
     arguments = (ranks if me is None else me.world_size, model, rows, size, repeats, device)
     if me is None:

@@ -58,13 +58,12 @@ def train(context: typer.Context, **given: Any) -> None:
     from axo.train import early, models
 
     # Before what takes seconds to import. Ranks of torchrun compare what each finds in its files.
-    if rank is None:
-        early.check(config)
-    elif not models.names_file(config.model):
+    found = early.check(config) if rank is None else None
+    if rank is not None and not models.names_file(config.model):
         early.check_sizes(config)
     from axo.integrations.litgpt.early import load
 
-    outcome = load("axo.train", "run")(config)
+    outcome = load("axo.train.runner", "run")(config, found)
     if outcome is not None and not _tell(outcome, expect_drop):
         raise typer.Exit(FAILED)
 

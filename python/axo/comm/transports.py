@@ -14,30 +14,9 @@ import torch.distributed as dist
 
 from axo.comm.communicator import Communicator
 from axo.comm.device import DeviceCommunicator, DeviceOptions, ask_for_launch_order
+from axo.comm.device_choice import check_device
 from axo.comm.extension import _C
 from axo.comm.hosts import create_core
-
-
-def check_device(what: str, device: str | torch.device) -> torch.device:
-    """The device that ``device`` names, as it was written.
-
-    Raises:
-        ValueError: This torch, or this machine, does not have it; ``what`` asked for it.
-    """
-    try:
-        place = torch.device(device)
-    except RuntimeError:
-        raise ValueError(f"{what}: device={str(device)!r} is not one that torch knows; use cpu, or cuda") from None
-    if place.type == "cpu":
-        return place
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != place.type:
-        found = "none" if accelerator is None else f"{accelerator.type!r}"
-        raise ValueError(
-            f"{what}: device={str(device)!r}, and torch {torch.__version__} finds {found} here; use device='cpu', or a"
-            " torch that is built for the GPU and a machine that has one"
-        )
-    return place
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
@@ -46,11 +25,10 @@ def resolve_device(device: str | torch.device) -> torch.device:
     Raises:
         ValueError: This torch, or this machine, does not have it.
     """
-    place = check_device("connect", device)
-    if place.type == "cpu":
-        return place
+    kind, index = check_device("connect", device)
+    if kind == "cpu":
+        return torch.device(device)
     count = torch.accelerator.device_count()
-    index = place.index
     if index is None:
         index = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
         if count == 1:
@@ -58,7 +36,7 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if index >= count:
         raise ValueError(f"connect: device {index} of {count}; start at most {count} ranks on this machine")
     torch.accelerator.set_device_index(index)
-    return torch.device(place.type, index)
+    return torch.device(kind, index)
 
 
 def alone(name: str, device: torch.device) -> Communicator:

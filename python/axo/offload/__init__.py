@@ -4,11 +4,21 @@
     model = axo.parallelize(model, comms, offload=offload)
     optimizer = offload.adamw(model.parameters(), lr=3e-4)
 
-Files: ``options`` (what a user says), ``tier`` (where it lies: mapped files, pinned memory), ``lane`` (copies beside
-the computation), ``optimizer`` (AdamW in pieces), ``parameters`` (and gradients), ``activations`` (saved tensors).
+Files: ``options`` (what a user says; needs no torch until an optimizer is made), ``tier`` (where it lies: mapped files,
+pinned memory), ``lane`` (copies beside the computation), ``optimizer`` (AdamW in pieces), ``parameters`` (and
+gradients), ``activations`` (saved tensors). Names load on first use.
 """
 
-from axo.offload.optimizer import OffloadedAdamW
-from axo.offload.options import Offload
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from axo.lazy import names_of
+
+if TYPE_CHECKING:
+    from axo.offload.optimizer import OffloadedAdamW
+    from axo.offload.options import Offload
 
 __all__ = ["Offload", "OffloadedAdamW"]
+
+__getattr__ = names_of(__name__, {"Offload": "axo.offload.options", "OffloadedAdamW": "axo.offload.optimizer"})

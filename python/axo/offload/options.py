@@ -1,6 +1,6 @@
 """What lies on the lower tier: an option of ``axo.parallelize``, and the maker of the optimizer that goes with it.
 
-Not here: how it gets there and back.
+What is wrong with the option is told without torch. Not here: how it gets there and back.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from axo.offload.activations import Activations, blocks_of
-from axo.offload.optimizer import OffloadedAdamW
-from axo.offload.parameters import computed_on, home_of, move_in
-from axo.offload.tier import Runs, Tier, tier_for
 from axo.placement import placement_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from axo.offload.tier import Tier
 
 
 @dataclass(frozen=True)
@@ -99,6 +98,11 @@ class Offload:
             ValueError: A parameter is on the meta device, or the lower tier cannot be used.
             OSError: The lower tier has no room; nothing is kept of what was reserved.
         """
+        import torch
+
+        from axo.offload.optimizer import OffloadedAdamW
+        from axo.offload.parameters import computed_on, home_of
+
         made = torch.optim.AdamW(params, lr, betas, eps, weight_decay, maximize=maximize, fused=not self.optimizer)
         parameters = [parameter for group in made.param_groups for parameter in group["params"]]
         # State is made for where a parameter is: one that leaves its GPU goes first.
@@ -121,12 +125,16 @@ class Offload:
         Raises:
             ValueError: ZeRO cuts their state on a GPU, or the lower tier cannot be used. OSError: It has no room.
         """
+        from axo.offload.parameters import move_in
+
         if self.parameters:
             moving = [parameter for parameter in parameters if not parameter.is_meta]
             move_in(moving, self._tier_of)
 
     def _tier_of(self, device: torch.device) -> Tier:
         """Where parameters from ``device`` go."""
+        from axo.offload.tier import Runs, tier_for
+
         if device not in self._tiers:
             tier = tier_for(device, self.dir)
             self._tiers[device] = tier if device.type == "cpu" else Runs(tier)
@@ -144,6 +152,10 @@ class Offload:
         """
         if self.activations in ("none", 0):
             return
+        import torch
+
+        from axo.offload.activations import Activations, blocks_of
+
         roots = [model] if self.activations == "all" else blocks_of(model, int(self.activations))
         if device is None:
             device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -12,11 +12,35 @@ here is global.
     gradients, buckets, deferred   gradients: from a product, over the axes, to ``.grad``
     zero, optimizer_state, scaler  optimizer state cut over data, and torch's GradScaler
     pool, modes, events            buffers, what hides from dispatch modes, and a record of what was done
+
+Names load on first use: ``options`` needs no torch.
 """
 
-from axo.overlap.engine import Engine
-from axo.overlap.events import Event, Events
-from axo.overlap.model import attach, engines, exchanges, record
-from axo.overlap.options import Overlap, cache_limits
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from axo.lazy import names_of
+
+if TYPE_CHECKING:
+    from axo.overlap.engine import Engine
+    from axo.overlap.events import Event, Events
+    from axo.overlap.model import attach, engines, exchanges, record
+    from axo.overlap.options import Overlap, cache_limits
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]
+
+__getattr__ = names_of(
+    __name__,
+    {
+        "Engine": "axo.overlap.engine",
+        "Event": "axo.overlap.events",
+        "Events": "axo.overlap.events",
+        "Overlap": "axo.overlap.options",
+        "attach": "axo.overlap.model",
+        "cache_limits": "axo.overlap.options",
+        "engines": "axo.overlap.model",
+        "exchanges": "axo.overlap.model",
+        "record": "axo.overlap.model",
+    },
+)

@@ -1,6 +1,6 @@
 """What one training run is: its options, each with its help, as a frozen dataclass. ``axo train`` is generated from it.
 
-Not here: whether the options fit together (``check``). Nothing heavy is imported, so that ``axo --help`` answers at
+Not here: whether the options fit together (``early``). Nothing heavy is imported, so that ``axo --help`` answers at
 once.
 """
 
@@ -17,6 +17,7 @@ from axo.perf import cut
 
 KEPT = ("nothing", "products")
 PRECISIONS = ("bf16-mixed", "32-true", "bf16-true", "16-mixed")
+LOG_NAME, PLOT_NAME, CHECKPOINTS = "log.jsonl", "loss.png", "checkpoints"  # in the run's folder
 MODEL, RANKS, DATA, OPTIMIZER, OUTPUT = "Model", "Ranks", "Data", "Optimizer", "Output"
 
 
@@ -74,7 +75,7 @@ def _option(default: Any, panel: str, help: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Options of a training run. Each field says what it is; :func:`axo.train.check.check` says what goes together."""
+    """Options of a training run. Each field says what it is; ``axo.train.early`` says what goes together."""
 
     model: str = _option("tiny", MODEL, "A LitGPT configuration by name, 'tiny', or a YAML / JSON file.")
     model_overrides: dict[str, Any] = _option(
@@ -153,6 +154,11 @@ class TrainConfig:
     def ranks(self) -> int:
         """The ranks of all stages."""
         return self.grid.world_size * self.pipeline
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves checkpoints, and so also on SIGTERM."""
+        return self.save_every > 0
 
     @property
     def shown(self) -> str:

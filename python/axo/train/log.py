@@ -22,11 +22,10 @@ import torch
 from axo.checkpoint.folder import whole_file
 from axo.perf.flops import narayanan
 from axo.train import models
-from axo.train.config import TrainConfig
+from axo.train.config import LOG_NAME, TrainConfig
 from axo.train.loop import Step
 from axo_kernels.device import cpu_model
 
-LOG_NAME = "log.jsonl"
 # Dense bf16 peak in TFLOP/s by a part of the device's name; a more telling part stands before a shorter one.
 _BF16_PEAKS = (
     ("H100 PCIe", 756.0),

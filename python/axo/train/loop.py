@@ -35,12 +35,12 @@ from axo.errors import user_message
 from axo.grid import AXES
 from axo.train import data, models
 from axo.train.config import TrainConfig
+from axo.train.early import offload_of, overlap_of
 from axo.train.recipe import (
     autocast,
     build_optimizer,
     finish_model,
     learning_rate,
-    offload_of,
     scales,
     set_learning_rate,
     wanted_targets,
@@ -233,19 +233,6 @@ class Trainer:
         if self.comms.everyone.size > 1:
             self.comms.everyone.all_reduce(vector)
         return vector.tolist()
-
-
-def overlap_of(config: TrainConfig) -> axo.Overlap:
-    """The run's overlaps and cache of gathered weights.
-
-    Raises:
-        ValueError: One of them is not known.
-    """
-    wanted = {part.strip() for part in config.overlap.split(",")} - {"", "none"}
-    if unknown := wanted - {"oar", "ors", "oag"}:
-        raise ValueError(f"train: overlap {', '.join(sorted(unknown))} is not known; use oar, ors, oag or none")
-    cache = int(config.gather_cache) if config.gather_cache.isdecimal() else config.gather_cache
-    return axo.Overlap("oar" in wanted, "ors" in wanted, "oag" in wanted, cache)
 
 
 def build_shards(config: TrainConfig, comms: axo.Communicators) -> GPT:

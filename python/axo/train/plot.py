@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-PLOT_NAME = "loss.png"
 _MUTED, _AXO, _SERIAL = "#6b7785", "#1668a8", "#f0a03c"
 _DASHES = (0, (4, 4))
 

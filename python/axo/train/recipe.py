@@ -23,7 +23,6 @@ from torch.utils.checkpoint import (
 )
 
 from axo.nn.goldfish import goldfish_targets
-from axo.offload import Offload
 from axo.train.config import TrainConfig
 
 _PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
@@ -48,18 +47,6 @@ def build_optimizer(
     ]
     betas = (config.beta1, config.beta2)
     return adamw([group for group in groups if group["params"]], lr=config.lr, betas=betas)
-
-
-def offload_of(config: TrainConfig) -> Offload:
-    """What of the run lies on the lower tier; on CPU ranks it is files in the run's folder, unless another is named.
-
-    Raises:
-        ValueError: The options are wrong.
-    """
-    folder = config.offload_dir
-    if folder is None and torch.device(config.device).type == "cpu":
-        folder = config.out
-    return Offload.parse(config.offload, folder)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -16,16 +16,10 @@ from axo.checkpoint.folder import check_place, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.launch import Termination
 from axo.offload import OffloadedAdamW
-from axo.train.config import TrainConfig
+from axo.train.config import CHECKPOINTS, TrainConfig
 from axo.train.loop import Step, Trainer
 
-CHECKPOINTS = "checkpoints"  # in the run's folder
 _ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
-
-
-def saves(config: TrainConfig) -> bool:
-    """Whether a run saves checkpoints, and so also on SIGTERM."""
-    return config.save_every > 0
 
 
 class Checkpoints:
@@ -43,7 +37,7 @@ class Checkpoints:
     def __init__(self, config: TrainConfig, trainer: Trainer, run: checkpoint.Run) -> None:
         self._config, self._trainer, self._run = config, trainer, run
         self._folder = Path(config.out) / CHECKPOINTS
-        self._termination = Termination() if saves(config) else None
+        self._termination = Termination() if config.saves else None
         self.last: Path | None = None
 
     def __enter__(self) -> Checkpoints:
@@ -65,7 +59,7 @@ class Checkpoints:
         """
         start, losses = self._load()
         problem = ""
-        if saves(self._config) and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
+        if self._config.saves and self._trainer.comms.everyone.rank == 0 and self._folder.is_dir():
             try:
                 for path in sorted(self._folder.iterdir()):
                     if start < (step_of(path.name) or 0) <= self._config.steps:
@@ -109,7 +103,7 @@ class Checkpoints:
             raise ValueError(
                 f"train: {loaded.path} is of step {loaded.step}, beyond steps={self._config.steps}; ask for more steps"
             )
-        if newest is not None and number_of(newest) > loaded.step and saves(self._config):
+        if newest is not None and number_of(newest) > loaded.step and self._config.saves:
             raise ValueError(
                 f"train: this run has later checkpoints than {loaded.path}, the newest {newest}, and the next --resume"
                 " would take that: go on from it with --resume auto, remove the later ones, or give another --out"
@@ -125,7 +119,7 @@ class Checkpoints:
 
     def after(self, step: Step, losses: list[float]) -> None:
         """Save if it is time: each ``save_every`` steps, after the last, and when any rank has been asked to end."""
-        if not saves(self._config):
+        if not self._config.saves:
             return
         done = step.index + 1
         ends = step.stop or done == self._config.steps

@@ -19,16 +19,18 @@ from rich.console import Console
 import axo
 from axo.checkpoint import Run
 from axo.checkpoint.ranks import agree, checkpoint_group
+from axo.comm.device_choice import check_device
 from axo.comm.memory import physical_memory
 from axo.grid import check_ranks
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
-from axo.train.check import check, open_batches, open_corpus
-from axo.train.config import TrainConfig
-from axo.train.log import LOG_NAME, TrainLog
+from axo.train.check import check
+from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
+from axo.train.early import Checked, open_batches, open_corpus
+from axo.train.log import TrainLog
 from axo.train.loop import Trainer
 from axo.train.progress import Display
-from axo.train.resume import CHECKPOINTS, Checkpoints, saves
+from axo.train.resume import Checkpoints
 from axo.train.serial import train_serial
 
 TAIL = 10  # steps whose mean loss is a run's result
@@ -66,8 +68,12 @@ class Outcome:
         return math.log(self.vocabulary) - self.tail_loss
 
 
-def run(config: TrainConfig) -> Outcome | None:
+def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
     """Train: on new local ranks, or as the rank that torchrun made of this process. None on ranks other than 0.
+
+    Args:
+        config: The options.
+        found: What ``axo.train.early.check`` has found of them; None: it is asked here.
 
     Raises:
         ValueError: The options are wrong.
@@ -76,15 +82,17 @@ def run(config: TrainConfig) -> Outcome | None:
     rank = Rank.from_environment()
     if rank is not None:
         return train_rank(config)
-    check(config)
+    files = check(config, found)
     check_devices(config)
-    open_corpus(config)  # with a tokenizer this encodes the text, once, before there are ranks to wait for it
+    if config.tokenizer is not None:  # encode the text, once, before there are ranks to wait for it
+        open_batches(config, open_corpus(config, files))
     return launch_local(
         train_rank,
         config.ranks,
         config,
-        fork=torch.device(config.device).type == "cpu",
-        terminate=saves(config),
+        files,
+        fork=check_device("train", config.device)[0] == "cpu",
+        terminate=config.saves,
     )
 
 
@@ -94,7 +102,7 @@ def check_devices(config: TrainConfig) -> None:
     Raises:
         ValueError: It has less.
     """
-    if torch.device(config.device).type == "cpu":
+    if check_device("train", config.device)[0] == "cpu":
         _check_memory(config)
         return
     count = torch.accelerator.device_count()
@@ -118,8 +126,12 @@ def _check_memory(config: TrainConfig) -> None:
         )
 
 
-def train_rank(config: TrainConfig) -> Outcome | None:
+def train_rank(config: TrainConfig, files: list[Path] | None = None) -> Outcome | None:
     """What each rank runs. Returns the outcome on rank 0, None elsewhere.
+
+    Args:
+        config: The options.
+        files: Those of the text, where all was checked before this rank began.
 
     Raises:
         ValueError: The grid does not match the ranks, or some rank cannot take part; the same on every rank.
@@ -128,7 +140,7 @@ def train_rank(config: TrainConfig) -> Outcome | None:
     assert rank is not None
     check_ranks("train", config.grid, config.pipeline, rank.world_size)
     set_threads(config.threads, rank.local_world_size)
-    batches, problem = _prepare(config)
+    batches, problem = _prepare(config, files)
     with ExitStack() as held:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         with axo.connect(config.grid, device=config.device, pipeline=config.pipeline) as comms:
@@ -141,10 +153,9 @@ def train_rank(config: TrainConfig) -> Outcome | None:
         return _finish(config, batches, outcome) if rank.rank == 0 else None
 
 
-def _prepare(config: TrainConfig) -> tuple[data.Batches | None, str]:
+def _prepare(config: TrainConfig, files: list[Path] | None) -> tuple[data.Batches | None, str]:
     try:
-        check(config)
-        return open_batches(config, open_corpus(config)), ""
+        return open_batches(config, open_corpus(config, check(config) if files is None else files)), ""
     except (ValueError, OSError) as error:
         return None, str(error)
 
@@ -173,7 +184,7 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
         time.perf_counter() - started,
         batches.vocab_size,
         Path(config.out, LOG_NAME),
-        Path(config.out, plot.PLOT_NAME),
+        Path(config.out, PLOT_NAME),
         start=start,
         checkpoint=checkpoints.last,
         stopped=stopped,
