@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 #include <thread>
 #include <utility>
 
@@ -26,8 +27,10 @@ constexpr const char* kAborted = "aborted";
 
 bool check_wanted(const DeviceOptions& options) {
   if (options.check >= 0) return options.check > 0;
-  const char* text = std::getenv("AXO_CHECK");
-  return text && *text && std::strcmp(text, "0") != 0;
+  const char* given = std::getenv("AXO_CHECK");
+  const std::string text = given ? given : "";
+  AXO_CHECK(text.empty() || text == "0" || text == "1", "AXO_CHECK", "'" + text + "'", "0 or 1, or no such variable");
+  return text == "1";
 }
 
 }  // namespace

@@ -19,16 +19,21 @@ class Variable:
         name: Begins with ``AXO_``.
         default: What holds when it is not set.
         meaning: What it does, and the values that it takes.
+        values: Those, where they can be counted.
     """
 
     name: str
     default: str
     meaning: str
+    values: tuple[str, ...] = ()
 
 
 VARIABLES = (
     Variable(
-        "AXO_TUNE", "cached", "Tuning of products: off (torch's own), cached (read choices) or first-step (measure)."
+        "AXO_TUNE",
+        "cached",
+        "Tuning of products: off (torch's own), cached (read choices) or first-step (measure).",
+        ("off", "cached", "first-step"),
     ),
     Variable("AXO_TUNE_CACHE", "the user's cache folder", "Folder of the tuner's choices."),
     Variable("AXO_FLIGHT_DIR", "none", "Folder for a rank's last operations, written on failure and on SIGUSR1."),
@@ -38,13 +43,22 @@ VARIABLES = (
         "0",
         "1: the GPU transport compares operations and their order across ranks (the host always does), and a model made"
         " by axo.parallelize compares its input over x and y in every training step (else in the first).",
+        ("0", "1"),
     ),
 )
 
 
-def default_of(name: str) -> str:
-    """What holds when the variable ``name`` is not set."""
-    return next(variable.default for variable in VARIABLES if variable.name == name)
+def value_of(name: str) -> str:
+    """What the variable ``name`` says; its default where it is not set, or empty.
+
+    Raises:
+        ValueError: It is none of its values.
+    """
+    variable = next(variable for variable in VARIABLES if variable.name == name)
+    value = os.environ.get(name) or variable.default
+    if variable.values and value not in variable.values:
+        raise ValueError(f"{name}={value!r} is not known; use one of {', '.join(variable.values)}, or unset it")
+    return value
 
 
 def is_on(name: str) -> bool:
@@ -53,10 +67,17 @@ def is_on(name: str) -> bool:
     Raises:
         ValueError: It says something else.
     """
-    value = os.environ.get(name) or default_of(name)
-    if value not in ("0", "1"):
-        raise ValueError(f"{name}={value!r} is neither 0 nor 1; set one of them, or unset it")
-    return value == "1"
+    return value_of(name) == "1"
+
+
+def check() -> None:
+    """Read every variable.
+
+    Raises:
+        ValueError: One of them is none of its values.
+    """
+    for variable in VARIABLES:
+        value_of(variable.name)
 
 
 def settings() -> dict[str, str]:

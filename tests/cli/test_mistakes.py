@@ -209,6 +209,20 @@ def test_ranks_of_the_environment(monkeypatch: pytest.MonkeyPatch, name: str, va
     assert result.exit_code == 2 and result.stderr.count("\n") == 1 and message in result.stderr, result.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("AXO_CHECK", "AXO_CHECK='nowhere' is not known; use one of 0, 1, or unset it"),
+        ("AXO_TUNE", "AXO_TUNE='nowhere' is not known; use one of off, cached, first-step, or unset it"),
+        ("AXO_FLIGHT_DIR", "AXO_FLIGHT_DIR='nowhere' is not a folder; make it first, or unset the variable"),
+    ],
+)
+def test_variables(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setenv(name, "nowhere")
+    result = CliRunner().invoke(cli.app, trained(["--steps", "1"]))
+    assert (result.exit_code, result.stderr) == (2, f"axo train: error: {message}\n")
+
+
 def test_a_rank_without_a_world_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning reads it when it is imported: "invalid literal for int() with base 10"."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)

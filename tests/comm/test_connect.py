@@ -394,6 +394,18 @@ def test_peers_and_torchrun_are_told_what_a_rank_raised(block, tmp_path):
     assert "rank      : 1 " in report and "ValueError: bad batch" in report, report
 
 
+def one_of_two_connects():
+    if os.environ["RANK"] == "0":  # the other rank never comes: the answer must not wait for it
+        axo.connect("2x1x1x1")
+
+
+@pytest.mark.parametrize(("name", "values"), [("AXO_CHECK", "0, 1"), ("AXO_TUNE", "off, cached, first-step")])
+def test_a_variable_that_says_what_is_not_known_is_refused(name, values):
+    outcome, _ = rank_outcomes(one_of_two_connects, 2, env={name: "true"})
+    assert outcome.error == "ValueError", outcome.describe()
+    assert f"{name}='true' is not known; use one of {values}, or unset it" in outcome.message, outcome.describe()
+
+
 def test_planning_needs_no_torch():
     program = (
         "import axo, sys; axo.Grid.parse('2x2x2x1'); axo.PeerLost; import axo.perf; assert 'torch' not in sys.modules"

@@ -264,5 +264,5 @@ def test_one_rank_keeps_what_torch_can_do():
 
 def test_a_mode_that_is_none_is_refused(monkeypatch):
     monkeypatch.setenv("AXO_TUNE", "sometimes")
-    with pytest.raises(ValueError, match="AXO_TUNE='sometimes' is not a mode; use one of off, cached, first-step"):
+    with pytest.raises(ValueError, match="AXO_TUNE='sometimes' is not known; use one of off, cached, first-step"):
         axo.nn.Linear(4, 4, comms=axo.connect("1x1x1x1"))

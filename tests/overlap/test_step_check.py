@@ -101,5 +101,5 @@ def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch):
         monkeypatch.setenv("AXO_CHECK", value)
         assert is_on("AXO_CHECK") is found
     monkeypatch.setenv("AXO_CHECK", "true")
-    with pytest.raises(ValueError, match="AXO_CHECK='true' is neither 0 nor 1"):
+    with pytest.raises(ValueError, match="AXO_CHECK='true' is not known; use one of 0, 1, or unset it"):
         is_on("AXO_CHECK")

@@ -192,5 +192,11 @@ TEST(the_environment_switches_the_check_on) {
   ::unsetenv("AXO_CHECK");
 }
 
+TEST(a_switch_that_is_neither_on_nor_off_is_an_error) {
+  ::setenv("AXO_CHECK", "true", 1);
+  ranks(2, [](Rank& me) { CHECK_THROWS(axo::Error, "AXO_CHECK: got 'true', expected 0 or 1", me.connect()); });
+  ::unsetenv("AXO_CHECK");
+}
+
 }  // namespace
 }  // namespace device

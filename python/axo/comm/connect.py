@@ -36,6 +36,7 @@ from axo.comm.rendezvous import TimeLeft, gather, give_up, launchers_store, next
 from axo.comm.transports import alone, meet, resolve_device
 from axo.grid import AXES, Coords, Grid, check_ranks, checked_axis
 from axo.launch import Rank, keep_freed_memory
+from axo.settings import check as check_settings
 
 _DEFAULT_TIMEOUT_S = 600.0
 _MEETING_TIMEOUT_S = 60.0
@@ -342,7 +343,8 @@ def connect(
 
     Raises:
         ValueError: On every rank, when the grid does not fit the world or the ranks disagree on it; or a bad time, or
-            an AXO_FLIGHT_DIR that is no folder, or this rank is not of ``group``.
+            an environment variable of Axo's that says what is not known (``axo.settings``), or this rank is not of
+            ``group``.
         axo.Timeout: A rank did not come; names it. axo.PeerLost: One died or raised meanwhile; names it, and its error.
     """
     seconds, meeting, wrong = _DEFAULT_TIMEOUT_S, _MEETING_TIMEOUT_S, None
@@ -358,6 +360,7 @@ def connect(
     if owns_process_group and started is None:
         if wrong is not None:
             raise wrong
+        check_settings()
         arm()
         return _connect_alone(_grid(grid), _checked_device(device, device_options), _stages(pipeline))
     if started is not None:
@@ -376,6 +379,7 @@ def connect(
         if wrong is not None:
             raise wrong
         place = _checked_device(device, device_options)
+        check_settings()
         arm()
         mine = f"{_grid(grid)} {_stages(pipeline)}"
     except Exception as error:

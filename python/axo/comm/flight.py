@@ -39,6 +39,18 @@ def _core() -> ModuleType:
     return _C
 
 
+def folder() -> Path | None:
+    """The folder that AXO_FLIGHT_DIR names; None: it is not set.
+
+    Raises:
+        ValueError: It names no folder.
+    """
+    named = os.environ.get("AXO_FLIGHT_DIR", "")
+    if named and not os.path.isdir(named):
+        raise ValueError(f"AXO_FLIGHT_DIR={named!r} is not a folder; make it first, or unset the variable")
+    return Path(named) if named else None
+
+
 def arm() -> None:
     """Do as AXO_FLIGHT_DIR says.
 
@@ -48,12 +60,9 @@ def arm() -> None:
     Raises:
         ValueError: It names no folder.
     """
-    folder = os.environ.get("AXO_FLIGHT_DIR", "")
-    if not folder:
+    path = folder()
+    if path is None:
         return
-    path = Path(folder)
-    if not path.is_dir():
-        raise ValueError(f"AXO_FLIGHT_DIR={folder!r} is not a folder; make it first, or unset the variable")
     # A program that has a handler of its own for the signal keeps it.
     taken = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, None)
     _core().set_flight_directory(str(path.resolve()), 0 if taken else int(signal.SIGUSR1))

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
@@ -40,7 +39,7 @@ import torch.nn.functional as F
 from axo.comm.connect import Communicators
 from axo.matmul.fused import FusedProducts, FusedSum, published
 from axo.placement import Placement
-from axo.settings import default_of
+from axo.settings import value_of
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.fused import fp8
 from axo_kernels.gemm.layout import DTYPES, Product
@@ -378,9 +377,7 @@ class _ModelRanks(FusedCommunicator):
 
 def _agreed(comms: Communicators) -> tuple[str, dict[str, Any]]:
     """Rank 0's mode, and what it has on disk of fused products. The store alone is used: nobody has to come now."""
-    mode = os.environ.get("AXO_TUNE") or default_of("AXO_TUNE")
-    if mode != "off":
-        Tuner(mode)  # refuses what is not a mode
+    mode = value_of("AXO_TUNE")
     if comms.grid.world_size == 1 or not dist.is_initialized():  # nobody to agree with (axo.comm.recording)
         return mode, {}
     # Of these ranks: other stages, and grids on other parts of the world, count for themselves.

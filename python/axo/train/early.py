@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from axo import settings
 from axo.arrangement import arrangement_of
 from axo.checkpoint import folder
+from axo.comm import flight
 from axo.comm.device_choice import check_device
 from axo.offload.options import Offload
 from axo.overlap.options import Overlap
@@ -39,6 +41,8 @@ def check(config: TrainConfig) -> Checked:
     Raises:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
+    settings.check()
+    flight.folder()
     model = check_sizes(config)
     _check_device(config)
     _check_files(config)
