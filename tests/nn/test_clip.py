@@ -94,6 +94,32 @@ def test_equals_torch_and_has_the_same_bits_on_every_rank(grid):
     assert all(per_rank == found[0] for per_rank in found)
 
 
+def clip_apart(norm_type, given):
+    comms = axo.connect("2x1x1x2")
+    layer = axo.nn.Linear(8, 8, comms=comms)
+    errors = []
+    for each in given:
+        layer.weight.grad = torch.ones_like(layer.weight)
+        before = layer.weight.grad.clone()
+        try:
+            axo.clip_grad_norm_(layer.parameters(), each[comms.rank], norm_type)
+            errors.append("")
+        except ValueError as error:
+            errors.append(str(error))
+            assert torch.equal(layer.weight.grad, before), "nothing is scaled"
+    return errors
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_ranks_with_different_limits_are_an_error_on_every_rank(norm_type):
+    apart = [(1.0, 1.0, 1.0, 1.000001), (0.5, 1.0, 1.0, 1.5), (1.0, math.inf, 1.0, 1.0), (0.0, 0.0, 1e-5, 0.0)]
+    alike = [(each,) * 4 for each in (0.0, 1e-9, 0.1, 1.0, 7.0, 1e9, math.inf)]
+    for found in run_ranks(clip_apart, 4, norm_type, [*apart, *alike]):
+        for error in found[: len(apart)]:
+            assert error.startswith("clip_grad_norm_: ranks were given different values of max_norm (this one: "), found
+        assert found[len(apart) :] == [""] * len(alike)
+
+
 class Images(nn.Module):
     """Convolutions of the grid, and modules that every rank keeps whole."""
 

@@ -103,6 +103,9 @@ def edges(grid):
     for dtype in (torch.float32, torch.bool, torch.uint8):
         with pytest.raises(RuntimeError, match=r"the targets are torch\..*; pass ids of int64 or int32"):
             loss(torch.zeros(1, local), torch.zeros(1, dtype=dtype))
+    for given, name in ((([0.0] * 8, torch.tensor([0])), "input"), ((logits, [0, 3, 7]), "target")):
+        with pytest.raises(TypeError, match=f"cross_entropy: {name} is a list; pass a tensor"):
+            loss(*given)
     for options, message in (
         ({"reduction": "max"}, "reduction='max' is not known"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0 is not between 0 and 1"),

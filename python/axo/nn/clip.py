@@ -4,7 +4,8 @@
 
 Every element counts once. Where ranks along an axis hold copies of a parameter, the first of them (coordinate 0) adds
 it; where neighbours share rows (``Placement.copies``), the first neighbour; where two stages share a table, the first
-stage. One number is then all-reduced over all ranks of all stages, so all of them see the same bits.
+stage. One number is then all-reduced over all ranks of all stages, so all of them see the same bits. On CPU ranks two
+more travel with it, which tell whether all were given the same ``max_norm``; on GPUs to look would wait for the device.
 
 Semantics of ``torch.nn.utils.clip_grad_norm_``.
 """
@@ -42,8 +43,8 @@ def clip_grad_norm_(
         The norm before clipping (fp32), the same bits on every rank.
 
     Raises:
-        ValueError: max_norm is negative or no number, norm_type is not positive, or what is given are not parameters,
-            or parameters of two grids.
+        ValueError: max_norm is negative or no number, or (CPU) not the same on all ranks, norm_type is not positive, or
+            what is given are not parameters, or parameters of two grids.
         RuntimeError: The norm is not finite and error_if_nonfinite is set.
     """
     if not isinstance(max_norm, torch.Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):
@@ -61,6 +62,7 @@ def clip_grad_norm_(
         error_if_nonfinite,
         "clip_grad_norm_",
         _communicators(parameters, "clip_grad_norm_"),
+        max_norm,
     )
     grads = [p.grad for p in parameters if p.grad is not None]
     if grads:
@@ -76,6 +78,7 @@ def total_norm(
     error_if_nonfinite: bool,
     caller: str,
     comms: Communicators | None = None,
+    max_norm: float | torch.Tensor = math.inf,
 ) -> torch.Tensor:
     """The common norm over all ranks of tensors, given with the parameters whose they are. Every rank must call it.
 
@@ -85,6 +88,7 @@ def total_norm(
         caller: How messages call what is computed.
         comms: The communicators of the grid; None: those of the parameters. If no parameter is on a grid, the norm is
             of this rank alone.
+        max_norm: What it is compared with: on CPU ranks an error, on all of them, where it is not the same on all.
     """
     norm_type = float(norm_type)
     if not norm_type > 0:
@@ -95,7 +99,11 @@ def total_norm(
     counted = [part for parameter, tensor in owned for part in _counted_here(parameter, tensor.detach(), comms)]
     total = _local_total(counted, norm_type, comms.device)
     if comms.everyone.size > 1:
-        total = _max(total, comms) if math.isinf(norm_type) else comms.everyone.all_reduce(total, "sum")
+        reduced = _max if math.isinf(norm_type) else _sum
+        total = reduced(torch.cat([total, *_witnesses(max_norm, reduced is _max, comms)]), comms)
+        known = len(total) > 1 and type(total) is torch.Tensor  # a dry run's tensors have no values
+        _check_witnesses(total[1:].tolist() if known else [], reduced is _max, caller, max_norm, comms)
+        total = total[:1]
     norm = (total if math.isinf(norm_type) else total.pow(1.0 / norm_type)).float().squeeze(0)
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(
@@ -143,6 +151,36 @@ def _local_total(grads: list[torch.Tensor], norm_type: float, device: torch.devi
     if math.isinf(norm_type):
         return norms.max().reshape(1)
     return norms.pow(norm_type).sum().reshape(1)
+
+
+def _witnesses(max_norm: float | torch.Tensor, largest: bool, comms: Communicators) -> list[torch.Tensor]:
+    """Two numbers in [0, 1] that tell, once they are reduced, whether all ranks have the same ``max_norm``.
+
+    v and v^2, whose sums give the variance; or v and 1 - v, whose maxima give the largest and the smallest.
+    """
+    if comms.device.type != "cpu":
+        return []
+    v = 1.0 / (1.0 + float(max_norm))
+    return [torch.tensor([v, 1.0 - v if largest else v * v], dtype=torch.float64)]
+
+
+def _check_witnesses(
+    reduced: list[float], largest: bool, caller: str, max_norm: float | torch.Tensor, comms: Communicators
+) -> None:
+    if not reduced:
+        return
+    first, second = reduced
+    n = comms.everyone.size
+    # The variance of equal numbers is rounding alone: three sums and products of n terms, each below n * 2^-53 of them.
+    if second != 1.0 - first if largest else n * second - first * first > n * 2**-50 * first * first:
+        raise ValueError(
+            f"{caller}: ranks were given different values of max_norm (this one: {float(max_norm):g}), and would scale"
+            " their gradients apart; every rank must pass the same"
+        )
+
+
+def _sum(total: torch.Tensor, comms: Communicators) -> torch.Tensor:
+    return comms.everyone.all_reduce(total, "sum")
 
 
 def _max(total: torch.Tensor, comms: Communicators) -> torch.Tensor:

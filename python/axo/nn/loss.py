@@ -110,10 +110,13 @@ def cross_entropy(
 
     Raises:
         ValueError: An option or shape is wrong, or the ranks' columns are not a cut of ``columns``.
-        RuntimeError: The logits are no floats, or the targets no int64 or int32.
+        RuntimeError: The logits are no floats, or the targets no int64 or int32. TypeError: One of them is no tensor.
         IndexError: A target is neither ``ignore_index`` nor of the vocabulary.
     """
     _check(weight, reduction, label_smoothing)
+    for name, given in (("input", input), ("target", target)):
+        if not isinstance(given, torch.Tensor):
+            raise TypeError(f"cross_entropy: {name} is a {type(given).__name__}; pass a tensor")
     if input.dim() == 0 or input.shape[:-1] != target.shape:
         raise ValueError(
             f"cross_entropy: targets of shape {tuple(target.shape)} do not fit logits of shape {tuple(input.shape)};"

@@ -4,6 +4,8 @@ import contextlib
 import csv
 import dataclasses
 import inspect
+import json
+import re
 import subprocess
 import sys
 
@@ -14,6 +16,7 @@ from jsonargparse import CLI, capture_parser
 from axo.grid import AXES, Grid
 from axo.integrations.litgpt import early
 from axo.integrations.litgpt.command import PARALLEL, _is_litgpts_alone
+from axo.integrations.litgpt.command import run as run_command
 from tests.integrations.support import LLAMA, distance, tell
 from tests.integrations.trainer import STEPS, masked_loss, run
 from tests.launcher import run_ranks
@@ -308,6 +311,7 @@ EARLY = {
     "pretrain pythia-14m --gird 2x1x1x1": "has no option --gird; did you mean --grid?",
     "pretrain pythia-14m --max_tokens=9": "has no option --max_tokens; did you mean --train.max_tokens",
     "pretrain pythia-14m --config no.yaml": "--config no.yaml is not a file",
+    "pretrain --config torn.json": "--config torn.json is not YAML: while parsing",
     "pretrain --config run.yaml --grid 2x1x1x1": "micro_batch_size=0 is not a whole number",
     "pretrain --grid 2x1x1x1": "pretrain wants a model_name, its first argument",
     "pretrain pythia-14m --resume no/such.pth": "--resume no/such.pth does not exist",
@@ -325,6 +329,27 @@ EARLY = {
     "chat . --top_k 0 --grid 2x1x1x1": "--top_k 0 is not a whole number of at least 1",
     "generate torn --grid 2x1x1x1": "torn/model_config.yaml is no configuration of a model: while parsing",
     "generate words --grid 2x1x1x1": "words/model_config.yaml is no configuration of a model",
+    "pretrain pythia-14m --precision half": "--precision half is not one of bf16-true, bf16-mixed, 32-true",
+    "pretrain pythia-14m --train.max_steps many": "--train.max_steps many is not a whole number",
+    "pretrain pythia-14m --train.min_lr low": "--train.min_lr low is not a number",
+    "pretrain pythia-14m --logger_name paper": "--logger_name paper is not one of csv, tensorboard",
+    "finetune_lora . --train.epochs 1.5": "--train.epochs 1.5 is not a whole number",
+    "finetune_lora . --lora_query maybe": "--lora_query maybe is not true or false",
+    "finetune_lora . --quantize bnb.nf5": "--quantize bnb.nf5 is not one of bnb.nf4",
+    "generate . --top_p x": "--top_p x is not a number",
+    "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
+    "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
+    "finetune_lora . --data JSON": "--data.json_path is missing; name a .json or .jsonl file, or a folder with",
+    "finetune_lora . --data JSON --data.json_path no.json": "--data.json_path no.json does not exist; name a",
+    "finetune_lora . --data JSON --data.json_path torn": "torn is a folder without train.json; name a file, or add it",
+    "finetune_lora . --data JSON --data.json_path run.yaml": "run.yaml is neither a .json nor a .jsonl file",
+    "finetune_lora . --data JSON --data.json_path torn.json": "torn.json is not JSON: Expecting",
+    "finetune_lora . --data JSON --data.json_path empty.json": "empty.json holds no records; it must be a list of",
+    "finetune_lora . --data JSON --data.json_path one.json": "one.json holds a dict, not a list; it must be a list of",
+    "finetune_lora . --data JSON --data.json_path number.json": "number.json: record 1 is '3', not an instruction with",
+    "finetune_lora . --data JSON --data.json_path key.json": "key.json: record 0 has no 'output', but instruction",
+    "finetune_lora . --data JSON --data.json_path null.json": "null.json: record 0: instruction is 'None', which is no",
+    "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: record 1 has no",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
 
@@ -358,6 +383,15 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
     for name, text in (("torn", "n_layer: [1"), ("words", "hello")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model_config.yaml").write_text(text)
+    good = {"instruction": "say it", "output": "it"}
+    records = {"empty": [], "one": good, "number": [good, 3], "key": [{"instruction": ""}]}
+    records["null"] = [good | {"instruction": None}]
+    for name, content in records.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "torn.json").write_text("[{")
+    (tmp_path / "lines.jsonl").write_text(
+        json.dumps({**good, "output": "a\u2028b"}, ensure_ascii=False) + '\n{"x": 1}\n'
+    )
     code = (
         "import sys, time\nfrom axo.integrations.litgpt.command import run\n"
         f"for arguments in {list(EARLY)}:\n"
@@ -368,6 +402,29 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
     assert done.returncode == 0, done.stderr
     for told, words in zip(done.stdout.splitlines(), EARLY.values(), strict=True):
         assert words in told
+
+
+def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):
+    wrong = {"tpu": "device='tpu' is not known; use cpu, or cuda"}
+    for name, words in (wrong if torch.cuda.is_available() else wrong | {"cuda": "finds none here; use dev"}).items():
+        monkeypatch.setenv("LT_ACCELERATOR", name)
+        with pytest.raises(ValueError, match=f"LT_ACCELERATOR='{name}': .*{words}"):
+            run_command(["pretrain", "pythia-14m", "--logger_name", "csv"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "LitData", "--data.nope", "1"], 'pretrain: Parser key "data":'),
+        (["--optimizer", "Adams"], "--optimizer Adams is not in torch.optim; name one that is, such as AdamW"),
+    ],
+)
+def test_what_only_the_parser_or_torch_knows_is_one_message(arguments, message, tmp_path, monkeypatch, capfd):
+    """The parser printed its usage, forty lines, and ended the process."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        run_command(["pretrain", "pythia-14m", "--logger_name", "csv", *arguments])
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("name", sorted(PARALLEL))

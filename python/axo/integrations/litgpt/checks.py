@@ -11,8 +11,13 @@ import os
 from pathlib import Path
 from typing import Any
 
+from jsonargparse import Namespace
+
 from axo.arrangement import arrangement_of
+from axo.checkpoint import folder as folders
+from axo.comm.device_choice import check_device
 from axo.grid import check_ranks
+from axo.integrations.litgpt import records
 from axo.integrations.litgpt.auto_grid import model_fields
 from axo.integrations.litgpt.early import folder_of
 from axo.integrations.litgpt.options import Options
@@ -59,6 +64,9 @@ def check(
         for what, usual, own in (("num_nodes", 1, 1), ("devices", devices, asked.data_ranks)):
             if options.get(what, usual) not in (usual, own):
                 raise ValueError(f"litgpt: {what}: {options[what]} is what the grid says ({grid}); leave it out")
+    used = os.environ.get("LT_ACCELERATOR", "cpu")
+    if used != "auto":
+        check_device(f"litgpt: LT_ACCELERATOR={used!r}", "cuda" if used == "gpu" else used)
     _check_on_one_device(options)
     _check_paths(options, asked.ranks_in_all, reads_sharded)
     _check_model(options)
@@ -68,6 +76,10 @@ def check(
     if trains:
         _check_batch(options.train, asked)
         _check_logger(options)
+        _check_data(options.get("data"))
+        _check_optimizer(options.get("optimizer"))
+        if rank is None or rank.rank == 0:  # who writes there
+            folders.check_writable("litgpt: --out_dir", Path(str(options.out_dir)))
 
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
@@ -229,6 +241,23 @@ def _check_offload(asked: Options) -> None:
         raise ValueError("litgpt: --offload parameters with --pipeline is not supported; leave parameters out")
     if os.environ.get("LT_ACCELERATOR", "cpu") == "cpu" and not asked.offload_dir:
         raise ValueError("litgpt: --offload on CPU ranks wants --offload-dir DIR, a folder on a disk (not in memory)")
+
+
+def _check_data(data: Any) -> None:
+    """Refuse files of the JSON data module that are not there, or hold no records."""
+    given = data.get("class_path") if isinstance(data, Namespace) else None
+    if given in ("JSON", "litgpt.data.JSON"):
+        path = data.init_args.get("json_path")
+        records.check(None if path is None else Path(str(path)))
+
+
+def _check_optimizer(name: Any) -> None:
+    """Refuse an optimizer that torch does not have."""
+    if isinstance(name, str) and name.isidentifier() and name != "AdamW":
+        import torch
+
+        if not hasattr(torch.optim, name):
+            raise ValueError(f"litgpt: --optimizer {name} is not in torch.optim; name one that is, such as AdamW")
 
 
 def _check_logger(options: Any) -> None:

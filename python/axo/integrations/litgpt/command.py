@@ -14,6 +14,7 @@ Ranks are started here, or are torchrun's. Losses that are printed and logged ar
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -291,7 +292,11 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     parser = capture_parser(lambda: CLI(function))
     parser.prog = f"axo litgpt {name}"
     sys.argv = ["litgpt", name, *arguments]  # litgpt reads it again when it saves its hyperparameters
-    options = parser.parse_args(arguments)
+    parser.exit_on_error = False  # it would print its usage, forty lines
+    try:
+        options = parser.parse_args(arguments)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"litgpt: {name}: {error}") from None
     if asked.grid is None:
         asked = auto_grid.choose(name, options, asked, rank)
     _check(name, options, asked, rank)

@@ -3,8 +3,8 @@
 Names and defaults stand in the signature of the command's function, which is read as source; values are YAML, as for
 litgpt's own parser. Wrong input is then refused before anything is imported (``checks``), which takes seconds.
 
-Not here: types, ``data``, ``optimizer``, ``model_config``, and whatever only litgpt's parser understands. It reads all
-arguments again, so what is not known here is still known before there are ranks.
+Not here: ``optimizer``, what ``data`` is made with, ``model_config``, and whatever only litgpt's parser understands. It
+reads all arguments again, so what is not known here is still known before there are ranks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from jsonargparse import Namespace
 
+from axo.integrations.litgpt import argument_types
 from axo.integrations.litgpt.options import NAMES
 from axo.perf.readers import litgpt_file, litgpt_module
 
@@ -68,7 +69,8 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
         filled in. None: only litgpt's parser can tell.
 
     Raises:
-        ValueError: An option is not one of the command's, or the configuration file is not there.
+        ValueError: An option is not one of the command's or cannot have its value, or the configuration file is not
+            there or no YAML.
     """
     parameters = defaults(module, function)
     options, first = Namespace(), next(iter(parameters))
@@ -97,12 +99,16 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
                 raise ValueError(_unknown(command, key, parameters))
             if not field and (group in groups or (group == "model_config" and isinstance(value, str))):
                 return None  # a file, or text
+            if group == "data":
+                _add_data(options, field, value)
+                continue
             if group == "model_config" and not isinstance(options[group], Namespace):
                 options[group] = Namespace()
             if group == "model_config" and not field:
                 options[group] = value if value is None else Namespace(**value)
             elif not field or group in groups or group == "model_config":
-                options[key] = value  # data and optimizer: nobody asks
+                options[key] = value  # optimizer: nobody asks
+    argument_types.check(_function(module, function), parameters, options)
     if options[first] is None:
         raise ValueError(
             f"litgpt: {command} wants a {first}, its first argument; axo litgpt {command} --help tells more"
@@ -113,6 +119,17 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
     return options
 
 
+def _add_data(options: Namespace, field: str, value: Any) -> None:
+    """What was given of ``data``, as litgpt's parser has it: a class, and what it is made with."""
+    if not field:
+        given = value if isinstance(value, dict) else {"class_path": value}
+        known = isinstance(given.get("class_path"), str) and not Path(given["class_path"]).is_file()
+        made_with = Namespace(**(given.get("init_args") or {}))
+        options["data"] = Namespace(class_path=given["class_path"], init_args=made_with) if known else value
+    elif isinstance(options.get("data"), Namespace):
+        options.data.init_args[field.removeprefix("init_args.")] = value
+
+
 def _file_of(text: str) -> dict[str, Any] | None:
     """What a configuration file holds; None: ``text`` is none, but an address or the text of one."""
     file = Path(text)
@@ -120,7 +137,10 @@ def _file_of(text: str) -> dict[str, Any] | None:
         if not set("{:\n") & set(text):
             raise ValueError(f"litgpt: --config {text} is not a file")
         return None
-    content = _value(file.read_text(encoding="utf-8"))
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"litgpt: --config {text} is not YAML: {' '.join(str(error).split())}") from None
     return content if isinstance(content, dict) else None
 
 
@@ -134,8 +154,7 @@ def _value(text: str) -> Any:
 
 def defaults(module: str, function: str) -> dict[str, Any]:
     """The parameters of a function in a module's source, in order, with their defaults; without one: None."""
-    tree = ast.parse(litgpt_file(module).read_text(encoding="utf-8"))
-    signature = next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function).args
+    signature = _function(module, function).args
     args = [*signature.posonlyargs, *signature.args]
     without = len(args) - len(signature.defaults)
     values = [*[None] * without, *signature.defaults, *signature.kw_defaults]
@@ -145,6 +164,12 @@ def defaults(module: str, function: str) -> dict[str, Any]:
         arg.arg: None if value is None else eval(ast.unparse(value), {"__builtins__": {}}, known)
         for arg, value in zip([*args, *signature.kwonlyargs], values, strict=True)
     }
+
+
+def _function(module: str, function: str) -> ast.FunctionDef:
+    """The source of a function."""
+    tree = ast.parse(litgpt_file(module).read_text(encoding="utf-8"))
+    return next(node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
 
 
 def check_command(name: str) -> None:
