@@ -7,7 +7,7 @@ same entries. Actions: "save" to a synced and renamed folder, "load" of files th
 times as many rounds: they are quick and uneven), and "load from disk", after it was told to drop them. Times are
 medians and the least; `cost` is the median over the rounds of axo's time over that without checksums in the same round,
 less one (the goal is below 0.05), and #wrong the elements that differ after a load. Both loads of Axo read the same
-files. What is saved is hashed by a second thread: without a free core that costs more.
+files, by two threads. What is saved is hashed by a second thread: without a free core that costs more.
 """
 
 from __future__ import annotations

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import threading
+import time
 import zlib
 from pathlib import Path
 
@@ -62,13 +65,15 @@ def test_damage_never_loads_in_silence(tmp_path: Path) -> None:
     assert found >= 30, found
 
 
-@pytest.mark.parametrize("kind", ["crc32", "xxh3"])
+@pytest.mark.parametrize(("kind", "joins"), [("crc32", True), ("crc32", False), ("xxh3", False)])
 def test_an_older_checkpoints_checksums_are_checked_too(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, joins: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracles: zlib's CRC-32 and xxhash, of a tensor of several blocks. The first markers did not name XXH3."""
+    """Oracles: zlib's CRC-32 and xxhash, of a tensor of several pieces. The first markers did not name XXH3."""
     monkeypatch.setattr(checksum, "KIND", kind)
-    model = nn.Linear(3, 100_000)
+    if not joins:  # as where there is no ISA-L
+        monkeypatch.setattr(checksum, "crc32_combine", None)
+    model = nn.Linear(3, 1_000_000)
     path = save(tmp_path, model).path
     marker = json.loads((path / "axo.json").read_text())
     if kind == "xxh3":
@@ -78,12 +83,15 @@ def test_an_older_checkpoints_checksums_are_checked_too(
     data = model.weight.detach().numpy().tobytes()
     of = {"crc32": lambda data: f"{zlib.crc32(data):08x}", "xxh3": xxhash.xxh3_64_hexdigest}[kind]
     assert marker["metadata"] == of(metadata) and of(data).encode() in metadata
-    other = nn.Linear(3, 100_000)
+    other = nn.Linear(3, 1_000_000)
     load(path, other)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
     file = path / "__0_0.distcp"
-    flip(file, data[-1000:])
-    assert "__0_0.distcp, model/weight: the checksum" in tell(lambda: load(path, other))
+    whole = file.read_bytes()
+    for at in (0, len(data) - 1000):
+        flip(file, data[at : at + 1000])
+        assert "__0_0.distcp, model/weight: the checksum" in tell(lambda: load(path, other))
+        file.write_bytes(whole)
     (path / "axo.json").write_text(json.dumps(marker | {"checksum": "sha1"}))
     unknown = f"checkpoint: {path} has checksums 'sha1', and crc32, xxh3 are known here; load it with the version"
     assert tell(lambda: load(path, other)).startswith(unknown)
@@ -94,6 +102,42 @@ def flip(file: Path, pattern: bytes) -> None:
     data = bytearray(file.read_bytes())
     data[data.index(pattern) + 3] ^= 0x40
     file.write_bytes(data)
+
+
+@pytest.mark.parametrize("in_main", [True, False])
+@pytest.mark.parametrize("fault", [OSError(errno.EIO, "broken disk"), KeyboardInterrupt(), None])
+def test_what_fails_in_one_of_the_two_threads_that_read_is_told(
+    fault: BaseException | None, in_main: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk, Ctrl-C, or (None) a file that became shorter, once both have begun. The file stays open for the other."""
+    real, both, seen, closed = os.preadv, threading.Barrier(2), set(), []
+
+    def preadv(file: int, buffers: list[memoryview], position: int) -> int:
+        thread = threading.current_thread()
+        if len(buffers[0]) > 1 << 18 and thread not in seen:
+            seen.add(thread)
+            both.wait(60)
+            if (thread is threading.main_thread()) == in_main:
+                if fault is not None:
+                    raise fault
+                return 0
+            time.sleep(0.1)  # the other has failed by now
+        try:
+            return real(file, buffers, position)
+        except OSError as error:
+            closed.append(error)
+            raise
+
+    path = save(tmp_path, nn.Linear(1500, 1500)).path  # several pieces
+    monkeypatch.setattr(os, "preadv", preadv)
+    with pytest.raises(BaseException) as caught:
+        load(path, nn.Linear(1500, 1500))
+    assert not closed and not any(thread.is_alive() for thread in seen - {threading.main_thread()})
+    if isinstance(fault, KeyboardInterrupt):
+        assert caught.value is fault
+    else:
+        why = "cannot be read: broken disk" if fault else "is damaged: __0_0.distcp, model/weight: the file ends"
+        assert isinstance(caught.value, ValueError) and "__0_0.distcp" in str(caught.value) and why in str(caught.value)
 
 
 def load_damaged(folder: str) -> tuple[str, float]:

@@ -277,9 +277,9 @@ def test_without_a_thread_an_asynchronous_save_writes_at_once(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         assert save(tmp_path, filled(1.0), async_=True).wait().name == name_of(0)
-        big, other = nn.Linear(300, 300), nn.Linear(300, 300)  # hashed by a thread, which a program that ends has not
+        big, other = nn.Linear(1500, 1500), nn.Linear(1500, 1500)  # a program that ends has no thread for half of it
         assert save(tmp_path, big, step=1, async_=True).wait().name == name_of(1)
-    load(tmp_path, other)
+        load(tmp_path, other)
     assert torch.equal(big.weight, other.weight)
 
 

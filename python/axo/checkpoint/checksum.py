@@ -13,9 +13,11 @@ from typing import Protocol
 import xxhash
 
 try:
-    from isal.isal_zlib import crc32
+    from isal.isal_zlib import crc32, crc32_combine
 except ImportError:
     from zlib import crc32
+
+    crc32_combine = None  # type: ignore[assignment]
 
 KIND = "crc32"  # of what is written
 
@@ -29,10 +31,15 @@ class Hasher(Protocol):
 
 class _Crc32:
     def __init__(self) -> None:
-        self._value = 0
+        self._value = self._size = 0
 
     def update(self, data: memoryview | bytes, /) -> None:
         self._value = crc32(data, self._value)
+        self._size += len(data)
+
+    def join(self, after: _Crc32) -> None:
+        self._value = crc32_combine(self._value, after._value, after._size)
+        self._size += after._size
 
     def hexdigest(self) -> str:
         return f"{self._value:08x}"
@@ -60,3 +67,17 @@ def hasher(kind: str, path: Path) -> Hasher:
             " version of Axo that wrote it, or by axo.checkpoint.load(..., verify=False), which takes it as it is"
         )
     return _HASHERS[kind]()
+
+
+def joins(kind: str) -> bool:
+    """Whether the checksum of a whole follows from those of its pieces."""
+    return kind == "crc32" and crc32_combine is not None
+
+
+def joined(hashers: list[Hasher]) -> str:
+    """The checksum of a whole from those of its pieces, in their order."""
+    whole, *others = hashers
+    for after in others:
+        assert isinstance(whole, _Crc32) and isinstance(after, _Crc32)
+        whole.join(after)
+    return whole.hexdigest()

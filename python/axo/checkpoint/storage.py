@@ -3,7 +3,8 @@
 A tensor part is written by ``torch.save``, as DCP does, so plain DCP reads it. Beside DCP's record of where an entry
 lies, the metadata holds (position, bytes, checksum) of the part's raw data. Reading takes just these bytes, straight
 into the parameter where its memory holds the part in one piece. Other entries, and checkpoints without checksums, are
-read with ``torch.load``. A second thread hashes what is being written, and what has been read while more is read.
+read with ``torch.load``. A second thread hashes what is being written. Two threads read; each hashes what it has read
+while its core's own cache holds it.
 
 The checksum of the metadata itself stands in the marker (see ``folder``).
 """
@@ -16,6 +17,7 @@ import pickle
 from collections import deque
 from concurrent import futures
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -35,8 +37,9 @@ from axo.checkpoint import checksum, state
 from axo.checkpoint import folder as folders
 from axo.checkpoint.parts import LoadPlanner
 
-_PIECE = 16 << 20  # bytes that are read, then hashed while the next are read: a cache that cores share still holds them
-_SMALL = 256 << 10  # bytes that are hashed at once: they are in the cache, and a hand-over takes longer
+_PIECE = 2 << 20  # bytes that a thread takes at a time; at 8 MiB two look random to the disk's read-ahead
+_HOT = 1 << 20  # bytes that are read, then hashed: a core's own cache still holds most of them
+_SMALL = 256 << 10  # bytes that are read or hashed at once: a hand-over to another thread takes longer
 _WRONG = (
     "the checksum of what is there is not that of what was saved; use another checkpoint, or"
     " axo.checkpoint.load(..., verify=False), which takes it as it is"
@@ -204,9 +207,20 @@ def read_into(path: Path, metadata: Metadata, entries: dict[str, Any], verify: b
                     for info, index in of_file:
                         reader.begin(name, index)
                         _read(reader, file, info, metadata, planner, requests[index])
+                    reader.finish()
             except OSError as error:
                 raise ValueError(f"checkpoint: {path / name} cannot be read: {error.strerror}") from None
-        reader.check()
+
+
+@dataclass
+class _Piece:
+    """What one thread reads: part of an entry."""
+
+    entry: str
+    file: int
+    position: int
+    view: memoryview
+    hasher: checksum.Hasher | None
 
 
 class _FileReader:
@@ -221,61 +235,81 @@ class _FileReader:
         self._beside: futures.Executor | None = beside
         self._entry = ""
         self._kind = (folders.read_marker(path) or folders.Marker()).checksum
-        self._hashed: deque[tuple[str, checksum.Hasher, str, futures.Future[object] | None]] = deque()
+        self._pieces: deque[_Piece] = deque()
+        self._hashed: list[tuple[str, str, list[_Piece]]] = []
 
     def begin(self, file: str, index: MetadataIndex) -> None:
         """What is read from here on belongs to this entry."""
         at = f", the part at {tuple(index.offset)}" if index.offset and any(index.offset) else ""
         self._entry = f"{file}, {index.fqn}{at}"
 
-    def fill(self, file: io.RawIOBase, position: int, view: memoryview, expected: str | None) -> None:
-        """Read into ``view``, and compare the checksum of what was read before; ``check`` compares this one's."""
-        hasher = checksum.hasher(self._kind, self._path) if self._verify and expected is not None else None
-        done, last = 0, None
-        file.seek(position)
-        while done < len(view):
-            piece = view[done : done + _PIECE]
-            count = file.readinto(piece)
-            if not count:
-                raise self.damaged("the file ends within it")
-            if hasher is not None:
-                last = self._update(hasher, piece[:count], last)
-            done += count
-        self.check()
-        if hasher is not None and expected is not None:
-            self._hashed.append((self._entry, hasher, expected, last))
+    def fill(self, file: io.FileIO, position: int, view: memoryview, expected: str | None) -> None:
+        """Read into ``view``, what is small at once, the rest in ``finish``, which also compares the checksum."""
+        verify = self._verify and expected is not None
+        size = _PIECE if not verify or checksum.joins(self._kind) else len(view)
+        pieces = [
+            _Piece(
+                self._entry,
+                file.fileno(),
+                position + start,
+                view[start : start + size],
+                checksum.hasher(self._kind, self._path) if verify else None,
+            )
+            for start in range(0, len(view), size)
+        ]
+        if len(view) > _SMALL:
+            self._pieces += pieces
+        else:
+            for piece in pieces:
+                self._read(piece)
+        if verify and expected is not None:
+            self._hashed.append((self._entry, expected, pieces))
 
-    def _update(
-        self, hasher: checksum.Hasher, data: memoryview, last: futures.Future[object] | None
-    ) -> futures.Future[object] | None:
-        """Hash in the second thread, which takes pieces in turn; at once what is small, or where there is no thread."""
-        if self._beside is not None and (last is not None or len(data) > _SMALL):
+    def finish(self) -> None:
+        """Read what is left, in two threads, and compare the checksums of all that was read."""
+        helpers = []
+        if self._beside is not None and len(self._pieces) > 1:
             try:
-                return self._beside.submit(hasher.update, data)
-            except RuntimeError:  # the system gives no thread; later it might, and would hash the piece again
+                helpers.append(self._beside.submit(self._read_pieces))
+            except RuntimeError:  # the system gives no thread; later it might, and would run this call too
                 self._beside = None
-        if last is not None:
-            last.result()
-        hasher.update(data)
-        return None
+        try:
+            self._read_pieces()
+        finally:
+            futures.wait(helpers)
+        for helper in helpers:
+            helper.result()
+        for entry, expected, pieces in self._hashed:
+            if checksum.joined([piece.hasher for piece in pieces if piece.hasher is not None]) != expected:
+                raise self.damaged(_WRONG, entry)
+        self._hashed.clear()
 
-    def check(self) -> None:
-        """Compare the checksums of all that was read."""
-        while self._hashed:
-            entry, hasher, expected, last = self._hashed.popleft()
-            if last is not None:
-                last.result()
-            if hasher.hexdigest() != expected:
-                self._entry = entry
-                raise self.damaged(_WRONG)
+    def _read_pieces(self) -> None:
+        try:
+            while self._pieces:
+                with suppress(IndexError):  # the other thread took the last
+                    self._read(self._pieces.popleft())
+        finally:
+            self._pieces.clear()  # after an error the other thread ends too
 
-    def damaged(self, why: str) -> ValueError:
-        return ValueError(f"checkpoint: {self._path} is damaged: {self._entry}: {why}")
+    def _read(self, piece: _Piece) -> None:
+        done = 0
+        while done < len(piece.view):
+            hot = piece.view[done : done + _HOT]
+            count = os.preadv(piece.file, [hot], piece.position + done)
+            if not count:
+                raise self.damaged("the file ends within it", piece.entry)
+            if piece.hasher is not None:
+                piece.hasher.update(hot[:count])
+            done += count
+
+    def damaged(self, why: str, entry: str | None = None) -> ValueError:
+        return ValueError(f"checkpoint: {self._path} is damaged: {entry or self._entry}: {why}")
 
 
 def _read(
     reader: _FileReader,
-    file: io.RawIOBase,
+    file: io.FileIO,
     info: Any,
     metadata: Metadata,
     planner: LoadPlanner,
@@ -286,7 +320,7 @@ def _read(
     if position == info.offset:
         data = np.empty(size, np.uint8)
         reader.fill(file, position, data.data, expected)
-        reader.check()
+        reader.finish()
         try:
             value = torch.load(io.BytesIO(data.data), map_location="cpu", weights_only=True)
         except Exception as error:  # of pickle's, zip's and torch's, many kinds
@@ -306,6 +340,6 @@ def _read(
             return
         value = torch.empty(sizes, dtype=saved.properties.dtype, device="cpu")  # whatever torch's default device is
         reader.fill(file, position, _bytes_of(value), expected)
-        reader.check()
+        reader.finish()
     for item in items:
         planner.resolve_tensor(item).copy_(narrow_tensor_by_index(value, item.storage_offsets, item.lengths))
