@@ -195,10 +195,14 @@ def draw_rivals(path: Path) -> None:
     figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
 
 
-def main() -> None:
+def draw_all() -> None:
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "grid.svg").write_text(draw_grid(Grid(x=2, y=2, z=2, data=1)))
     draw_rivals(IMAGES / "rivals.svg")
+
+
+def main() -> None:
+    draw_all()
     print(*(str(path.relative_to(ROOT)) for path in sorted(IMAGES.glob("*.svg"))), sep="\n")
 
 

@@ -1,6 +1,7 @@
-"""The README's example runs as printed; the commands, options and files that it and the docs name exist."""
+"""The README is short, its example runs as printed, its pictures are drawn; what it and the docs name exists."""
 
 import contextlib
+import importlib.util
 import io
 import re
 from pathlib import Path
@@ -36,6 +37,35 @@ def bias_of(layer, axo):
 def test_the_example_runs_as_printed():
     first, *others = run_ranks(run_example, 4)
     assert "torch.Size([16, 32])" in first and "all_reduce y" in first and others == [""] * 3
+
+
+def test_the_readme_is_short():
+    """A product page: 120 lines, 8 rows of support, 10 lines of example (imports and empty lines not counted)."""
+    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    lines = [line for line in code.splitlines() if line.strip() and not line.startswith("import ")]
+    assert 5 <= len(lines) <= 10, lines
+    (matrix,) = re.findall(r"## What it supports\n(.*?)\n## ", README, re.DOTALL)
+    head, rule, *rows = [line for line in matrix.splitlines() if line.startswith("|")]
+    assert head.startswith("| | CPU, one host") and rule.startswith("|---")
+    assert 5 <= len(rows) <= 8, f"{len(rows)} rows"
+    assert len(README.splitlines()) <= 120
+
+
+def test_the_pictures_are_what_draw_draws(tmp_path):
+    """Of the picture that matplotlib lays out, all texts (each bar has one): outlines differ with its version."""
+    spec = importlib.util.spec_from_file_location("draw", ROOT / "docs/draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    draw.IMAGES, committed = tmp_path, ROOT / "docs/img"
+    draw.draw_all()
+    drawn = {path.name: path.read_text() for path in tmp_path.glob("*.svg")}
+    assert set(drawn) == {path.name for path in committed.glob("*.svg")}
+    for name, text in drawn.items():
+        there = (committed / name).read_text()
+        if "Matplotlib" in text:
+            text, there = (re.findall(r"<!-- (.*?) -->", svg) for svg in (text, there))
+            assert len(text) > 20
+        assert there == text, f"docs/img/{name} is old: run python docs/draw.py"
 
 
 def test_what_the_readme_names_exists():
