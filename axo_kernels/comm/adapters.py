@@ -25,7 +25,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def uncapped() -> int:
     """Thread blocks that one operation of NCCL or RCCL may take when nobody has capped them but the environment.
 
-    A product that spins on all multiprocessors but fewer would keep a collective from beginning, and wait for it.
+    A product that waits on too many multiprocessors keeps the collective from starting, and then waits for it for ever.
     """
     named = os.environ.get("NCCL_MAX_CTAS", "")
     return int(named) if named.isdecimal() and int(named) > 0 else _MOST_CHANNELS

@@ -26,8 +26,8 @@ class WriteMode {
   // Whether the next round is written around the caches.
   bool around() const { return around_ != trying_; }
 
-  // A collective begins, so a new window does too: the time since the last round is not a round's. Windows of
-  // collectives with another `like`, whose rounds do other work, are not compared.
+  // A new collective starts a new window. The pause between two collectives is not measured. Windows of collectives
+  // with another `like`, whose rounds do other work, are not compared.
   void begin(int like = 0) {
     round_ = 0;
     if (like == like_) return;

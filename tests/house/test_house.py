@@ -26,6 +26,9 @@ REPLACED_FILES = {
     "supervisor": "restarts",
     "seats": "core_spread",
     "pace": "write_mode",
+    "guard": "step_check",
+    "as_built": "recorded_init",
+    "foretold": "predicted_order",
 }
 REPLACED = {
     r"\bas_built\b": "recorded init",
@@ -35,6 +38,10 @@ REPLACED = {
     r"\bseats?\b": "core_spread",
     r"\bStagePace\b": "write_mode",
     r"\bforetold\b": "predicted order",
+    r"\bpresence\b": "process_alive",
+    r"\bpace\b": "write_mode",
+    r"\bstarts\.(py|h|cpp)\b|\bimport starts\b": "store namespaces",
+    r"\bguard\.(py|h)\b|\bimport guard\b|\bStepGuard\b": "step check",
 }
 
 # A package may import those of a lower level, and itself. What stands here is the design's order of the house.

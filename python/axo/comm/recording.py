@@ -4,11 +4,11 @@
     model = axo.parallelize(model, comms); ...    # the layers and the engine as they are
     comms.issued                                  # what this rank would have sent, in order
 
-Tensors without values (``torch._subclasses.FakeTensor``) keep their shapes. For tensors with values, each peer is taken
-to hold what this rank holds: a sum is this value times the number of ranks, a gather repeats it. So checks that ranks
-agree pass, and code that reads values goes on. A pending operation counts as under way until somebody waits for it, or
-until its communicator has issued two later ones; until then it keeps its tensors. Not here: what the collectives cost,
-and anything that depends on what peers really hold.
+Tensors without values (``torch._subclasses.FakeTensor``) keep their shapes. For tensors with values, every peer holds
+the same values as this rank: a sum is this value times the number of ranks, a gather repeats it. So checks that ranks
+agree pass, and code that reads values can go on. A pending operation keeps its tensors until somebody waits for it, or
+until its communicator has issued two more. Not here: what the collectives cost, and anything that depends on what peers
+really hold.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ A rank that waits looks at the store now and then (``check``; a ``wait`` of the 
 of torch's for each limit that passes, and raises another error for each kind of store). It learns of a rank that died,
 where both are on one host, and of one that gave up.
 
-Starts. torchrun keeps one store for all starts of its ranks (``--max-restarts``) and gives it to them as it is. The
-next start would find addresses of the dead, for which Gloo waits, and counts that a rank that was killed early has not
-made. How often torchrun has started them does not tell starts apart: it counts by host. So the ranks agree on a name:
+Starts. torchrun may start its ranks several times (``--max-restarts``), and gives them the same store each time. What
+an earlier start has left there does harm: Gloo waits for the addresses of dead ranks, and a count is too low where a
+rank was killed before it counted. torchrun's number of a start does not help, since each host counts for itself. So the
+ranks agree on a name:
 
     rank r      hello/r = a new word of its own;       waits for start/<word>;     come/<name>/r
     rank 0      start/<word> = the name, for every word that it sees, until each rank has come under that name

@@ -296,7 +296,7 @@ class BlockCost(NamedTuple):
     output: AxisSeconds
     again_output: AxisSeconds  # of a block that runs again
     blocking: AxisSeconds
-    reduce: AxisSeconds  # all-reduces of dI, and what shows of them when dW products run beside
+    reduce: AxisSeconds  # all-reduces of dI; below, the communication time that dW products beside them do not hide
     shown_reduce: AxisSeconds
     reduced: float
     reduces: float
@@ -340,7 +340,12 @@ def block_cost(layers: tuple[Layer, ...], costs: list[LayerCost], run: RunOption
 
 
 class MicroBatch(NamedTuple):
-    """Seconds of one micro-batch, without data and the optimizer: what shows over x, y, z, and all of it."""
+    """Seconds of one micro-batch, without data and the optimizer.
+
+    Attributes:
+        compute: Products. exposed: Over x, y, z, the communication time that products do not hide.
+        communication: All of it.
+    """
 
     compute: float
     exposed: tuple[float, ...]

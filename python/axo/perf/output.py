@@ -134,8 +134,8 @@ def plan_table(made: GridPlan, top: int) -> Table:
     """Return header and rows of the best ``top`` grids, as text.
 
     HFU counts recomputation; kept is the share of gathered weights that stay for their second use. A step is its
-    products, what shows by axis, other (the optimizer, and by how much hidden communication slows products), and with
-    stages what these wait for each other.
+    products, by axis the communication time that they do not hide, other (the optimizer, and by how much hidden
+    communication slows products), and with stages what these wait for each other.
     """
     header = ["", "grid", "step s", "% HFU", "products s", "other s", *(f"{axis} s" for axis in AXES)]
     header += ["hidden s", "GiB", "micro", "kept"]

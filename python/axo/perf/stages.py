@@ -92,7 +92,7 @@ class BlockTimes(NamedTuple):
     sent_x: float  # all communication
     sent_y: float
     sent_z: float
-    once: float  # over z, once a step: what shows, and all
+    once: float  # over z, once a step: what products do not hide, and all
     once_sent: float
     stream: float  # of products: what is on the residual stream
     reduced: float  # bytes that are all-reduced over data, once a step, and in how many calls

@@ -56,7 +56,11 @@ def impossible(workload: Workload, grid: Grid, sequences: int, zero: int) -> str
 
 
 class _LayerTime(NamedTuple):
-    """Seconds of one layer, one micro-batch: products, what shows of its communication by axis, and all of it."""
+    """Seconds of one layer, one micro-batch.
+
+    ``forward`` and ``backward`` are products, ``shown_*`` by axis the communication time that products do not hide,
+    ``sent`` by axis all communication.
+    """
 
     forward: float
     backward: float

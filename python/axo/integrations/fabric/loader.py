@@ -3,8 +3,8 @@
 A data rank is Gx*Gy ranks. The first of them (x = y = 0, in the first stage) reads; its batch goes to the others over
 x, then over y, then to the other stages, as pickled bytes. (With Tesseract a data rank is Gy ranks: over y alone.) So
 nothing depends on equal random state, equal workers or equal file systems, and one rank's error is every peer's error.
-The reader draws random numbers from a generator state of its own: the ranks' generators, which must stay equal among
-those that share a batch (generation samples with them), do not see who reads.
+Ranks that share a batch must keep their random generators equal, because generation samples with them. So the reader
+uses a random state of its own, and reading does not change its generators.
 
 Which samples a data rank reads is its sampler's business; litdata's datasets, which have none and split themselves over
 all ranks of torch, are told of the data ranks instead.
