@@ -36,7 +36,7 @@ from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
-from axo_kernels.gemm.matmul import describable, matmul_reference
+from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import HOPPER, Config, candidates
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
@@ -46,7 +46,7 @@ from axo_kernels.tune.trust import Trust
 
 from . import gemm, overlap
 from .lib import verdicts as judge
-from .lib.accuracy import sum_limit
+from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment

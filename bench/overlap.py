@@ -30,7 +30,7 @@ from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import Product, product_of
 from axo_kernels.gemm.matmul import vendor_matmul
-from axo_kernels.tune.timing import paired, relative_error, replayed
+from axo_kernels.tune.timing import paired, relative_error
 
 from .lib import arguments
 from .lib.arguments import Parser
@@ -226,9 +226,22 @@ def _hidden(fused: float, gemm: float, serial: float) -> float | None:
     return 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None
 
 
+def _replayed(call: Callable[[], object], device: torch.device) -> Callable[[], object] | None:
+    """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
+
+    The call must have run before, outside the capture.
+    """
+    if device.type != "cuda":
+        return None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def _graphs(calls: list[Callable[[], object]], device: torch.device, rounds: int) -> list[float] | None:
     """Seconds of each call as replays of a captured graph; None on a CPU. The calls have run before."""
-    replays = [replay for call in calls if (replay := replayed(call, device))]
+    replays = [replay for call in calls if (replay := _replayed(call, device))]
     return [timing.seconds for timing in paired(replays, device, rounds)] if replays else None
 
 

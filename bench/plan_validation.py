@@ -39,6 +39,7 @@ from .lib.arguments import Parser
 from .lib.link import rate
 from .lib.table import Table, environment
 from .papers.calibrate import spearman
+from .papers.equations import agnostic as one_bandwidth
 
 RANKS, A_HOST, STAGES = 8, 2, 2
 CONFIG = {
@@ -224,15 +225,15 @@ def predictions(plan: str, on: machine.Machine) -> tuple[float, float, float]:
     if "tesseract" in how:
         held = tesseract.as_much_as(grid)
         run = replace(run, rows=tokens // held.data, cached_gathers=0.0)
-        closed, agnostic = (tesseract.predict(work, grid, one, run).total for one in (on, on.agnostic()))
+        closed, agnostic = (tesseract.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
         return closed, closed, agnostic
     if "stages" in how:
         run = replace(run, micro_batches=micro_batches(grid), rows=grid.z * LENGTH)
         cut = replace(planned(work, STAGES, "1f1b"), bounds=(0, 1, 2))
-        closed, agnostic = (StageTimes(work, grid, one, run).predict(cut).total for one in (on, on.agnostic()))
+        closed, agnostic = (StageTimes(work, grid, one, run).predict(cut).total for one in (on, one_bandwidth(on)))
         timing = StageTimes(work, grid, on, run)
         return closed, closed - timing.estimate(cut) + timing.simulate(cut).seconds, agnostic
-    closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, on.agnostic()))
+    closed, agnostic = (model.predict(work, grid, one, run).total for one in (on, one_bandwidth(on)))
     return closed, simulator.simulate(work, grid, on, run).seconds, agnostic
 
 

@@ -206,13 +206,14 @@ class SoloCommunicator(FusedCommunicator):
     _reduce_scatter = _all_gather
 
 
-def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
+def adapt(communicator: Any, timeout: float = 60.0, op: str = "sum") -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
     Args:
         communicator: An axo.Communicator, a torch.distributed.ProcessGroup, None for the default group (or a single
             rank when torch.distributed is not initialised), or something wrapped already.
         timeout: Seconds after which a flag that nobody sets is reported.
+        op: What the reduce-scatters of an axo.Communicator do, ``"sum"`` or ``"avg"``.
 
     Raises:
         ValueError: The object is none of these.
@@ -235,5 +236,5 @@ def adapt(communicator: Any, timeout: float = 60.0) -> FusedCommunicator:
             f"torch.distributed.ProcessGroup"
         )
     if hasattr(communicator, "wait_flag"):
-        return DeviceAxoCommunicator(communicator, timeout)
-    return AxoCommunicator(communicator, timeout)
+        return DeviceAxoCommunicator(communicator, timeout, op)
+    return AxoCommunicator(communicator, timeout, op)

@@ -443,9 +443,3 @@ BACKWARD = {
     "NN": (("grad", "b", "NT"), ("a", "grad", "TN")),
     "TN": (("b", "grad", "NT"), ("a", "grad", "NN")),
 }
-
-
-def matmul_reference(a: torch.Tensor, b: torch.Tensor, layout: str = "NN") -> torch.Tensor:
-    """The product in fp64, the oracle of the tests and of the benches."""
-    left, right = as_row_major(a.double(), b.double(), layout)
-    return torch.matmul(left, right)

@@ -57,19 +57,6 @@ def head_start(issued: float) -> float:
     return min(_LONGEST, max(_SHORTEST, 2 * issued))
 
 
-def replayed(call: Thunk, device: torch.device) -> Thunk | None:
-    """The call as replays of a captured graph, which has no launches of its own; None on a CPU.
-
-    The call must have run before, outside the capture.
-    """
-    if device.type != "cuda":
-        return None
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def once(call: Thunk, device: torch.device, issued: float = 0.0) -> float:
     """Time one call, after everything before it has finished; ``issued``: what :func:`issue_time` has found."""
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""How far an fp32 sum of K products may be from the exact one: the limits of ``bench.kernels``, derived.
+"""What a product should give: the exact one, and how far from it an fp32 sum of K products may be, derived.
 
 The relative error is a quotient of Frobenius norms, and operands are independent with mean zero. Then the sum S_j of
 the first j products has a norm of sqrt(j / K) of the whole sum's.
@@ -27,6 +27,8 @@ import math
 
 import torch
 
+from axo_kernels.gemm.layout import as_row_major
+
 
 def sum_limit(k: int, dtype: torch.dtype, added: int = 1) -> float:
     """The largest relative error of an fp32 result.
@@ -39,3 +41,9 @@ def sum_limit(k: int, dtype: torch.dtype, added: int = 1) -> float:
     if dtype == torch.float32:
         return 3 * 2.0**-24 * math.sqrt((k + 2 * added) / 6)
     return 2.0**-23 * (2 * k / 3 + 0.5 + added)
+
+
+def matmul_reference(a: torch.Tensor, b: torch.Tensor, layout: str = "NN") -> torch.Tensor:
+    """The product in fp64, the oracle of the tests and of the benches."""
+    left, right = as_row_major(a.double(), b.double(), layout)
+    return torch.matmul(left, right)

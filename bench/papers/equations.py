@@ -10,6 +10,7 @@ computes instead is in ``axo.perf.model``; tests hold the two together.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from axo.grid import AXES, Grid
@@ -72,6 +73,17 @@ def layer_times(
     )
 
 
+def agnostic(machine: Machine) -> Machine:
+    """Return ``machine`` with one bandwidth for every axis (the placement-agnostic model)."""
+    return replace(
+        machine,
+        gpus_per_node=1,
+        inter_gbs=machine.inter_gbs / machine.gpus_per_node,
+        latency_intra_us=machine.latency_inter_us,
+        cross_gbs={},
+    )
+
+
 def communication_seconds(
     workload: Workload, grid: Grid, machine: Machine, run: RunOptions, *, aware: bool = True
 ) -> float:
@@ -80,7 +92,7 @@ def communication_seconds(
     Args:
         aware: Bandwidths by equation (10); False: one bandwidth for all axes (placement-agnostic).
     """
-    on = machine if aware else machine.agnostic()
+    on = machine if aware else agnostic(machine)
     bandwidth = {axis: on.bandwidth(grid, axis) / run.itemsize for axis in AXES}
     rows = run.batch_tokens / grid.data
     total = 0.0

@@ -1,12 +1,14 @@
 """ZeRO on the data axis: the run without it, on a part of the memory.
 
 Oracles: the same training without ZeRO, to the bit (torch's elementwise optimizers do not care how a tensor is cut);
-serial training; ``axo.matmul.engine_cost`` for what is sent; and ``axo.unshard`` for checkpoints.
+serial training; ``axo.matmul.cost`` for what is sent; and ``axo.unshard`` for checkpoints.
 """
 
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +19,7 @@ from litgpt.model import GPT
 from torch import nn
 
 import axo
-from axo.matmul import cost, engine_cost
+from axo.matmul import cost
 from axo.perf import layer_time, readers
 from tests import gpt
 from tests.launcher import run_ranks
@@ -123,6 +125,41 @@ def test_equals_serial_training_on_more_grids(grid: str) -> None:
     assert worst <= 1e-5
 
 
+def gather_parameters(shapes: Iterable[Sequence[int]], grid: axo.Grid, *, bucket_bytes: int) -> list[cost.Call]:
+    """Count the gathers after an optimizer step: ceil(r_i / Gdata) c_i of every parameter [r_i, c_i], in buckets.
+
+    Args:
+        shapes: This rank's part of each parameter, all fp32, in the optimizer's order, the dim that is cut first.
+        bucket_bytes: Size of a bucket, all ranks' rows together; 0: each parameter by itself.
+    """
+    found: list[int] = []
+    held = 0
+    for rows, *others in shapes:
+        mine = cost.chunk(rows, grid.data) * math.prod(others)
+        if held and (held + mine) * grid.data * 4 > bucket_bytes:
+            found.append(held)
+            held = 0
+        held += mine
+    found.append(held)
+    return cost.issued(
+        [cost.Call("step", "all_gather", "data", each, 4, "gather parameters") for each in found if each], grid
+    )
+
+
+def scatter_gradients(calls: Iterable[cost.Call], grid: axo.Grid) -> list[cost.Call]:
+    """Turn the reductions of gradients over data into those of stage 2.
+
+    Apply it to ``in_buckets`` (tests/perf/support.py). Exact where the rows of each gradient divide over data; else
+    each gradient is padded to the longest rank's rows, which is a little more.
+    """
+    return [
+        call._replace(op="reduce_scatter", elements=cost.chunk(call.elements, grid.data) * grid.data)
+        if call.purpose == cost.REDUCE_WEIGHT_GRAD and call.axis == "data"
+        else call
+        for call in calls
+    ]
+
+
 def counted(grid: str) -> bool:
     """Calls, elements and bytes of backward and step, with buckets and without."""
     comms = axo.connect(grid)
@@ -137,9 +174,9 @@ def counted(grid: str) -> bool:
             workload = readers.from_litgpt(config, seq_length=gpt.TOKENS).with_checkpointing(False)
             calls = step_calls(workload, comms.grid, run, comms.coords)
             if stage == 2:
-                calls = engine_cost.scatter_gradients(calls, comms.grid)
+                calls = scatter_gradients(calls, comms.grid)
             shapes = [tuple(parameter.shape) for parameter in model.parameters()]
-            gathers = engine_cost.gather_parameters(shapes, comms.grid, bucket_bytes=limit)
+            gathers = gather_parameters(shapes, comms.grid, bucket_bytes=limit)
             assert counts == cost.total([*calls, *gathers]), (limit, stage)
     return True
 

@@ -78,7 +78,7 @@ def test_bandwidths_of_equation_10(grid: str, expected: dict[str, float]) -> Non
 
 
 def test_agnostic_bandwidth_is_one_for_all_axes() -> None:
-    agnostic = on(4, 25, 200).agnostic()
+    agnostic = equations.agnostic(on(4, 25, 200))
     assert len({agnostic.bandwidth(Grid(2, 2, 4, 8), axis) for axis in AXES}) == 1
 
 

@@ -7,7 +7,7 @@ Each of OAR, ORS, OAG and the buckets is then broken in the engine: a wait where
 gradient; the comparison must see it.
 
 Left out on both sides: gradients of replicated vectors (norm weights) over z, which go with the end of the step. Over
-data the planner has an operation a layer where the engine has buckets: those are compared with ``cost.in_buckets``.
+data the planner has an operation a layer where the engine has buckets: those are compared with ``support.in_buckets``.
 """
 
 from collections.abc import Callable, Iterator

@@ -312,7 +312,7 @@ class Communicator:
         is received from p.
         """
         source = self._tensor(tensor, "all_to_all")
-        sent, send_offsets = rows_to_elements("all_to_all", "send_counts", send_counts, source, self.size)
+        sent, send_offsets = rows_to_elements("send_counts", send_counts, source, self.size)
         if out is not None:
             target, result = self._tensor(out, "all_to_all"), out
             check_elements("all_to_all", target, target.numel(), source.dtype, "")
@@ -320,11 +320,11 @@ class Communicator:
             if recv_counts is None and send_counts is not None:
                 raise ValueError("all_to_all: send_counts without recv_counts or out; say what comes from each rank")
             if recv_counts is not None:
-                check_counts("all_to_all", "recv_counts", recv_counts, self.size)
+                check_counts("recv_counts", recv_counts, self.size)
             rows = sum(recv_counts) if recv_counts is not None else source.shape[0] if source.dim() else 1
             target = source.new_empty((rows, *source.shape[1:]))
             result = like(target, tensor)
-        received, recv_offsets = rows_to_elements("all_to_all", "recv_counts", recv_counts, target, self.size)
+        received, recv_offsets = rows_to_elements("recv_counts", recv_counts, target, self.size)
         if self._core is None:
             check_elements("all_to_all", target, source.numel(), source.dtype, "as the input")
             return self._alone(source, target, result, async_op)

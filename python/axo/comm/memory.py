@@ -121,27 +121,27 @@ def check_integer(what: str, name: str, value: Any, bits: int = 32) -> None:
         raise TypeError(f"{what}: {name}={value!r} is not a whole number of {bits} bits")
 
 
-def check_counts(what: str, name: str, counts: Sequence[int], size: int) -> None:
-    """Raises TypeError or ValueError unless there is a number of rows for each rank."""
+def check_counts(name: str, counts: Sequence[int], size: int) -> None:
+    """Raises TypeError or ValueError unless an all_to_all has a number of rows for each rank."""
     for rows_of_rank in counts:
-        check_integer(what, name, rows_of_rank, bits=64)
+        check_integer("all_to_all", name, rows_of_rank, bits=64)
     if len(counts) != size or min(counts) < 0:
-        raise ValueError(f"{what}: {name}={list(counts)} has no number of at least 0 for each of {size} ranks")
+        raise ValueError(f"all_to_all: {name}={list(counts)} has no number of at least 0 for each of {size} ranks")
 
 
 def rows_to_elements(
-    what: str, name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
+    name: str, counts: Sequence[int] | None, tensor: torch.Tensor, size: int
 ) -> tuple[list[int], list[int]]:
-    """Counts and offsets, in elements, of the parts that ``counts`` rows of dim 0 each make (None: equal parts)."""
+    """Counts and offsets, in elements, of the parts of an all_to_all: ``counts`` rows of dim 0 each (None: equal)."""
     rows = tensor.shape[0] if tensor.dim() else 1
     if counts is None:
         if rows % size:
-            raise ValueError(f"{what}: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
+            raise ValueError(f"all_to_all: dim 0 has {rows} rows, which do not divide over {size} ranks; give {name}")
         counts = [rows // size] * size
-    check_counts(what, name, counts, size)
+    check_counts(name, counts, size)
     if sum(counts) != rows:
         raise ValueError(
-            f"{what}: {name}={list(counts)} does not cut {rows} rows into {size} parts; "
+            f"all_to_all: {name}={list(counts)} does not cut {rows} rows into {size} parts; "
             f"give {size} numbers of at least 0 that add up to {rows}"
         )
     per_row = tensor.numel() // rows if rows else 0

@@ -432,49 +432,6 @@ def replicated_grad(
     ]
 
 
-def in_buckets(calls: Iterable[Call], bucket_bytes: int) -> list[Call]:
-    """Put the gradient reductions of a whole backward pass, in its order, into buckets as the engine does.
-
-    Gradients of one item size that are reduced over the same axes, one after the other, share buckets of at most
-    ``bucket_bytes`` (0: each by itself) if data is among these. What is no such reduction is given back as it is.
-    """
-    found: list[Call] = []
-    gradients: list[tuple[tuple[str, ...], Call]] = []
-    for call in calls:
-        if call.purpose != REDUCE_WEIGHT_GRAD:
-            found.append(call)
-        elif gradients and gradients[-1][0] + (call.axis,) in _VECTORS and _same_vector(gradients[-1][1], call):
-            gradients[-1] = (*gradients[-1][0], call.axis), call
-        else:
-            gradients.append(((call.axis,), call))
-    used: dict[tuple[tuple[str, ...], int], int] = {}
-    for axes, call in gradients:
-        kind, capacity = (axes, call.itemsize), bucket_bytes // call.itemsize if "data" in axes else 0
-        held = used.get(kind, 0)
-        if held and held + call.elements > capacity:
-            found += _bucket(kind, used.pop(kind))
-            held = 0
-        used[kind] = held + call.elements
-        if used[kind] >= capacity:
-            found += _bucket(kind, used.pop(kind))
-    for kind, elements in used.items():
-        found += _bucket(kind, elements)
-    return found
-
-
-# The axes over which one vector's gradient goes, as far as they are larger than 1.
-_VECTORS = {("z", "data"), ("x", "z"), ("x", "data"), ("x", "z", "data")}
-
-
-def _same_vector(over_z: Call, over_data: Call) -> bool:
-    return (over_z.elements, over_z.itemsize) == (over_data.elements, over_data.itemsize)
-
-
-def _bucket(kind: tuple[tuple[str, ...], int], elements: int) -> list[Call]:
-    axes, itemsize = kind
-    return [Call(BACKWARD, "all_reduce", axis, elements, itemsize, REDUCE_WEIGHT_GRAD) for axis in axes if elements]
-
-
 def issued(calls: Iterable[Call], grid: Grid) -> list[Call]:
     """Drop the collectives of axes of size 1: they are never issued."""
     return [call for call in calls if getattr(grid, call.axis) > 1]

@@ -90,8 +90,7 @@ class FusedProducts:
     def on(self, axis: str, op: str = "sum") -> FusedCommunicator:
         """The fused operations' view of an axis, whose reduce-scatters do ``op``; ``on(axis).ran`` tells what ran."""
         if (axis, op) not in self._adapted:
-            self._adapted[axis, op] = comm = adapt(self._comms.axis(axis), self._comms.timeout)
-            comm.op = op  # type: ignore[attr-defined]
+            self._adapted[axis, op] = adapt(self._comms.axis(axis), self._comms.timeout, op)
         return self._adapted[axis, op]
 
     def poll(self) -> None:

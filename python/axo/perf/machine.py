@@ -163,16 +163,6 @@ class Machine:
             raise ValueError(f"network={gigabits} is not a rate; give the Gb/s of a node's NICs together, such as 3200")
         return replace(self, inter_gbs=gigabits / 8, cross_gbs={}, network=gigabits)
 
-    def agnostic(self) -> Machine:
-        """Return this machine with one bandwidth for every axis (the placement-agnostic model)."""
-        return replace(
-            self,
-            gpus_per_node=1,
-            inter_gbs=self.inter_gbs / self.gpus_per_node,
-            latency_intra_us=self.latency_inter_us,
-            cross_gbs={},
-        )
-
 
 # ---------------------------------------------------------------------------------------------------------- reading
 

@@ -6,7 +6,7 @@ import torch
 from axo_kernels.fused import fp8
 from axo_kernels.fused.fp8 import all_gather_matmul_fp8, matmul_fp8, multiply, rounded
 from axo_kernels.gemm.layout import LAYOUTS
-from axo_kernels.gemm.matmul import matmul_reference
+from bench.lib.accuracy import matmul_reference
 from bench.lib.simulated import SimulatedCommunicator
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

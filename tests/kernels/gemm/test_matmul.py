@@ -8,10 +8,11 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.gemm import matmul as products
 from axo_kernels.gemm.layout import LAYOUTS
-from axo_kernels.gemm.matmul import gradients, matmul, matmul_reference
+from axo_kernels.gemm.matmul import gradients, matmul
 from axo_kernels.gemm.tiles import TARGETS, Config, Target
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.runners import runner
+from bench.lib.accuracy import matmul_reference
 
 # Relative Frobenius error. fp32: sums of at most 128 products, each step within 2**-24 = 6e-8 of exact. fp16: the
 # result is rounded once, 2**-11 = 4.9e-4 at most. bf16: Triton's interpreter cuts instead of rounding, 2**-7 at most (a

@@ -13,12 +13,12 @@ import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
 from axo_kernels import FusedCommunicator, Tuner
 from axo_kernels.gemm.layout import LAYOUTS, Product, stored_shapes
-from axo_kernels.gemm.matmul import matmul_reference
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json, fused_name, vendor_choices
 from axo_kernels.tune.timing import Timing, paired, relative_error
 from axo_kernels.tune.tuner import runner
+from bench.lib.accuracy import matmul_reference
 from tests.launcher import run_ranks
 
 CPU = torch.device("cpu")
