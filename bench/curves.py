@@ -20,6 +20,9 @@ from pathlib import Path
 import torch
 import yaml
 
+from axo.grid import Grid
+from axo.launch import RankFailed
+
 from .lib.arguments import Parser
 from .lib.table import Table, environment
 
@@ -40,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grids", default=",".join(GRIDS), help="comma-separated")
     parser.add_argument("--plot", type=Path, default=None, help="draw the curves here (PNG)")
     options = parser.parse_args(arguments)
+    for grid in options.grids.split(","):
+        Grid.parse(grid)
     header = {"bench": "curves", "steps": options.steps, "model": MODEL} | environment(torch.device("cpu"))
     table, curves, wrong = Table(COLUMNS, options.json, header), {}, 0
     with tempfile.TemporaryDirectory() as folder:
@@ -95,7 +100,9 @@ def train(run: str, file: Path) -> list[float]:
         text=True,
     )
     if done.returncode:
-        raise SystemExit(f"curves: {' '.join([*command, *given])} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        said = done.stderr.strip().splitlines() or ["nothing"]
+        sys.stderr.write(f"{' '.join([*command, *given])} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RankFailed(f"{run}: {said[-1]}", rank=0, user_error=done.returncode == 2)
     (log,) = (out / "logs" / "csv").glob("*/metrics.csv")
     return [float(row["loss"]) for row in csv.DictReader(log.open()) if row["loss"]]
 

@@ -75,7 +75,7 @@ class StandIn:
         try:
             from tests import standin
         except ModuleNotFoundError:
-            raise SystemExit("--standin wants a checkout: the stand-in is part of the tests") from None
+            raise ValueError("--standin wants a checkout: the stand-in is part of the tests") from None
         standin.build()
         self._gpu = standin.install(None)
 
@@ -313,7 +313,7 @@ def measure(gpu: Any, table: Table) -> dict[str, bool | str]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the number of failed verdicts."""
-    parser = Parser("bench.device", __doc__)
+    parser = Parser("axo bench device", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/device"))
     parser.add_argument("--standin", action="store_true", help="on stand-ins for a GPU; times mean nothing")
     options = parser.parse_args(arguments)

@@ -165,7 +165,7 @@ def profile(run: Callable[[], Any], path: Path) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run everything; returns the number of failed verdicts."""
-    parser = Parser("bench.gpu_step", __doc__)
+    parser = Parser("axo bench gpu_step", __doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_step"))
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--walk", action="store_true", help="toy sizes on the CPU; times mean nothing")

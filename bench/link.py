@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from .lib.arguments import Parser
+from .lib.arguments import Parser, numbers
 from .lib.link import rate, seconds
 from .lib.table import Table, environment
 
@@ -55,6 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.ranks % options.ranks_per_host or options.ranks == options.ranks_per_host:
         parser.error(f"{options.ranks} ranks do not make several hosts of {options.ranks_per_host}")
+    options.sizes = numbers("--sizes", options.sizes)
     rows = launch_local(measure, options.ranks, options)
     header = environment(torch.device("cpu")) | {"limit": options.limit, "latency": options.latency}
     table = Table(COLUMNS, options.json, header)
@@ -76,7 +77,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with axo.connect(f"{options.ranks}x1x1x1") as comms:
         world = comms.world
         three = [world.split(0, world.rank, name=f"part{i}") for i in range(3)]
-        for size in (int(text) for text in options.sizes.split(",")):
+        for size in options.sizes:
             count = size // 4 // options.ranks // 3 * options.ranks * 3
             whole, part = torch.zeros(count), torch.zeros(count // options.ranks)
             thirds = list(whole.chunk(3))

@@ -153,6 +153,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--every", type=int, default=1, help="only every N-th case")
     parser.add_argument("--json", type=Path, default=Path("runs/memory.jsonl"), help="JSON lines, a case each")
     options = parser.parse_args(arguments)
+    if options.every < 1:
+        parser.error(f"--every {options.every} is not at least 1")
     wanted = cases()[:: options.every]
     lines = read(options.json)
     done = set(map(case_of, lines))

@@ -109,7 +109,7 @@ def _place(device: torch.device, real: bool) -> torch.device:
     """The device of this rank; more ranks than GPUs share them, where the library can.
 
     Raises:
-        SystemExit: It cannot.
+        ValueError: It cannot.
     """
     if device.type != "cuda":
         return device
@@ -118,8 +118,8 @@ def _place(device: torch.device, real: bool) -> torch.device:
         version = torch.cuda.nccl.version() if torch.version.hip is None else (0,)
         if version < (2, 30):
             shown = ".".join(map(str, version))
-            raise SystemExit(
-                f"axo bench overlap: more ranks than the {gpus} GPUs here need NCCL 2.30 (this is {shown}) and MPS; "
+            raise ValueError(
+                f"more ranks than the {gpus} GPUs here need NCCL 2.30 (this is {shown}) and MPS; "
                 f"start {gpus} ranks, or one without torchrun to simulate the others"
             )
         # The kernels of all ranks must be resident at once: few thread blocks, and NVIDIA's MPS running.

@@ -60,6 +60,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=0.5, help="of communication in the time of products")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args(arguments)
+    unknown = set(options.cases.split(",")) - set(CASES)
+    if unknown:
+        parser.error(f"--cases: {', '.join(sorted(unknown))}: choose from {', '.join(CASES)}")
     plain = {name: value for name, value in vars(options).items() if name != "json"}
     table = Table(COLUMNS, options.json, {"bench": "overlap_engine", **environment(torch.device("cpu")), **plain})
     for case in options.cases.split(","):

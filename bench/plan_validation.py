@@ -76,10 +76,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--passes", type=int, default=2, help="over all grids, so that a busy minute hits none twice")
     parser.add_argument("--plans", default="", help="only these, comma-separated: '2x2x2x1, 4x1x1x1 in 2 stages'")
     options = parser.parse_args(arguments)
+    grids = [text.strip() for text in options.plans.split(",") if text] or every_plan()
+    for plan in grids:
+        Grid.parse(plan.partition(" ")[0])
     options.state.mkdir(parents=True, exist_ok=True)
     setup = {"limit": options.limit, "steps": options.steps, "config": CONFIG, "sequences": SEQUENCES, "length": LENGTH}
     state = State(options.state / "state.json", setup)
-    grids = [text.strip() for text in options.plans.split(",") if text] or every_plan()
     deadline = time.time() + options.seconds
     if not state.machine.exists():
         profile.write(launch_local(measure_machine, RANKS, options.limit), state.machine)
@@ -124,7 +126,7 @@ class State:
             return
         found = json.loads(self.path.read_text())
         if found["setup"] != json.loads(json.dumps(self.setup)):
-            raise SystemExit(f"plan_validation: {self.path} holds another setup's results; give another --state")
+            raise ValueError(f"--state {self.path} holds another setup's results; give another folder")
         self.steps = found["steps"]
 
     def left(self, grids: list[str], passes: int) -> list[str]:

@@ -156,7 +156,7 @@ def products(grid: str, rows: int) -> Iterator[Product]:
 
 def main(given: list[str] | None = None) -> int:
     """Print the predictions, and for each configuration the geometric mean of its shares."""
-    parser = Parser("bench.roofline", __doc__, json=True)
+    parser = Parser("axo bench roofline", __doc__, json=True)
     parser.add_argument("--grid", default="1x1x1", help="GxxGyxGz, which cuts the layers")
     parser.add_argument("--rows", type=int, default=4096, help="tokens of one data-parallel group")
     options = parser.parse_args(given)

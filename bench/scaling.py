@@ -24,7 +24,7 @@ import torch
 from axo.grid import Grid
 
 from .lib import step_models as models
-from .lib.arguments import Parser
+from .lib.arguments import Parser, numbers
 from .lib.table import Table, environment
 from .step import COUNTED, LOSS_LIMIT, STEPS, batch, timed_step
 
@@ -52,6 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     rank = Rank.from_environment()
     grids = [Grid.parse(text) for text in options.grids.split(",")]
+    hidden_sizes = numbers("--hidden", options.hidden)
     for grid in grids:
         rows_of(grid, options)
         if rank is not None and grid.world_size != rank.world_size:
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
     header = {"bench": "scaling", "mode": options.mode, "cores": cores, **environment(torch.device(options.device))}
     header["threads"] = options.threads
     table = Table(COLUMNS, options.json if rank is None or rank.rank == 0 else None, header)
-    for hidden in map(int, options.hidden.split(",")):
+    for hidden in hidden_sizes:
         first: float | None = None
         for grid in grids:
             if rank is not None:
@@ -82,12 +83,12 @@ def rows_of(grid: Grid, options: argparse.Namespace) -> int:
     """Rows of one data rank.
 
     Raises:
-        SystemExit: The tokens do not divide.
+        ValueError: The tokens do not divide.
     """
     parts = grid.z * grid.data if options.mode == "strong" else 1
     if options.tokens % (options.seq_len * parts):
-        raise SystemExit(
-            f"scaling: --tokens {options.tokens} is not a multiple of --seq-len {options.seq_len} times {parts} data"
+        raise ValueError(
+            f"--tokens {options.tokens} is not a multiple of --seq-len {options.seq_len} times {parts} data"
             f" ranks of grid {grid}"
         )
     return options.tokens // options.seq_len // parts

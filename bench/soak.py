@@ -126,7 +126,7 @@ PARTS = ("core", "kills", "memory", "threads", "device", "fuzz", "tables", "suit
 
 
 def main() -> int:
-    parser = Parser("python -m bench.soak", __doc__)
+    parser = Parser("axo bench soak", __doc__)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--short", action="store_true", help="a sample of each part, which proves little")
     parser.add_argument("--json", type=Path, default=None, help="append a line for each proof to this file")

@@ -49,5 +49,5 @@ def test_weak_scaling_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_tokens_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(SystemExit, match="--tokens 48 is not a multiple of --seq-len 16 times 2 data ranks"):
+    with pytest.raises(ValueError, match="--tokens 48 is not a multiple of --seq-len 16 times 2 data ranks"):
         scaling.main([*TINY, "--mode=strong", "--grids=1x1x2x1", "--tokens=48"])

@@ -1,0 +1,70 @@
+"""What users get wrong in ``axo bench``: exit code 2 and one line that names it, for every bench.
+
+Oracle: the line itself, as axo/cli/errors.py promises it. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+import bench
+from axo.cli import main as cli
+from axo.cli.bench import benchmarks
+
+# A bench, the options that are wrong, and what the line says. Where there is no GPU, some want one before all else.
+MISTAKES = {
+    "checkpoint": ("--mb 0", "--mb '0' is not a whole number of at least 1"),
+    "collectives": ("--sizes 1Q", "size '1Q' is not a number of bytes; write 4096, 64K, 1M or 1G"),
+    "curves": ("--grids 7", "grid '7' is not of the form XxYxZxDATA"),
+    "device": ("--bogus", "unrecognized arguments: --bogus"),
+    "gemm": ("--sizes 0", "--sizes '0' is not a whole number of at least 1"),
+    "gpu": ("--seconds 1", "--seconds 1 is too short for any result; use at least 60"),
+    "gpu_step": ("--rounds x", "argument --rounds: invalid int value: 'x'"),
+    "kernels": ("--jobs x", "argument --jobs: invalid int value: 'x'"),
+    "link": ("--sizes abc", "--sizes 'abc' is not a whole number of at least 1"),
+    "memory": ("--every 0", "--every 0 is not at least 1"),
+    "offload": ("--device nope", "--device 'nope'"),
+    "overlap": ("--shapes 4x4", "--shapes '4x4': use three sizes joined by x"),
+    "overlap_engine": ("--cases nope", "--cases: nope: choose from OAR, ORS, OAG"),
+    "parity": ("--grid 7", "grid '7' is not of the form XxYxZxDATA"),
+    "pipeline": ("--ranks 1", "--ranks 1: wanted numbers of at least 2, such as 2,4"),
+    "plan_validation": ("--plans 7", "grid '7' is not of the form XxYxZxDATA"),
+    "products": ("--shapes 4x4", "--shapes 4x4 is not of the form MxKxN,MxKxN"),
+    "roofline": ("--grid 7", "grid '7' is not of the form XxYxZxDATA"),
+    "scaling": (
+        "--mode=strong --grids=1x1x2x1 --tokens=48 --seq-len=16",
+        "--tokens 48 is not a multiple of --seq-len 16",
+    ),
+    "soak": ("nope", "nope: not one of core, kills, memory"),
+    "step": ("--cases nope", "--cases: nope: choose from serial, z, x, data, pipeline"),
+}
+OF_MPIRUN = {"mpi"}  # what mpirun starts beside bench/collectives.py: it has no options of users
+
+
+def test_every_bench_has_a_mistake() -> None:
+    assert set(benchmarks()) - OF_MPIRUN == set(MISTAKES)
+
+
+@pytest.mark.parametrize("name", sorted(MISTAKES))
+def test_a_mistake_is_one_line(name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    options, words = MISTAKES[name]
+    monkeypatch.setitem(sys.modules, "axo_bench", bench)  # these files, wherever Axo is installed from
+    monkeypatch.setattr(sys, "argv", ["axo", "bench", name, *options.split()])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    said = capsys.readouterr().err
+    assert end.value.code == 2, said
+    assert said.startswith("axo bench") and f"error: {words}" in said and said.count("\n") == 1, said
+
+
+def test_no_bench_ends_by_text_alone() -> None:
+    """``raise SystemExit("text")`` has exit code 1 and no name: a mistake is a ValueError, or the parser's."""
+    from tests.house.test_house import ROOT, sources
+
+    files = [path for path in sources(".py") if path.parent in (ROOT / "bench", ROOT / "bench/lib")]
+    assert len(files) > 25
+    for path in files:
+        for line in path.read_text().splitlines():
+            assert "SystemExit" not in line or line.strip() == "raise SystemExit(main())", f"{path.name}: {line}"
