@@ -3,6 +3,7 @@
 What goes wrong must end on every rank with one clear error, soon, and leave nothing behind.
 """
 
+import gc
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
 import torch
@@ -241,6 +243,30 @@ def test_axes_are_the_grids(grid):
 
 def test_two_grids_live_in_one_process():
     assert run_ranks(two_grids_at_once, 4) == [(4.0, 2.0, 2)] * 4
+
+
+def unclosed():
+    """What Python says of files and sockets that a grid and a part of it leave open, and of one that is left open."""
+    said = []
+    sys.unraisablehook = lambda found: said.append(str(found.exc_value))  # a warning in a destructor has no caller
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        comms = axo.connect("2x1x1x1")
+        part = comms.world.split(0, name="part")
+        comms.x.all_reduce(torch.ones(4), async_op=True).wait()
+        part.all_reduce(torch.ones(4))
+        part.close()
+        comms.close()
+        del comms, part
+        gc.collect()
+        before = list(said)
+        open(os.devnull)
+    return before, said
+
+
+def test_nothing_is_left_unclosed():
+    for before, after in run_ranks(unclosed, 2):
+        assert before == [] and len(after) == 1 and "unclosed file" in after[0]
 
 
 def test_the_process_group_and_the_grid_share_the_world():

@@ -4,18 +4,21 @@ Oracles: those of test_collectives (each rank makes all ranks' inputs and reduce
 the stand-in saw. Its own rules fail a test through ``Gpu.violations``. tests/standin.py says what this proves.
 """
 
+import glob
 import os
 import re
 import signal
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import axo
-from axo.comm.device import ask_for_launch_order
+from axo.comm.device import DeviceOptions, ask_for_launch_order
+from axo.comm.transports import meet
 from tests import standin
 from tests.comm.test_collectives import FLOATS, INTEGERS, MOVED_ONLY, inputs, reduced, same
 from tests.launcher import rank_outcomes, run_ranks
@@ -433,6 +436,31 @@ def test_a_killed_peer_is_named(tmp_path):
 def test_on_ranks(check, world, tmp_path):
     standin.build()
     run_ranks(check, world, tmp_path)
+
+
+def no_progress_engine(folder):
+    """A GPU's library moves the bytes; the thread that does it on CPUs begins with torch's group, which takes both."""
+    gpu = standin.install(folder)
+    store, rank, size = next(dist.rendezvous("env://"))
+    place = torch.device("standin", rank)
+    torch.accelerator.set_device_index(rank)
+    line = meet(store, "of the GPUs", rank, size, place, 60.0, DeviceOptions(), meeting=60.0)
+    found = line.all_reduce(torch.ones(8, device=place), async_op=True).wait()
+    same(found.cpu(), torch.full((8,), float(size)), "")
+    assert "axo-progress" not in names_of_threads()
+    dist.init_process_group("axo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
+    assert "axo-progress" in names_of_threads()
+    line.close()
+    assert not gpu.violations()
+
+
+def names_of_threads():
+    return [Path(task, "comm").read_text().strip() for task in glob.glob("/proc/self/task/*") if Path(task).exists()]
+
+
+def test_a_gpu_communicator_starts_no_progress_engine(tmp_path):
+    standin.build()
+    run_ranks(no_progress_engine, 2, tmp_path)
 
 
 def test_a_launch_order_is_asked_for_before_the_first_communicator(monkeypatch):

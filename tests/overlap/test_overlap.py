@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import axo
+from axo.overlap.engine import Engine
 from tests.gpt import LLAMA, NEOX, batch
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, assert_gradients_match, my_rows, seed_apart, serial_seed
@@ -123,6 +124,28 @@ def cache_sizes(grid):
             found[cache] = gathers[0]
         assert 1 + linears < found[f"{2 * block}B"] < 1 + 2 * linears
     return True
+
+
+def engines_made():
+    """How many engines two layers make: by themselves, once one is asked for, and for a model of both."""
+    made, init = [], Engine.__init__
+
+    def counted(self, *args):
+        made.append(1)
+        init(self, *args)
+
+    Engine.__init__ = counted
+    comms = axo.connect("2x1x1x1")
+    layers = [axo.nn.Linear(8, 8, comms=comms, transposed=bool(i)) for i in range(2)]
+    alone = len(made)
+    axo.overlap.attach(torch.nn.Sequential(*layers), comms)
+    attached = len(made)
+    axo.nn.Linear(8, 8, comms=comms)(torch.ones(2, 8))
+    return alone, attached, len(made)
+
+
+def test_a_model_makes_one_engine():
+    assert run_ranks(engines_made, 2) == [(0, 1, 2)] * 2
 
 
 def test_gathers_a_step_for_every_cache():
