@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -70,10 +71,39 @@ class ProcessGroupCommunicator(FusedCommunicator):
         dist.broadcast(tensor, dist.get_global_rank(self.group, 0), group=self.group)
 
 
+class Collectives(Protocol):
+    """What fused operations ask of an axo.Communicator. A collective with ``async_op`` gives a :class:`Pending`."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def all_reduce(self, tensor: torch.Tensor, /, *, async_op: bool) -> Pending: ...
+    def all_gather(self, tensor: torch.Tensor, out: torch.Tensor, /, *, async_op: bool) -> Pending: ...
+    def reduce_scatter(self, tensor: torch.Tensor, out: torch.Tensor, op: str, /, *, async_op: bool) -> Pending: ...
+    def broadcast(self, tensor: torch.Tensor, root: int, /) -> object: ...
+
+
+class DeviceCollectives(Collectives, Protocol):
+    """The same on GPUs: with a communication stream of its own, and flags."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def stream(self) -> int: ...
+    @property
+    def reserved_ctas(self) -> int: ...
+    def capped(self, max_ctas: int, /) -> Self: ...
+    def follow(self) -> None: ...
+    def signalled(self) -> AbstractContextManager[None]: ...
+    def wait_flag(self, flag: Any, value: int, /) -> None: ...
+    def write_flag(self, flag: Any, value: int, /) -> None: ...
+
+
 class AxoCommunicator(FusedCommunicator):
     """An axo.Communicator, known only by its methods. ``op``: of its reduce-scatters, ``"sum"`` or ``"avg"``."""
 
-    def __init__(self, communicator: Any, timeout: float = 60.0, op: str = "sum") -> None:
+    def __init__(self, communicator: Collectives, timeout: float = 60.0, op: str = "sum") -> None:
         super().__init__(communicator.rank, communicator.size, timeout)
         self.communicator = communicator
         self.op = op
@@ -109,7 +139,11 @@ class DeviceAxoCommunicator(AxoCommunicator):
     for is set by a kernel of this very process, and a lost peer shows in the collective, which axo reports.
     """
 
-    def __init__(self, communicator: Any, timeout: float = 60.0, op: str = "sum", channels: int = 0) -> None:
+    communicator: DeviceCollectives
+
+    def __init__(
+        self, communicator: DeviceCollectives, timeout: float = 60.0, op: str = "sum", channels: int = 0
+    ) -> None:
         super().__init__(communicator, timeout, op)
         self._channels = channels
         self._capped: dict[int, DeviceAxoCommunicator] = {}
@@ -206,7 +240,9 @@ class SoloCommunicator(FusedCommunicator):
     _reduce_scatter = _all_gather
 
 
-def adapt(communicator: Any, timeout: float = 60.0, op: str = "sum") -> FusedCommunicator:
+def adapt(
+    communicator: Collectives | dist.ProcessGroup | FusedCommunicator | None, timeout: float = 60.0, op: str = "sum"
+) -> FusedCommunicator:
     """Wrap a communicator once, and keep the result: it holds the workspaces and the record of what ran.
 
     Args:
@@ -236,5 +272,5 @@ def adapt(communicator: Any, timeout: float = 60.0, op: str = "sum") -> FusedCom
             f"torch.distributed.ProcessGroup"
         )
     if hasattr(communicator, "wait_flag"):
-        return DeviceAxoCommunicator(communicator, timeout, op)
+        return DeviceAxoCommunicator(cast("DeviceCollectives", communicator), timeout, op)
     return AxoCommunicator(communicator, timeout, op)

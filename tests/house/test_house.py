@@ -100,7 +100,10 @@ def sources(*suffixes):
 
 @functools.cache
 def module_of(path):
-    """(line, dotted name, whether at the module's level) of each import; (line, name, annotation) of what has one."""
+    """(line, dotted name, whether at the module's level) of each import; (line, name, annotation) of what has one.
+
+    A function's annotation is that of what it returns.
+    """
     tree, found, annotated = ast.parse(path.read_text(), str(path)), [], []
     package = path.relative_to(ROOT / "python").parts[:-1] if AXO in path.parents else ()
     for node in ast.walk(tree):
@@ -109,6 +112,8 @@ def module_of(path):
         elif isinstance(node, ast.AnnAssign):
             name = getattr(node.target, "id", getattr(node.target, "attr", None))
             annotated.append((node.lineno, name, node.annotation))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.returns is not None:
+            annotated.append((node.lineno, f"{node.name}()", node.returns))
         elif isinstance(node, ast.Import):
             found += [(node.lineno, alias.name, node in tree.body) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -155,18 +160,28 @@ def test_imports_go_down_only():
 
 # What one room passes to the next, by the name of the parameter or attribute; such a thing has a class or a Protocol.
 SEAMS = {"comms", "communicator", "exchange", "exchanges", "engine", "route", "placement", "placements", "gradients"}
-SEAMS |= {"gathers", "pool", "bucket", "buckets", "overlap", "matmul", "products", "layer", "norm"}
+SEAMS |= {"gathers", "pool", "bucket", "buckets", "overlap", "matmul", "products", "layer", "norm", "core", "owner"}
+# Rooms whose functions say what they return, but for those that give back what somebody else's function gave.
+TYPED_ROOMS = ("overlap", "matmul")
+PASSED_ON = {"computed()", "whole()"}
 
 
 def test_no_any_at_the_seams():
-    wrong = []
-    for path in AXO.rglob("*.py"):
+    wrong, seen = [], 0
+    for path in [*AXO.rglob("*.py"), *(ROOT / "axo_kernels").rglob("*.py")]:
+        typed = AXO in path.parents and top_of(path) in TYPED_ROOMS
         for line, named, annotation in module_of(path)[1]:
-            if named is None or named.lstrip("_") not in SEAMS:
+            returned = named is not None and named.endswith("()")
+            if named is None or not (named.lstrip("_").removesuffix("()") in SEAMS or (typed and returned)):
                 continue
-            if re.search(r"\bAny\b", ast.unparse(annotation)):
+            seen += 1
+            elsewhere = returned and (named in PASSED_ON or named.startswith("__"))
+            # Of what a function returns, a bare Any, or a tuple or an iterator of it; a dict of options may hold any.
+            said = ast.unparse(annotation).replace("dict[str, Any]", "").replace("dict[int, Any]", "")
+            said = said.replace("AbstractContextManager[Any]", "")
+            if re.search(r"\bAny\b", said) and not elsewhere:
                 wrong.append(f"{place(path, line)}: {named}: {ast.unparse(annotation)}")
-    assert not wrong, "\n".join(wrong)
+    assert seen > 500 and not wrong, "\n".join(wrong)
 
 
 def test_packages_export_and_hold_no_logic():
@@ -208,17 +223,17 @@ def core_files():
 
 
 def test_includes_go_down_only():
-    up = set()
+    up, seen = set(), 0
     for path in core_files():
         folder, name = path.parent.name, f"{path.parent.name}/{path.name}"
         if "tests" in path.relative_to(ROOT / "csrc").parts:
             continue
         for include in re.findall(r'^#include "(.*)"', path.read_text(), re.MULTILINE):
-            target = include.split("/")[0]
+            target, seen = include.split("/")[0], seen + 1
             below = CORE_FOLDERS.index(target) <= CORE_FOLDERS.index(folder)
             if not below or (folder == "device" and target in ("host", "hosts")):
                 up.add((name, include))
-    assert not up, up
+    assert seen > 200 and not up, up
 
 
 def test_the_core_knows_no_python_and_no_torch():
@@ -251,6 +266,37 @@ def test_no_replaced_word_is_left():
         for number, line in enumerate(text.splitlines() if any_of_them.search(text) else (), 1):
             wrong += [f"{place(path, number)}: say {new!r}" for old, new in REPLACED.items() if re.search(old, line)]
     assert not wrong, "\n".join(wrong)
+
+
+# Of the process itself: no name of a package is replaced.
+PROCESS_SETTINGS = {("command", "sys.argv"), ("command", "torch._dynamo.config.disable")}
+
+
+def test_every_replaced_name_of_a_package_stands_in_the_table():
+    """An assignment to an attribute of what a file imports, in the modules that LitGPT's commands run."""
+    found, room = set(), AXO / "integrations" / "litgpt"
+    for path in room.glob("*.py"):
+        if path.stem in ("patches", "pytest_plugin"):  # the table itself; a plugin for LitGPT's own tests
+            continue
+        tree = ast.parse(path.read_text())
+        imported = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names = [(alias.asname or alias.name).split(".")[0] for alias in node.names]
+                imported |= dict(zip(names, names, strict=True))
+            elif isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("axo"):
+                imported |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        for node in ast.walk(tree):
+            for target in node.targets if isinstance(node, ast.Assign) else ():
+                root, _, rest = ast.unparse(target).partition(".")
+                if isinstance(target, ast.Attribute) and root in imported:
+                    found.add((path.stem, f"{imported[root]}.{rest}"))
+    (table,) = [
+        ast.literal_eval(node.value)
+        for node in ast.parse((room / "patches.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ELSEWHERE"
+    ]
+    assert found - PROCESS_SETTINGS == {(where, name) for name, (where, _) in table.items()}
 
 
 def class_names(path):

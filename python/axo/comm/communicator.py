@@ -102,7 +102,7 @@ class Communicator:
         timeout: float | None = None,
         borrowed: bool = False,
     ) -> None:
-        self._core: Any = core  # None: one rank
+        self._core: _C.Communicator | None = core  # None: one rank
         self._timeout_ms = -1 if timeout is None else int(timeout * 1000)  # of each operation; -1: the core's own
         self._timeout = timeout
         self._borrowed = borrowed  # the core is a process group's, which closes it
@@ -209,7 +209,7 @@ class Communicator:
         if out is not None and scale is None:
             code = OPS.get(op, -1) if type(op) is str else -1
 
-            def plain(core: Any, whole: Any, part: Any, blocking: bool, limit: int) -> Any:
+            def plain(core: _C.Communicator, whole: Any, part: Any, blocking: bool, limit: int) -> Any:
                 return _REDUCE_SCATTER(core, whole, part, code, blocking, limit)
 
             if (found := self._issue_plain(plain, tensor, out, out, async_op)) is not None:
@@ -270,6 +270,7 @@ class Communicator:
             if self._core is None:
                 return self._alone(source, target, result, async_op)
             send, receive, copies = core_buffers("gather", source, target, self.rank * source.nbytes)
+        assert self._core is not None, "one rank is the root"
         self._count("gather", source)
         args = (send.data_ptr(), address(receive), source.numel(), DTYPES[source.dtype], root)
         return self._issue(self._core.gather, args, (send, receive), copies, target, result, async_op)
@@ -293,6 +294,7 @@ class Communicator:
                 raise ValueError(f"scatter: rank {self.rank} is not the root ({root}) and must pass out")
             target, result = self._tensor(out, "scatter"), out
             send, (_, receive, copies) = None, core_buffers("scatter", target, target)
+        assert self._core is not None, "one rank is the root"
         self._count("scatter", target)
         args = (address(send), receive.data_ptr(), target.numel(), DTYPES[target.dtype], root)
         return self._issue(self._core.scatter, args, (send, receive), copies, target, result, async_op)
@@ -344,6 +346,7 @@ class Communicator:
         source = self._tensor(tensor, "send")
         self._count("send", source)
         buffer = plain_input(source)
+        assert self._core is not None, "one rank has no peer"
         args = (buffer.data_ptr(), source.numel(), DTYPES[source.dtype], peer, tag)
         return self._issue(self._core.send, args, buffer, (), None, tensor, async_op)
 
@@ -360,6 +363,7 @@ class Communicator:
         target = self._tensor(tensor, "recv")
         self._count("recv", target)
         buffer, _, copies = core_buffers("recv", target, target)
+        assert self._core is not None, "one rank has no peer"
         args = (buffer.data_ptr(), target.numel(), DTYPES[target.dtype], -1 if peer is None else peer, tag)
         return self._issue(self._core.recv, args, buffer, copies, target, tensor, async_op)
 
@@ -519,6 +523,7 @@ def _close_all() -> None:
         tell_of(error, _open)
         return
     for communicator in list(_open):
+        assert communicator._core is not None, "one of one rank is never in the list"
         try:
             communicator._core.shutdown()
         except Error:

@@ -67,9 +67,9 @@ class DeviceOptions:
     streams: str = "auto"
     check: bool | None = None
 
-    def for_core(self, name: str, timeout_ms: int, device: int) -> _C.DeviceOptions:
+    def for_core(self, timeout_ms: int, device: int) -> _C.DeviceOptions:
         fields = asdict(self) | {"check": -1 if self.check is None else int(self.check)}
-        return _C.DeviceOptions(name, timeout_ms, device, *fields.values())
+        return _C.DeviceOptions("world", timeout_ms, device, *fields.values())
 
 
 class DeviceWork(Work):
@@ -124,6 +124,7 @@ class DeviceWork(Work):
 class DeviceCommunicator(Communicator):
     """The collectives among the ranks of one axis, on GPUs. Made by ``axo.connect(device="cuda")`` and ``split``."""
 
+    _core: _C.DeviceCommunicator | None
     _after_caller = True
 
     def _issue_plain(self, call: Any, tensor: Any, other: Any, result: Any, async_op: bool) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -220,7 +220,9 @@ def _empty_on_device(
     count = math.prod(shape)
     if not lines or count == 0:
         return torch.empty(shape, dtype=dtype, device=comms.device)
-    memory = _C.device_memory([line._core for line in lines], count * dtype.itemsize, str(comms.device))
+    memory = _C.device_memory(
+        [cast("_C.DeviceCommunicator", line._core) for line in lines], count * dtype.itemsize, str(comms.device)
+    )
     return torch.from_dlpack(memory).view(dtype).view(shape)
 
 

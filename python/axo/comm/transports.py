@@ -66,7 +66,7 @@ def meet(
         core = create_core(store, key, rank, size, "world", seconds, meeting=meeting)
         return Communicator(core, name="world", axis="world")
     ask_for_launch_order()
-    core_options = options.for_core("world", int(meeting * 1000), device.index)
+    core_options = options.for_core(int(meeting * 1000), device.index)
     core = _C.create_device_communicator(store, key, rank, size, core_options, threads)
     core.set_timeout(int(seconds * 1000))
     return DeviceCommunicator(core, name="world", axis="world", device=device)

@@ -85,7 +85,7 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
     return owner
 
 
-def _join(owner: Any, kind: type) -> None:
+def _join(owner: object, kind: type) -> None:
     own = type(owner)
     owner.__class__ = type(f"Grid{own.__name__}", (kind, own), {"__module__": own.__module__})
 

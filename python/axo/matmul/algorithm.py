@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from axo.grid import Coords, Grid
 from axo.matmul.cost import BACKWARD, FORWARD, chunk, part
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
     from axo.comm.communicator import Communicator
     from axo.comm.connect import Communicators
+    from axo.comm.work import Work
+    from axo.overlap.exchange import Sum
 
 __all__ = [
     "BACKWARD",
@@ -165,7 +167,7 @@ class Algorithm(ABC):
         return ValueError(f"algorithm {self.name!r} cannot use grid {grid}; it needs {wanted}")
 
 
-def ahead(steps: Iterable[int], fetch: Callable[[int], tuple[Any, ...]]) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def ahead(steps: Iterable[int], fetch: Callable[[int], tuple[Sum, ...]]) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield (step, what ``fetch(step)`` brought), where each step's blocks travel while the one before multiplies.
 
     Args:
@@ -173,7 +175,7 @@ def ahead(steps: Iterable[int], fetch: Callable[[int], tuple[Any, ...]]) -> Iter
         fetch: Issues what a step needs and gives pending works, whose ``wait()`` gives tensors.
     """
     order = list(steps)
-    pending = fetch(order[0]) if order else ()
+    pending: tuple[Sum, ...] = fetch(order[0]) if order else ()
     for index, step in enumerate(order):
         current, pending = pending, fetch(order[index + 1]) if index + 1 < len(order) else ()
         yield step, tuple(work.wait() for work in current)
@@ -193,7 +195,7 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(left @ right)
 
 
-def start_broadcast(comm: Communicator, mine: Tensor, root: int, rows: int, columns: int) -> Any:
+def start_broadcast(comm: Communicator, mine: Tensor, root: int, rows: int, columns: int) -> Work:
     """Start a broadcast of the block of rank ``root``; the work's ``wait()`` gives it, (rows, columns)."""
     block = mine.contiguous() if comm.rank == root else mine.new_empty(rows, columns)
     return comm.broadcast(block, root, async_op=True)

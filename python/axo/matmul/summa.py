@@ -15,7 +15,7 @@ depth (``axo.matmul.tesseract``).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from axo.grid import Grid
 from axo.matmul.algorithm import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from axo.comm.connect import Communicators
+    from axo.comm.work import Work
 
 
 class Summa(Algorithm):
@@ -76,10 +77,10 @@ class Summa(Algorithm):
         )
 
 
-def _steps(comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Iterator[tuple[int, tuple[Any, ...]]]:
+def _steps(comms: Communicators, a: Tensor, b: Tensor, shape: Shape) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Yield each step t with A[i, t] and B[t, j]; those of the next step travel meanwhile."""
 
-    def start(t: int) -> tuple[Any, ...]:
+    def start(t: int) -> tuple[Work, Work]:
         inner = part(shape.k, comms.x.size, t)
         return start_broadcast(comms.y, a, t, a.shape[0], inner), start_broadcast(comms.x, b, t, inner, b.shape[1])
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -64,7 +64,7 @@ def _check_gradients(engine: Engine, optimizer: Optimizer, arguments: Arguments)
         )
 
 
-def _check_state(owner: Any, optimizer: Optimizer, arguments: Arguments) -> None:
+def _check_state(owner: object, optimizer: Optimizer, arguments: Arguments) -> None:
     optimizer_state.check(optimizer)
     optimizer_state.mark(optimizer)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -18,17 +18,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a step: by position, the optimizer first, and by name
 # Called with its owner, the optimizer and its step's arguments; before a step it may return new ones.
 Hook = Callable[[Any, Optimizer, Arguments], Arguments | None]
-_Hooks = weakref.WeakKeyDictionary[Any, list[Hook]]
+Owner = TypeVar("Owner")
+_Hooks = weakref.WeakKeyDictionary[object, list[Hook]]
 
 _before, _after = _Hooks(), _Hooks()
 
 
-def before_steps(owner: Any, hook: Hook) -> None:
+def before_steps(owner: Owner, hook: Callable[[Owner, Optimizer, Arguments], Arguments | None]) -> None:
     """Call ``hook`` before each step for as long as ``owner`` lives. The hook must not keep the owner alive."""
     _before.setdefault(owner, []).append(hook)
 
 
-def after_steps(owner: Any, hook: Hook) -> None:
+def after_steps(owner: Owner, hook: Callable[[Owner, Optimizer, Arguments], None]) -> None:
     """The same after each step."""
     _after.setdefault(owner, []).append(hook)
 

@@ -11,8 +11,9 @@ import torch
 
 import axo_kernels.tune.runners as runners_module
 import axo_kernels.tune.tuner as tuner_module
+from axo.cli import tune as command
 from axo_kernels import FusedCommunicator, Tuner
-from axo_kernels.gemm.layout import LAYOUTS, Product, stored_shapes
+from axo_kernels.gemm.layout import DTYPES, LAYOUTS, Product, stored_shapes
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json, fused_name, vendor_choices
@@ -56,6 +57,11 @@ def test_every_mode_computes_the_same_product(stored, mode):
     if stored != "TN":
         deep = a.view(3, 2, 8)
         assert relative_error(run(deep, b), reference.view(3, 2, 5)) < 1e-6
+
+
+def test_the_command_names_the_kernels_dtypes():
+    """axo tune has them by name: it refuses others before torch is imported."""
+    assert [getattr(torch, name) for name in command.DTYPES] == list(DTYPES)
 
 
 def test_candidates_count_the_copies():

@@ -1,8 +1,11 @@
-"""Every name of LitGPT's training commands that ``axo litgpt`` replaces: by what, and why. Nothing else is changed.
+"""Every name of LitGPT's commands that ``axo litgpt`` replaces: by what, and why. Nothing else of LitGPT is changed.
 
 LitGPT's commands look these names up in their own module (``litgpt.pretrain``, ``litgpt.finetune.full``, ...), so that
 is where the replacements stand, each made from the stock one, for the time of one run (:func:`patched`). The table is
 :data:`PATCHES`; the order of its entries does not matter, as none looks at another.
+
+Three names of other packages are replaced elsewhere (:data:`ELSEWHERE`): they are needed before there is a run, or for
+a part of one.
 """
 
 from __future__ import annotations
@@ -509,6 +512,24 @@ PATCHES = {
     "load_checkpoint": Patch(
         _load_checkpoint,
         "each rank reads its part of a sharded model; a model without values is split before it is filled",
+    ),
+}
+
+
+# Names of packages that LitGPT uses: the module here that replaces each, and why it is no row of PATCHES.
+ELSEWHERE = {
+    "lightning_utilities.core.imports.RequirementCache.__bool__": (
+        "early",
+        "while torchmetrics is imported, before LitGPT is: metrics that want transformers are left out, which saves a"
+        " third of all imports",
+    ),
+    "docstring_parser.parse_from_object": (
+        "command",
+        "for the whole process, before there are ranks: the sources of classes are read once, not for each parser",
+    ),
+    "lm_eval.models.huggingface.HFLM": (
+        "evaluating",
+        "while LitGPT's evaluate runs: the harness makes the model itself, and it is split as soon as it is made",
     ),
 }
 

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from litgpt import adapter, adapter_v2, lora
@@ -228,9 +228,9 @@ def _is_adapted(module: nn.Module) -> bool:
     return isinstance(module, _ADAPTED) or hasattr(module, "gating_factor")
 
 
-def _layer(module: Any) -> Any:
+def _layer(module: nn.Module) -> nn.Linear:
     """A linear layer itself, without the adapter around it."""
-    return getattr(module, "linear", module)
+    return cast("nn.Linear", getattr(module, "linear", module))
 
 
 def _replace_linear(
