@@ -32,6 +32,8 @@ inline bool is_old() { return family() == "old"; }
 // One stream for all communicators of a rank, since their library orders no launches.
 inline bool shares_a_stream() { return is_hip() || is_old(); }
 const char* running();  // the test's name
+// One of every minor version from 2.18 on, and both of 2.28, where windows changed: those that the family may be.
+std::vector<int> versions();
 // The folder of this family's libraries.
 std::string folder();
 

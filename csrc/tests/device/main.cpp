@@ -4,6 +4,7 @@
 #include <signal.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <cstring>
 
@@ -24,6 +25,14 @@ void on_alarm(int) {
 
 const std::string& family() { return the_family; }
 const char* running() { return the_running; }
+
+std::vector<int> versions() {
+  std::vector<int> all = {21801, 21903, 22005, 22105, 22203, 22304, 22403, 22501,
+                          22602, 22703, 22803, 22809, 22907, 23004, 23102, 23203};
+  const int own = is_old() ? 22105 : is_hip() ? 22703 : 23203;
+  all.erase(std::find_if(all.begin(), all.end(), [&](int version) { return version > own; }), all.end());
+  return all;
+}
 
 std::string folder() {
   char path[PATH_MAX] = {};
@@ -80,6 +89,27 @@ std::vector<std::string> sequence() {
 }
 
 }  // namespace device
+
+// The libraries hold the functions of all versions. Axo finds those of the version that a test plays.
+extern "C" {
+void* __real_dlsym(void* library, const char* name);
+void* __wrap_dlsym(void* library, const char* name) {
+  static const std::map<std::string, int> since = {{"ncclCommRegister", 21900},
+                                                   {"ncclCommDeregister", 21900},
+                                                   {"ncclMemAlloc", 21900},
+                                                   {"ncclMemFree", 21900},
+                                                   {"ncclCommWindowRegister", 22700},
+                                                   {"ncclCommWindowDeregister", 22700},
+                                                   {"ncclAlltoAll", 22800},
+                                                   {"ncclGather", 22800},
+                                                   {"ncclScatter", 22800}};
+  const int version = standin::settings().nccl_version;
+  const auto found = since.find(name);
+  const bool own = device::is_hip() && (found != since.end() && found->second == 22800);  // RCCL has had them for long
+  if (version && found != since.end() && version < found->second && !own) return nullptr;
+  return __real_dlsym(library, name);
+}
+}
 
 int main(int argc, char** argv) {
   if (argc > 1) device::the_family = argv[1];

@@ -158,7 +158,7 @@ TEST(all_to_all_of_unequal_parts) {
 
 // Also the versions that say a lone transfer is launched before it is (2.18 to 2.23, without blocking).
 TEST(a_lone_transfer_ends_when_it_has_come) {
-  for (int version : {21801, 22105, 22304, 22403, 22809}) {
+  for (int version : versions()) {
     standin::settings().nccl_version = version;
     ranks(2, [](Rank& me) {
       Comm comm = me.connect();

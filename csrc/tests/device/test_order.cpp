@@ -149,7 +149,7 @@ TEST(communicators_overlap_or_share_a_stream) {
 // there while rank 0 is in `a`, both would wait for ever. So whatever stream an operation is on, its place is that of
 // issue.
 TEST(kernels_that_do_not_fit_beside_each_other) {
-  for (int version : {21801, 22105, 22602, 22809, 23102, 23203}) {
+  for (int version : versions()) {
     standin::settings().nccl_version = version;
     standin::settings().resident_kernels = 1;
     Meet issued(2);
@@ -181,7 +181,7 @@ TEST(kernels_that_do_not_fit_beside_each_other) {
 }
 
 TEST(no_launch_makes_a_thread) {
-  for (int version : {23203, 22809, 22304, 22105}) {
+  for (int version : versions()) {
     standin::settings().nccl_version = version;
     ranks(2, [](Rank& me) {
       Comm a = me.connect("a"), b = me.connect("b");
@@ -345,6 +345,32 @@ TEST(flags_order_chunks_of_a_running_kernel) {
     CHECK_EQ(chunks[1], 4.0f);
     standin::synchronize(comm->stream());
     CHECK_EQ(done, 7u);
+    comm->shutdown();
+  });
+}
+
+// The flag is up already, as one that another kernel has raised: the chunk still comes after what the stream held
+// before follow().
+TEST(chunks_come_after_what_the_stream_held_before) {
+  Meet issued(2);
+  ranks(2, [&](Rank& me) {
+    Comm comm = me.connect();
+    standin::Gate gate;
+    std::uint32_t flag = 3;
+    float x = 1;
+    standin::kernel(me.stream, [&] { x = 5; }, &gate);
+    comm->follow(me.stream);
+    if (me.context->gpu().has_stream_values()) comm->wait_flag(&flag, 3);
+    CallOptions by_flag = me.on_stream();
+    by_flag.after_caller = false;
+    auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, by_flag);
+    issued.here();
+    CHECK(!work->is_completed());
+    CHECK_EQ(x, 1.0f);
+    issued.here();
+    gate.open();
+    work->synchronize(Milliseconds(30000));
+    CHECK_EQ(x, 10.0f);
     comm->shutdown();
   });
 }
