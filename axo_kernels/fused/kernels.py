@@ -78,9 +78,9 @@ def segment_matmul_kernel(
     """A product computed segment by segment (chunks.py), waiting for, or setting, the flag of each chunk.
 
     table, int32 ``[6, SEGMENTS]``: first tile (padded with the largest integer), source row, target row, rows, flag
-    (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A tile waits
-    once, before its loop over K. The last tile of a chunk resets the chunk's counter and publishes the epoch. ALIGNMENT
-    divides where every segment is read and written, and how many rows it has.
+    (-1: none), tiles of that flag. Segments run along N (a gathered weight) when ALONG_N, else along M. A program waits
+    once for each chunk, before its first tile there. The last tile of a chunk resets the chunk's counter and publishes
+    the epoch. ALIGNMENT divides where every segment is read and written, and how many rows it has.
 
     The two loops stay nested: flattened, the spin loop and the barriers make the compiler give up pipelining (seen in
     the PTX of Triton 3.6: 2 bulk loads instead of 6). Stores go through plain pointers: a bulk copy's completion, as
@@ -90,6 +90,8 @@ def segment_matmul_kernel(
     epoch = tl.load(epoch_address)
     starts = tl.load(table + tl.arange(0, SEGMENTS))
     patience = bound
+    waited = tl.full((), -1, tl.int32)
+    poison = tl.zeros((), tl.float32)
     for tile in tl.range(first_tile(XCDS), tiles, NUM_PROGRAMS):
         segment = tl.sum((tile >= starts).to(tl.int32), axis=0) - 1
         entry = table + segment
@@ -108,15 +110,18 @@ def segment_matmul_kernel(
         tile_m, tile_n = grouped_tile(within, tiles_m, tiles_n, GROUP_M)
         m0 = tile_m * BLOCK_M
         n0 = tile_n * BLOCK_N
-        poison = 0.0
         if WAIT:
-            if number >= 0:
-                seen = wait_until(flags + number, epoch, patience)
-                proxy_fence(FENCE)
-                if seen - epoch < 0:
-                    report(status, number, epoch, seen)
-                    poison = float("nan")
-                    patience = 0  # the bound holds for the kernel, not for each of its tiles
+            # once a chunk: what this program has acquired holds for all of its tiles there
+            if number != waited:
+                waited = number
+                poison = 0.0
+                if number >= 0:
+                    seen = wait_until(flags + number, epoch, patience)
+                    proxy_fence(FENCE)
+                    if seen - epoch < 0:
+                        report(status, number, epoch, seen)
+                        poison = float("nan")
+                        patience = 0  # the bound holds for the kernel, not for each of its chunks
         a_row = m0 if ALONG_N else m0 + source
         b_column = n0 + source if ALONG_N else n0
         c_row = m0 if ALONG_N else m0 + target
