@@ -1,0 +1,274 @@
+"""Defects that a review found before a GPU was there, put back one by one: the test named beside each must fail.
+
+A defect is an edit or more of the product, in a copy of the checkout. Its test is one of the usual ones, which pass
+without the edits. Oracle: that test's own message, so that it fails for the defect and not for something else.
+
+    pytest -m soak tests/test_defects.py        # docs/notes/proofs.md has the table
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import standin
+
+ROOT = Path(__file__).resolve().parents[1]
+DEVICE_TESTS = Path("csrc/tests/device")
+BUILT = Path("build/device-tests")
+
+
+@dataclass(frozen=True)
+class Edit:
+    """``old``, which stands in ``file`` exactly once, becomes ``new``."""
+
+    file: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.file} holds {self.old!r} {text.count(self.old)} times"
+        path.write_text(text.replace(self.old, self.new))
+
+
+@dataclass(frozen=True)
+class Defect:
+    """What was wrong, how it is put back, and which test of which family (or pytest's name) says what then."""
+
+    name: str
+    edits: tuple[Edit, ...]
+    family: str  # of the stand-ins, "" for a test of pytest's
+    test: str
+    says: str  # a pattern
+
+
+CORE = "csrc/device/core.cpp"
+DOES_NOT_BLOCK = Edit(CORE, "  config.blocking = 1;", "  config.blocking = 0;")
+THROWS = """    throw Error("communicator '" + member_.name + "': " + function +
+                " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
+                "out of the environment and of nccl.conf");"""
+POLL = "nccl()->CommGetAsyncError(comm_, &result)"
+# How the core waited when its communicators did not block: for "in progress" alone. And how it ought to have waited.
+TRUSTS_SUCCESS = (
+    DOES_NOT_BLOCK,
+    Edit(CORE, THROWS, f"    while (result == kNcclInProgress) {POLL};"),
+)
+ALWAYS_ASKS = (
+    DOES_NOT_BLOCK,
+    Edit(
+        CORE,
+        f"  if (result == kNcclInProgress) {{\n{THROWS}",
+        f"  if (result == kNcclSuccess || result == kNcclInProgress) {{\n"
+        f"    do {POLL};\n    while (result == kNcclInProgress);",
+    ),
+)
+FUSED = "axo_kernels/fused/kernels.py"
+SAMPLE = "tests/kernels/gemm/test_compile.py::test_sample_of_the_matrix"
+
+DEFECTS = (
+    Defect("1: a split's handle comes late", TRUSTS_SUCCESS, "cuda", "a_split_waits_for_its_ranks", "ncclCommUserRank"),
+    Defect("2: a window's handle comes late", TRUSTS_SUCCESS, "cuda", "windows_of_every_version", "window != nullptr"),
+    Defect(
+        "3: a lone transfer is done too early",
+        TRUSTS_SUCCESS,
+        "old",
+        "a_lone_transfer_ends_when_it_has_come",
+        r"data == values\(0, 6\)",
+    ),
+    Defect(
+        "4: what a copy on another stream reads is freed",
+        (
+            Edit(
+                "csrc/torch/c10d_work.cpp",
+                "  if (!parts_.empty()) parts_.back()->keep_until(current_stream(device_), by_program(steps));",
+                "",
+            ),
+        ),
+        "",
+        "tests/comm/test_c10d_device.py::test_on_ranks[order_and_futures-2]",
+        "copied on another stream",
+    ),
+    Defect("5: a thread for every launch", ALWAYS_ASKS, "cuda", "no_launch_makes_a_thread", r"launch_threads\(\) == 0"),
+    Defect(
+        "6: only the same communicator is chained",
+        (Edit(CORE, "  if (shared) last_ = &context_->last_shared_launch();\n", ""),),
+        "hip",
+        "kernels_that_do_not_fit_beside_each_other",
+        r"did not complete|x \+ y \+ z == 6",  # one rank's time limit may end the wait of the other
+    ),
+    Defect(
+        "6: streams of their own before NCCL 2.26",
+        (
+            Edit(
+                "csrc/device/nccl_api.cpp",
+                "if (vendor_ == GpuVendor::hip || version_ < 22600) return;",
+                "if (vendor_ == GpuVendor::hip) return;",
+            ),
+        ),
+        "cuda",
+        "streams_of_their_own_only_where_launches_are_ordered",
+        "is not",
+    ),
+    Defect(
+        "6: the launch order asked for after torch has made a communicator",
+        (Edit("csrc/device/nccl_api.cpp", "if (!library_.was_loaded()) setenv", "setenv"),),
+        "cuda",
+        "streams_of_their_own_only_where_launches_are_ordered",
+        "is not",
+    ),
+    Defect(
+        "7: chunks follow flags alone",
+        (
+            Edit(
+                "csrc/device/communicator.cpp",
+                "core_->order(core_->stream(), stream, true, ",
+                "core_->order(core_->stream(), stream, false, ",
+            ),
+        ),
+        "cuda",
+        "chunks_come_after_what_the_stream_held_before",
+        r"!work->is_completed\(\)",
+    ),
+    Defect(
+        "8: parts of one GPU are the same GPU",
+        (
+            Edit(
+                "csrc/device/gpu_runtime.cpp",
+                "  if (!get_device_ || !get_uuid_) return \"\";\n",
+                "  if (device >= 0) return \"\";\n",
+            ),
+        ),
+        "cuda",
+        "two_ranks_on_one_gpu",
+        "are on the same GPU",
+    ),
+    Defect(
+        "8: HIP's wait for a value, which does not wrap around",
+        (
+            Edit(
+                "csrc/device/gpu_runtime.cpp",
+                "    capture_arguments_ = 3;\n",
+                "    capture_arguments_ = 3;\n"
+                '    wait_value_ = library_.symbol("hipStreamWaitValue32");\n'
+                '    write_value_ = library_.symbol("hipStreamWriteValue32");\n',
+            ),
+        ),
+        "hip",
+        "flags_order_chunks_of_a_running_kernel",
+        "wait_flag: stream waits for values",
+    ),
+    Defect(
+        "9: no divisor of where a segment lies",
+        tuple(
+            Edit(FUSED, f"        {name} = tl.multiple_of({name}, ALIGNMENT)\n", "")
+            for name in ("source", "target", "rows")
+        ),
+        "",
+        SAMPLE,
+        "stores of the result that are narrower",
+    ),
+    Defect(
+        "9: counters at system scope",
+        (Edit(FUSED, 'number, 1, sem="acq_rel", scope="gpu"', 'number, 1, sem="acq_rel", scope="sys"'),),
+        "",
+        SAMPLE,
+        "orders at system scope",
+    ),
+    Defect(
+        "10: nothing is reserved for a cap",
+        (Edit(CORE, "  context_->reserve_ctas(options_.max_ctas);\n  FlightLog", "  FlightLog"),),
+        "cuda",
+        "configuration_of_every_version",
+        r"reserved_ctas\(\) == 8",
+    ),
+)  # fmt: skip
+NAMES = [defect.name for defect in DEFECTS]
+
+
+def run(command: list[str], folder: Path, **variables: str) -> tuple[int, str]:
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | variables, capture_output=True, text=True, errors="replace", timeout=600
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def built(defect: Defect, root: Path) -> Path:
+    """A copy of the checkout with the defect, and with what was compiled before: only what was edited compiles anew."""
+    for folder in ("csrc", "axo_kernels", "bench", "python", "tests"):
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    for file in ("pyproject.toml", "setup.py"):
+        shutil.copy2(ROOT / file, root / file)
+    shutil.copytree(ROOT / BUILT, root / BUILT, ignore=shutil.ignore_patterns("*.gcda"))
+    for folder in (ROOT / "build").glob("obj-*") if not defect.family else ():
+        shutil.copytree(folder, root / "build" / folder.name)
+    for edit in defect.edits:
+        edit.apply(root)
+    return root
+
+
+def core_objects() -> str:
+    return os.environ.get("EXTENSION") or str(ROOT / "build/csrc-tests")
+
+
+def failure_of(defect: Defect, root: Path) -> str:
+    """What the defect's test says."""
+    if defect.family:
+        code, said = run(["make", "-s", "-C", str(DEVICE_TESTS), "build", f"EXTENSION={core_objects()}"], root)
+        assert code == 0, said
+        command = [str(root / BUILT / "tests"), defect.family, defect.test]
+        code, said = run(command, root, GCOV_PREFIX=str(root / "coverage"))
+        found = re.search(rf"^{defect.test} .* FAILED (.*)$|^TIMEOUT in {defect.test}$", said, re.MULTILINE)
+    else:
+        if any(edit.file.startswith("csrc/") for edit in defect.edits):
+            code, said = run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], root)
+            assert code == 0, said
+        path = f"{root / 'python'}:{root}"
+        code, said = run([sys.executable, "-m", "pytest", "-n0", defect.test], root, PYTHONPATH=path)
+        found = re.search(rf"^FAILED {re.escape(defect.test)}(?:.|\n)*", said, re.MULTILINE) and re.search(
+            r"(?:.|\n)*", said
+        )
+    assert code != 0 and found, f"with the defect {defect.name!r}, {defect.test} did not fail:\n{said[-3000:]}"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def everything_built() -> None:
+    standin.build()
+    command = ["make", "-s", "-j2", "-C", str(DEVICE_TESTS), "build"]
+    code, said = run(command, ROOT)
+    assert code == 0, said
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("defect", DEFECTS, ids=NAMES)
+def test_a_defect_is_found(defect, tmp_path, everything_built):
+    said = failure_of(defect, built(defect, tmp_path))
+    assert re.search(defect.says, said), f"{defect.test} failed for another reason:\n{said[-3000:]}"
+
+
+@pytest.mark.parametrize("defect", DEFECTS, ids=NAMES)
+def test_a_defect_can_be_put_back(defect, tmp_path):
+    """The edits still fit the sources, the named test is there, and the table in the docs has it."""
+    for file in {edit.file for edit in defect.edits}:
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / file, tmp_path / file)
+    for edit in defect.edits:
+        edit.apply(tmp_path)
+    if defect.family:
+        named = "".join(path.read_text() for path in (ROOT / DEVICE_TESTS).glob("test_*.cpp"))
+        assert f"TEST({defect.test})" in named
+    else:
+        file, _, name = defect.test.partition("::")
+        assert f"def {name.partition('[')[0]}(" in (ROOT / file).read_text()
+    name = defect.test.rpartition("::")[2]
+    assert f"`{name}`" in (ROOT / "docs/notes/proofs.md").read_text()
