@@ -27,9 +27,9 @@ _RELEASE = {
 
 
 def complaints(
-    text: str, kernel: str, target: Target, dtype: str, precision: str, descriptors: bool, bias_columns: int = 0
+    text: str, kernel: str, target: Target, dtype: str, precision: str, descriptors: bool, bias_loads: int = 0
 ) -> tuple[dict[str, int], list[str]]:
-    """Return instruction counts and what is missing; ``bias_columns``: how many columns of a bias a thread loads."""
+    """Return instruction counts and what is missing; ``bias_loads``: how many loads of a bias a thread may make."""
     key = "nvidia" if target.nvidia else target.arch
     wrong = []
     matrix = _MATRIX[target.arch]
@@ -58,13 +58,19 @@ def complaints(
     if kernel == "signal" and target.nvidia:
         if not re.search(r"atom\.global\.(gpu\.acq_rel|acq_rel\.gpu)\.add", text):
             wrong.append("no acquire-release count of finished tiles on this GPU")
-        if (fences := len(re.findall(r"\.sys\.|\.sys\b|fence\.sc", text))) > 1:
-            wrong.append(f"{fences} orders at system scope, expected one, the flag's")
-    if kernel != "flags" and (stores := narrow_stores(text, target)):
-        wrong.append(f"{stores} stores of the result that are narrower than they need be")
+    orders, allowed = len(re.findall(_SYSTEM[key], text)), 1 if is_flag_writer else _ORDERS.get(kernel, 0)
+    if orders > allowed:
+        wrong.append(f"{orders} orders at system scope, expected at most {allowed}")
+    if kernel == "flags":
+        return counts, wrong
+    loads, stores = _BESIDE[target.nvidia].get(kernel, (0, 0))
+    if (narrow := narrow_stores(text, target) - stores) > 0:
+        wrong.append(f"{narrow} stores of the result that are narrower than they need be")
+    if (narrow := narrow_loads(text, target) - loads - bias_loads) > 0:
+        wrong.append(f"{narrow} loads that are narrower than they need be")
     # TF32 operands have to lie along K, so those that do not are turned around four bytes at a time on their way in
-    if kernel != "flags" and precision != "tf32" and (loads := narrow_loads(text, target, bias_columns)):
-        wrong.append(f"{loads} loads that are narrower than they need be")
+    if precision != "tf32" and (narrow := narrow_copies(text)):
+        wrong.append(f"{narrow} copies to shared memory that are narrower than they need be")
     return counts, wrong
 
 
@@ -124,30 +130,48 @@ def loop_bodies(sass: str) -> list[str]:
 _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "buffer_load")}
 
 
-# What a kernel stores beside its result: the three words that it reports when a wait gives up, each by one thread.
-_REPORT = 3
-_WIDE = {True: r"\bst\.global\.(?:v4\.b32|v2\.b64)", False: r"\b(?:global|buffer)_store_dwordx[24]"}
-_STORE = {True: r"\bst\.global", False: r"\b(?:global|buffer)_store_"}
+# Narrow loads and stores of a kernel beside its operands and its result, by whether the GPU is NVIDIA's.
+#   signal  loads the epoch, its share of the table's first row, and six entries of a segment
+#   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
+#           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
+#   combine loads the bias
+_BESIDE = {
+    True: {"signal": (8, 0), "wait": (7, 3), "combine": (1, 0)},
+    False: {"signal": (7, 0), "wait": (8, 1)},
+}
+# Orders at system scope: the flag that is raised, once a chunk; where a kernel waits, the reads of a flag before and in
+# the loop, and the report's first word.
+_SYSTEM = {
+    "nvidia": r"\.sys\b|\bfence\.sc\b",
+    "gfx90a": r"\bbuffer_(?:wbl2|invl2)\b",
+    "gfx942": r"\bbuffer_(?:wbl2|inv) sc0 sc1",
+}
+_ORDERS = {"signal": 1, "wait": 3, "flags": 3}
+_WIDE = {True: r"\.(?:v4\.b32|v2\.b64)", False: r"_dwordx[24]"}
+_LOAD = {True: r"\bld\.global(?!\.sys)[.\w]*", False: r"\b(?:global|buffer)_load_\w+"}
+_STORE = {True: r"\bst\.global[.\w]*", False: r"\b(?:global|buffer)_store_\w+"}
 
 
-# What a kernel loads beside operands: the columns of a bias, and a segment's entry in the table, by each thread.
-_ENTRIES = 26
-_WIDE_LOAD = {True: r"\bld\.global\.(?:v4\.b32|v2\.b64)", False: r"\b(?:global|buffer)_load_dwordx[24]"}
-_LOAD = {True: r"\bld\.global\.(?!sys)", False: r"\b(?:global|buffer)_load_"}
-
-
-def narrow_loads(text: str, target: Target, bias_columns: int) -> int:
-    """How many loads of operands, of what is added to or of a gate move less than 16 bytes a thread (8 on AMD)."""
-    every, wide = (len(re.findall(found[target.nvidia], text)) for found in (_LOAD, _WIDE_LOAD))
-    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", text)
-    return max(0, every - wide - max(_ENTRIES, bias_columns)) + sum(size != "0x10" for size in copies)
+def narrow_loads(text: str, target: Target) -> int:
+    """How many loads into registers move less than 16 bytes a thread, on AMD 8; reads of a flag are not among
+    NVIDIA's."""
+    return _narrow(_LOAD, text, target)
 
 
 def narrow_stores(text: str, target: Target) -> int:
-    """How many stores of the result move less than they could: 16 bytes a thread; on AMD 8, as its matrix units leave
-    four neighbours in a thread."""
-    every, wide = (len(re.findall(found[target.nvidia], text)) for found in (_STORE, _WIDE))
-    return max(0, every - wide - _REPORT)
+    """How many stores move less than 16 bytes a thread; on AMD 8, as its matrix units leave four neighbours in a
+    thread."""
+    return _narrow(_STORE, text, target)
+
+
+def narrow_copies(text: str) -> int:
+    """How many asynchronous copies to NVIDIA's shared memory move less than 16 bytes."""
+    return sum(size != "0x10" for size in re.findall(r"cp\.async\.c[ag]\.shared\.global[^;]*?, (0x\w+)", text))
+
+
+def _narrow(every: dict[bool, str], text: str, target: Target) -> int:
+    found = re.findall(every[target.nvidia], text)
+    return sum(not re.search(_WIDE[target.nvidia], instruction) for instruction in found)
 
 
 def spin_loop(text: str, read: str) -> bool:

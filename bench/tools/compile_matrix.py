@@ -17,8 +17,10 @@ What this cannot show: that a kernel is fast, or that the hardware does what the
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import io
 import json
 import os
 import re
@@ -26,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import tokenize
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -162,10 +165,11 @@ def compile_case(case: Case) -> Outcome:
     warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
     for name, kernel in zip(names, compiled, strict=True):
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
-        # The matrix units leave a thread two of each eight columns of a tile.
-        columns = case.config.block_n // 4 if _arguments(case, name)[0]["HAS_BIAS"] else 0
+        # NVIDIA's matrix units leave a thread two of each eight columns of a tile; it loads their bias at once.
+        adds = target.nvidia and case.kernel != "combine" and _arguments(case, name)[0]["HAS_BIAS"]
+        bias_loads = case.config.block_n // 8 if adds else 0
         counts, wrong = complaints(
-            text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, columns
+            text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads
         )
         outcome.instructions.update(counts)
         outcome.wrong += wrong
@@ -371,16 +375,34 @@ _SOURCES = (
 )
 
 
+def sources() -> str:
+    """A digest of what is compiled and of what is asked of it. Comments, docstrings and empty lines do not count."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for name in _SOURCES:
+        digest.update(_code((root / name).read_text(encoding="utf-8")).encode())
+    for function in (_compile, _arguments, _kernel_names):
+        digest.update(_code(inspect.getsource(function)).encode())
+    return digest.hexdigest()[:12]
+
+
+def _code(text: str) -> str:
+    lines: list[str] = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node, clean=False):
+            spoken = node.body[0]
+            lines[spoken.lineno - 1 : spoken.end_lineno] = [""] * (spoken.end_lineno - spoken.lineno + 1)  # type: ignore[operator]
+    return "\n".join(stripped for line in lines if (stripped := line.rstrip()))
+
+
 def _identity() -> dict[str, str]:
     """Triton's version, and a digest of what is compiled."""
     import triton
 
-    root, digest = Path(__file__).parents[2], hashlib.sha256()
-    for name in _SOURCES:
-        digest.update((root / name).read_bytes())
-    for function in (_compile, _arguments, _kernel_names):
-        digest.update(inspect.getsource(function).encode())
-    return {"triton": triton.__version__, "sources": digest.hexdigest()[:12]}
+    return {"triton": triton.__version__, "sources": sources()}
 
 
 def page(matrix: list[Case], found: dict[str, dict[str, Any]]) -> str:

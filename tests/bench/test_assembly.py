@@ -1,0 +1,98 @@
+"""The gates of compiled code can fail: texts that pass, and edits of them that must not.
+
+Oracle: the texts hold what Triton 3.6 makes of the kernels, a line of each kind; an edit is what a worse compilation
+would hold instead. `make compile-defaults` runs the same gates over every default.
+"""
+
+import pytest
+
+from axo_kernels.gemm.tiles import TARGETS
+from bench.tools.assembly import complaints
+
+EPOCH = "ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n"
+WIDE = "@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2, %r3, %r4 };\n"
+COPY = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\n"
+READ = "@%p1 ld.global.sys.acquire.b32 %r5, [ %rd3 + 0 ];\n"
+RAISED = "@%p1 atom.global.sys.release.exch.b32 %r6, [ %rd4 + 0 ], %r1;\n"
+COUNTED = "@%p1 atom.global.gpu.acq_rel.add.u32 %r7, [ %rd5 + 0 ], %r8;\n"
+REPORT = "@%p1 st.global.b32 [ %rd6 + 0 ], { %r9 };\n" * 3
+PRODUCT = "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {\n" + COPY + WIDE
+PTX = {
+    "matmul": PRODUCT,
+    "accumulate": PRODUCT + "ld.global.v2.b64 { %rd7, %rd8 }, [ %rd9 + 0 ];\n",
+    "epilogue": PRODUCT + 8 * EPOCH,
+    "signal": 8 * EPOCH + PRODUCT + COUNTED + RAISED,
+    "wait": 7 * EPOCH + READ + "$L1:\n" + READ + "@%p2 bra $L1;\n" + REPORT + RAISED + PRODUCT,
+    "combine": EPOCH + "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];\n" + WIDE,
+}
+LOAD = "global_load_dword v3, v[86:87], off offset:192\n"
+AMD_WIDE = "buffer_store_dwordx2 v[0:1], v2, s[0:3], 0 offen\n"
+WRITTEN_BACK = "buffer_wbl2 sc0 sc1\nglobal_atomic_swap v0, v1, s[6:7] sc1\n"
+AMD_PRODUCT = (
+    "v_mfma_f32_16x16x16_bf16 a[0:3], v[2:3], v[4:5], a[0:3]\nglobal_load_dwordx4 v[0:3], v[4:5], off\n" + AMD_WIDE
+)
+AMD_READ = "global_load_dword v2, v[0:1], off sc0 sc1\nbuffer_inv sc0 sc1\n"
+GCN = {
+    "matmul": AMD_PRODUCT,
+    "signal": 7 * LOAD + AMD_PRODUCT + "buffer_wbl2 sc1\nbuffer_inv sc1\n" + WRITTEN_BACK,
+    "wait": 6 * LOAD + AMD_READ + ".L1:\n" + AMD_READ + "s_cbranch_vccnz .L1\n"
+    "global_store_dwordx3 v3, v[0:2], s[10:11] offset:4\n" + WRITTEN_BACK + AMD_PRODUCT,
+}  # fmt: skip
+NARROW_STORES, NARROW_LOADS = "stores of the result that are narrower", "loads that are narrower"
+HALF = WIDE.replace("v4.b32", "v2.b32")
+# (kernel, what stands there, what stands there instead, what is said)
+WORSE_PTX = [
+    *((kernel, WIDE, WIDE + HALF, f"1 {NARROW_STORES}") for kernel in PTX),
+    *((kernel, WIDE, WIDE + EPOCH, f"1 {NARROW_LOADS}") for kernel in PTX),
+    *(
+        (kernel, COPY, COPY.replace("0x10", "0x4"), "1 copies to shared memory")
+        for kernel in PTX
+        if kernel != "combine"
+    ),
+    *((kernel, WIDE, WIDE + "fence.sc.sys;\n", "orders at system scope") for kernel in PTX),
+    ("matmul", WIDE, WIDE.replace("v4.b32", "b16"), f"1 {NARROW_STORES}"),
+    ("accumulate", "ld.global.v2.b64", "ld.global.v2.b32", f"1 {NARROW_LOADS}"),
+    ("signal", COUNTED, COUNTED.replace("gpu", "sys"), "no acquire-release count of finished tiles"),
+    ("signal", COUNTED, COUNTED.replace("gpu", "sys"), "2 orders at system scope, expected at most 1"),
+    ("signal", "exch.b32", "add.u32", "no release at system scope"),
+    ("wait", "bra $L1", "bra $L2", "no spin loop"),
+    ("wait", REPORT, REPORT + RAISED, "4 orders at system scope, expected at most 3"),
+    ("matmul", "wgmma", "mma", "no wgmma"),
+    ("matmul", COPY, "", "no asynchronous copy"),
+]
+WORSE_GCN = [
+    *((kernel, AMD_WIDE, AMD_WIDE.replace("dwordx2", "short"), f"1 {NARROW_STORES}") for kernel in GCN),
+    *((kernel, AMD_WIDE, AMD_WIDE + LOAD, f"1 {NARROW_LOADS}") for kernel in GCN),
+    *((kernel, AMD_WIDE, AMD_WIDE + "buffer_wbl2 sc0 sc1\n", "orders at system scope") for kernel in GCN),
+    ("signal", "buffer_wbl2 sc0 sc1", "buffer_wbl2 sc1", "no release at system scope"),
+    ("wait", "buffer_inv", "nothing", "no invalidation after the acquire"),
+    ("matmul", "v_mfma", "v_fma", "no v_mfma"),
+]
+
+
+def said(text, kernel, arch):
+    return complaints(text, kernel, TARGETS[arch], "bf16", "ieee", False, bias_loads=8 if kernel == "epilogue" else 0)[
+        1
+    ]
+
+
+@pytest.mark.parametrize("arch, texts", [("sm_90", PTX), ("gfx942", GCN)])
+def test_texts_that_pass(arch, texts):
+    assert {kernel: said(text, kernel, arch) for kernel, text in texts.items()} == {kernel: [] for kernel in texts}
+
+
+@pytest.mark.parametrize(
+    "arch, kernel, old, new, expected",
+    [("sm_90", *case) for case in WORSE_PTX] + [("gfx942", *case) for case in WORSE_GCN],
+)
+def test_worse_code_is_refused(arch, kernel, old, new, expected):
+    text = (PTX if arch == "sm_90" else GCN)[kernel]
+    assert old in text
+    found = said(text.replace(old, new), kernel, arch)
+    assert any(expected in one for one in found), found
+
+
+def test_tf32_operands_may_be_turned_around():
+    text = PTX["matmul"].replace("0x10", "0x4")
+    assert complaints(text, "matmul", TARGETS["sm_90"], "fp32", "tf32", False)[1] == []
+    assert complaints(text, "matmul", TARGETS["sm_90"], "fp32", "ieee", False)[1] != []
