@@ -1,5 +1,8 @@
 """Kernels compiled for five GPUs without having one, and the assembly read for what must be in it."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -22,6 +25,8 @@ from axo_kernels.tune.choice import plain_choices
 from bench.tools import compile_matrix
 from bench.tools.assembly import spin_loop
 from bench.tools.compile_matrix import cases, compile_all
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def passed(matrix, workers=2):
@@ -59,6 +64,23 @@ def test_all_default_configurations():
         (layout, dtype, target) for layout in LAYOUTS for dtype in ("bf16", "fp16", "fp32") for target in TARGETS
     }
     print(f"{len(outcomes)} cases, {sum(outcome.seconds for outcome in outcomes):.0f} s of compilation")
+
+
+def test_the_committed_table_is_of_this_code():
+    """Else: make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"."""
+    table = ROOT / "bench/results/compile_matrix_defaults.jsonl"
+    summary, *lines = map(json.loads, table.read_text(encoding="utf-8").splitlines())
+    assert summary["sources"] == compile_matrix.sources()
+    assert (summary["cases"], summary["wrong"]) == (len(lines), 0)
+    assert [line["name"] for line in lines] == [case.name for case in cases()]
+    page = compile_matrix.page(cases(), {line["name"]: line for line in lines})
+    assert (ROOT / "docs/compiled.md").read_text(encoding="utf-8") == page
+
+
+def test_words_do_not_make_the_table_old():
+    code = 'import a\n\ndef f():\n    """Says."""\n    # why\n    return "#"  # what\n'
+    same = '"""Head."""\nimport a\ndef f():\n    """Says\n    more."""\n    return "#"\n'
+    assert compile_matrix._code(code) == compile_matrix._code(same) == 'import a\ndef f():\n    return "#"'
 
 
 @pytest.mark.slow
