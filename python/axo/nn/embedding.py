@@ -25,11 +25,11 @@ from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn import chain
-from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.nn.sequence import scatter_sequence
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP
-from axo.placement import Placement, check_divides
+from axo.placement import Placement, check_divides, check_whole
 
 
 class Embedding(ParallelLayer, nn.Embedding):
@@ -73,6 +73,9 @@ class Embedding(ParallelLayer, nn.Embedding):
         name: str | None = None,
     ) -> None:
         check_comms(type(self).__name__, comms)
+        label = label_of(self, name)
+        check_whole(label, 0, {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim})
+        check_whole(label, None, {} if padding_idx is None else {"padding_idx": padding_idx})
         placement = Placement((num_embeddings, embedding_dim), comms.arrangement.table, comms=comms)
         self._start(comms, name, {"weight": placement})
         for option, asked in (("max_norm", max_norm), ("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
@@ -118,6 +121,7 @@ class Embedding(ParallelLayer, nn.Embedding):
         output = _Lookup.apply(input, self.weight, self, sum_over, torch.is_grad_enabled())
         if self.first_pass:
             chain.leave(output, self)
+            self.first_pass, self.first_without_history = output.grad_fn is None, False
         if self.scatters_tokens:
             output = scatter_sequence(output, self.comms, owner=self.label())
         return self._gather_if_asked(output)

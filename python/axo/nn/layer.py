@@ -37,6 +37,7 @@ class ParallelLayer(nn.Module):
         placements: Parameter name -> :class:`axo.Placement`.
         exchanges: What issues its collectives; the first is that of its weight.
         first_pass: Whether the layers that its input comes from are still to be checked (``axo.nn.chain``).
+        first_without_history: Whether none of its inputs was without a history yet: then less is known.
         feature_dim: Which dim of activations holds the features: the last, or the channels of a convolution.
         in_axis, out_axis: The axes that split the features of input and output; None: not split.
         out_blocks: Feature blocks that the out axis splits one by one; None: one block.
@@ -46,7 +47,7 @@ class ParallelLayer(nn.Module):
     """
 
     exchanges: tuple[Exchange, ...] = ()
-    first_pass = True
+    first_pass = first_without_history = True
     feature_dim = -1
     in_axis: str | None = None
     out_axis: str | None = None
@@ -148,6 +149,8 @@ class ParallelLayer(nn.Module):
     def load_serial(self, serial: nn.Module, names: Iterable[str] | None = None) -> None:
         """Copy this rank's shards out of a whole layer: all of them, or those of ``names``."""
         with torch.no_grad():
+        else:
+            self.first_without_history = False
             for name in self.placements if names is None else names:
                 getattr(self, name).copy_(self.placements[name].take(getattr(serial, name).detach()))
 
