@@ -15,7 +15,7 @@ Not here: moving data between ranks (``axo.sharding``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -59,6 +59,24 @@ def check_divides(
     raise Refused(
         f"{owner}: {what}={size} does not divide over {axis}={parts}; use {use}, or a grid with {axis} in {{{listed}}}"
     )
+
+
+def check_whole(owner: str, least: int | None, arguments: Mapping[str, object]) -> None:
+    """Refuse arguments that are no whole numbers of at least ``least`` (None: of any size); of a tuple, each of it.
+
+    Raises:
+        ValueError: Names owner, argument and value.
+    """
+    for name, value in arguments.items():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            try:
+                fits = least is None or operator.index(each) >= least
+                operator.index(each)
+            except TypeError:
+                fits = False
+            if not fits:
+                of_at_least = "" if least is None else f" of at least {least}"
+                raise ValueError(f"{owner}: {name}={value!r} is not a whole number{of_at_least}")
 
 
 def check_copies(owner: str, copies: tuple[int, ...] | None, axis: str, parts: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,9 +18,7 @@ COMMS = axo.connect("1x1x1x1")
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: axo.nn.Linear("8", 8, comms=COMMS), ValueError, r"Placement: \(8, '8'\) is not a shape"),
-        (lambda: axo.nn.Linear(-1, 8, comms=COMMS), ValueError, r"Placement: \(8, -1\) is not a shape"),
-        (lambda: axo.nn.Embedding(8.0, 8, comms=COMMS), ValueError, r"Placement: \(8.0, 8\) is not a shape"),
+        (lambda: axo.Placement((8, "8")), ValueError, r"Placement: \(8, '8'\) is not a shape"),
         (lambda: axo.nn.Linear(8, 8, comms=None), ValueError, "Linear: comms=None is not what axo.connect returns"),
         (lambda: axo.nn.Embedding(8, 8, comms="2x1x1x1"), ValueError, "Embedding: comms='2x1x1x1' is not what"),
         (lambda: axo.nn.LayerNorm(8, comms=None), ValueError, "LayerNorm: comms=None is not what"),
@@ -40,6 +39,60 @@ def test_what_means_nothing_or_does_not_fit(build, error, message):
     with pytest.raises(error, match=message) as caught:
         build()
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        ("Linear", {"in_features": "8", "out_features": 8}, "Linear: in_features='8' is not a whole number"),
+        (
+            "Linear",
+            {"in_features": -1, "out_features": 8},
+            "Linear: in_features=-1 is not a whole number of at least 0$",
+        ),
+        ("Linear", {"in_features": 8, "out_features": 8.0, "name": "fc"}, "Linear 'fc': out_features=8.0 is not a"),
+        ("Embedding", {"num_embeddings": 8.0, "embedding_dim": 8}, "Embedding: num_embeddings=8.0 is not a whole"),
+        ("Embedding", {"num_embeddings": 8, "embedding_dim": None}, "Embedding: embedding_dim=None is not a whole"),
+        (
+            "Embedding",
+            {"num_embeddings": 8, "embedding_dim": 8, "padding_idx": "0"},
+            "Embedding: padding_idx='0' is not a whole number",
+        ),
+        ("LayerNorm", {"normalized_shape": "8"}, "LayerNorm: normalized_shape='8' is not a whole"),
+        ("LayerNorm", {"normalized_shape": 8.0}, "LayerNorm: normalized_shape=8.0 is not a whole"),
+        ("RMSNorm", {"normalized_shape": ("8",)}, r"RMSNorm: normalized_shape=\('8',\) is not a whole"),
+        ("GroupNorm", {"num_groups": "2", "num_channels": 8}, "GroupNorm: num_groups='2' is not a whole"),
+        (
+            "GroupNorm",
+            {"num_groups": 0, "num_channels": 8},
+            "GroupNorm: num_groups=0 is not a whole number of at least",
+        ),
+        ("GroupNorm", {"num_groups": 2, "num_channels": 8.0}, "GroupNorm: num_channels=8.0 is not a whole"),
+        *(
+            (
+                "Conv2d",
+                {"in_channels": 8, "out_channels": 8, "kernel_size": 3} | {name: wrong},
+                f"Conv2d: {name}={wrong!r} is not a whole".replace("(", r"\(").replace(")", r"\)"),
+            )
+            for name in ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups")
+            for wrong in ("3", 1.5, *([] if "channels" in name or name == "groups" else [(3, None)]))
+            if (name, wrong) != ("padding", "3")  # torch names its own words
+        ),
+        ("CrossEntropyLoss", {"ignore_index": "0"}, "CrossEntropyLoss: ignore_index='0' is not a whole"),
+        ("CrossEntropyLoss", {"vocab_size": 8.0}, "CrossEntropyLoss: vocab_size=8.0 is not a whole"),
+    ],
+)
+def test_arguments_that_are_no_whole_numbers_are_named(make, arguments, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        getattr(axo.nn, make)(**arguments, comms=COMMS)
+
+
+def test_whole_numbers_of_numpy_are_taken():
+    sizes = numpy.array([8, 4])
+    assert axo.nn.Linear(sizes[0], sizes[1], comms=COMMS).weight.shape == (4, 8)
+    assert axo.nn.Embedding(sizes[0], sizes[1], comms=COMMS).weight.shape == (8, 4)
+    assert axo.nn.LayerNorm(sizes[0], comms=COMMS).weight.shape == (8,)
+    assert axo.nn.LayerNorm(torch.Size([8]), comms=COMMS).weight.shape == (8,)
 
 
 def test_memory_that_others_use_is_the_same_error():

@@ -298,7 +298,7 @@ def refused(grid):
     with pytest.raises(ValueError, match=rf"sequence_parallel=True {only}"):
         axo.parallelize(gpt, comms, algorithm="summa", sequence_parallel=True)
     axo.parallelize(gpt, comms, algorithm="summa")
-    with pytest.raises(ValueError, match=r"Conv2d .* is not supported by algorithm 'summa'"):
+    with pytest.raises(ValueError, match=r"Conv2d is not supported by algorithm 'summa'"):
         axo.nn.Conv2d(4, 4, 1, comms=comms)
 
 

@@ -29,14 +29,14 @@ from axo.comm.connect import Communicators, check_comms
 from axo.matmul import cost
 from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
-from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP, wanted
 from axo.overlap.modes import hidden
-from axo.placement import Placement, check_divides
+from axo.placement import Placement, check_divides, check_whole
 from axo.sharding import cut_features
 
 Pair = int | tuple[int, int]
@@ -87,7 +87,11 @@ class Conv2d(ParallelLayer, nn.Conv2d):
         name: str | None = None,
     ) -> None:
         check_comms(type(self).__name__, comms)
-        comms.arrangement.only_axonn(f"Conv2d {name or ''!r}")
+        label = label_of(self, name)
+        comms.arrangement.only_axonn(label)
+        check_whole(label, 0, {"in_channels": in_channels, "out_channels": out_channels, "dilation": dilation})
+        check_whole(label, 0, {} if isinstance(padding, str) else {"padding": padding})
+        check_whole(label, 1, {"kernel_size": kernel_size, "stride": stride, "groups": groups})
         in_axis, out_axis = ("x", "y") if transposed else ("y", "x")
         # torch checks its own arguments, and works out the padding; on the meta device that costs nothing
         like = nn.Conv2d(

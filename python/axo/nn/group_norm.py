@@ -20,10 +20,10 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
-from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
-from axo.placement import Placement, check_divides
+from axo.placement import Placement, check_divides, check_whole
 
 
 class GroupNorm(ParallelLayer, nn.GroupNorm):
@@ -56,6 +56,9 @@ class GroupNorm(ParallelLayer, nn.GroupNorm):
         grad_reduce: str = "mean",
         name: str | None = None,
     ) -> None:
+        label = label_of(self, name)
+        check_whole(label, 1, {"num_groups": num_groups})
+        check_whole(label, 0, {"num_channels": num_channels})
         nn.GroupNorm(num_groups, num_channels, eps, affine, "meta", dtype)  # torch checks its own arguments
         placement = Placement((num_channels,), ((axis,) if axis else (),), comms=comms)
         self._start(comms, name, dict.fromkeys(("weight", "bias") if affine else (), placement))

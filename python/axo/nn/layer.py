@@ -196,8 +196,7 @@ class ParallelLayer(nn.Module):
 
     def label(self) -> str:
         """``Linear 'mlp.fc'``: how messages call this layer."""
-        name = self.name or (self.exchanges[0].name if self.exchanges else "")
-        return f"{type(self).__name__} {name!r}" if name else type(self).__name__
+        return label_of(self, self.name or (self.exchanges[0].name if self.exchanges else ""))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)
@@ -255,6 +254,11 @@ def is_parallel(model: nn.Module) -> bool:
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:
+def label_of(layer: nn.Module, name: str | None) -> str:
+    """``Linear 'mlp.fc'``: how messages call a layer."""
+    return f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
+
+
     """``device`` if given, else torch's default device if one was set, else that of the communicators."""
     if device is not None:
         return torch.device(device)

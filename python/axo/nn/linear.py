@@ -28,9 +28,9 @@ from axo.matmul import cost, engine_cost
 from axo.matmul.blocks import layer_matmul
 from axo.matmul.cost import Call
 from axo.matmul.shared_input import SharedInput
-from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.nn.sequence import add_bias, scatter_sequence
-from axo.placement import Placement, check_copies, check_divides
+from axo.placement import Placement, check_copies, check_divides, check_whole
 from axo.sharding import cut_features
 from axo_kernels.fused import fp8
 
@@ -107,6 +107,7 @@ class Linear(ParallelLayer, nn.Linear):
         name: str | None = None,
     ) -> None:
         check_comms(type(self).__name__, comms)
+        check_whole(label_of(self, name), 0, {"in_features": in_features, "out_features": out_features})
         arrangement = comms.arrangement
         in_axis, out_axis = arrangement.features(transposed)
         if features.whole_output and arrangement.square:

@@ -27,7 +27,7 @@ from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.overlap.gradients import wanted
-from axo.placement import chunk_bounds
+from axo.placement import check_whole, chunk_bounds
 
 REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_ELEMENTS = 1 << 18  # 1 MiB in fp32: stays in the cache, and launches few enough kernels on a GPU
@@ -50,6 +50,8 @@ class CrossEntropyLoss(nn.Module):
     ) -> None:
         super().__init__()
         _check(weight, reduction, label_smoothing)
+        sizes = {"ignore_index": ignore_index, "vocab_size": vocab_size, "columns": columns}
+        check_whole(type(self).__name__, None, {key: value for key, value in sizes.items() if value is not None})
         self.comms, self.ignore_index, self.reduction = comms, ignore_index, reduction
         self.label_smoothing, self.vocab_size, self.columns = label_smoothing, vocab_size, columns
         self.inplace_backward = inplace_backward

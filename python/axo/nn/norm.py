@@ -26,10 +26,10 @@ from torch import nn
 from axo.comm.connect import Communicators
 from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
-from axo.nn.layer import ParallelLayer, default_device
+from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap.exchange import Exchange
 from axo.overlap.gradients import SKIP, wanted
-from axo.placement import Placement, check_divides
+from axo.placement import Placement, check_divides, check_whole
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
 
@@ -53,7 +53,8 @@ class _Norm(ParallelLayer):
         grad_reduce: str,
         name: str | None,
     ) -> None:
-        shape = (normalized_shape,) if isinstance(normalized_shape, int) else tuple(normalized_shape)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        check_whole(label_of(self, name), 0, {"normalized_shape": normalized_shape})
         placement = Placement(shape[-1:], ((axis,) if axis else (),), comms=comms)
         self._start(comms, name, dict.fromkeys(parameters, placement))
         if len(shape) != 1:
