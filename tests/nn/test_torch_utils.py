@@ -1,4 +1,7 @@
-"""torch's utilities on a parallel model. Oracle: the same call on the serial model; what cannot be right is refused."""
+"""torch's utilities on a parallel model. Oracle: the same call on the serial model; what cannot be right is refused.
+
+Each row of the table in docs/overlap.md has its part here.
+"""
 
 import copy
 
@@ -6,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import clip_grad_norm_ as imported_early
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 import axo
 from tests.launcher import run_ranks
@@ -80,3 +84,134 @@ def others(grid):
 
 def test_vectors_are_refused_and_averages_are_right():
     run_ranks(others, 4, "2x1x2x1")
+
+
+def one_parameter(grid):
+    """Norms and penalties by hand."""
+    comms = axo.connect(grid)
+    serial, model = models(comms)
+    weight = model[0].weight
+    shard = model[0].placements["weight"].take(serial[0].weight)
+    assert weight.norm() < 0.9 * serial[0].weight.norm(), "nothing to tell apart"
+    assert_close(weight.norm(), shard.norm(), 1e-6, "as the table says: of the shard")
+    assert_close(torch.nn.utils.get_total_norm([weight]), serial[0].weight.norm(), 1e-6, "get_total_norm of one")
+    assert_close(axo.unshard(weight, weight.placement).norm(), serial[0].weight.norm(), 1e-6, "norm of the whole")
+    whole = [lambda p: axo.unshard(p, p.placement).norm(), lambda p: axo.unshard(p, p.placement).abs().max()]
+    for penalty, oracle in (
+        (whole[0], lambda p: p.norm()),
+        (whole[1], lambda p: p.abs().max()),
+        (lambda p: p.square().sum(), lambda p: p.square().sum()),
+    ):
+        serial, model = models(comms)
+        for each, term in ((serial, oracle), (model, penalty)):
+            sum(term(p) for p in each.parameters()).backward()
+        backward(serial, model, comms)
+        for parameter, each in zip(model.parameters(), serial.parameters(), strict=True):
+            assert_close(axo.unshard_grad(parameter), each.grad, 1e-5, "gradient of a penalty")
+    # elementwise: clipping by value, and the decay of an optimizer
+    serial, model = models(comms)
+    backward(serial, model, comms)
+    for each in (serial, model):
+        nn.utils.clip_grad_value_(each.parameters(), 0.01)
+        nn.utils.clip_grads_with_norm_(each.parameters(), 0.1, torch.tensor(0.5))
+        torch.optim.AdamW(each.parameters(), lr=0.1, weight_decay=0.5).step()
+    for parameter, each in zip(model.parameters(), serial.parameters(), strict=True):
+        assert_close(axo.unshard_grad(parameter), each.grad, 1e-5, "clipped by value")
+        assert_close(axo.unshard(parameter.detach(), parameter.placement), each, 1e-4, "decayed")
+
+
+class Double(nn.Module):
+    def forward(self, weight):
+        return weight * 2
+
+
+DERIVED = {
+    "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Double()),
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "l1_unstructured": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "ln_structured": lambda layer: prune.ln_structured(layer, "weight", 0.5, 2, 0),
+    "random_unstructured": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    "custom_from_mask": lambda layer: prune.custom_from_mask(layer, "weight", torch.ones_like(layer.weight)),
+    "global_unstructured": lambda layer: prune.global_unstructured(
+        [(layer, "weight")], prune.L1Unstructured, amount=0.5
+    ),
+}
+
+
+def derived(grid):
+    """Weights that are computed from a parameter."""
+    comms = axo.connect(grid)
+    batch = torch.rand(8, 8, generator=torch.Generator().manual_seed(1))
+    for what, derive in DERIVED.items():
+        _, model = models(comms)
+        with pytest.raises(ValueError, match="is split over ranks"):
+            derive(model[0])
+            pytest.fail(what)
+    for what in ("parametrize", "weight_norm", "old weight_norm", "l1_unstructured"):
+        torch.manual_seed(0)
+        serial = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+        DERIVED[what](serial[0])
+        state, expected = {name: each.clone() for name, each in serial.state_dict().items()}, serial(batch).detach()
+        model = axo.parallelize(serial, comms, plan="auto")
+        assert not isinstance(model[0], axo.nn.Linear) and isinstance(model[2], axo.nn.Linear), what
+        assert_close(model(axo.shard_batch(batch, comms)), axo.shard_batch(expected, comms), 1e-5, what)
+        found = model.state_dict()
+        assert list(found) == list(state), what
+        for name, each in state.items():
+            assert_close(found[name], each, 1e-6, name)
+
+
+def transforms(grid):
+    """torch.func."""
+    comms = axo.connect(grid)
+    serial, model = models(comms)
+    x = torch.rand(8, 8, generator=torch.Generator().manual_seed(1))
+    mine = axo.shard_batch(x, comms)
+    call = torch.func.functional_call
+    doubled = [{name: 2 * p for name, p in each.named_parameters()} for each in (serial, model)]
+    expected = axo.shard_batch(call(serial, doubled[0], (x,)), comms)
+    assert_close(call(model, doubled[1], (mine,)), expected, 1e-5, "functional_call")
+    own = {name: p.detach() for name, p in model.named_parameters()}
+    for transform in (
+        lambda: torch.func.grad(lambda p: call(model, p, (mine,)).sum())(own),
+        lambda: torch.func.vjp(model, mine),
+        lambda: torch.func.jvp(model, (mine,), (mine,)),
+        lambda: torch.func.jacrev(model)(mine),
+    ):
+        with pytest.raises(RuntimeError):
+            transform()
+
+
+def batch_norm(grid):
+    comms = axo.connect(grid)
+    torch.manual_seed(0)
+    serial = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(32, 4))
+    model = axo.parallelize(copy.deepcopy(serial), comms, plan="auto")
+    images = torch.rand(8, 4, 4, 4, generator=torch.Generator().manual_seed(1))
+    update_bn([images], serial)
+    update_bn([axo.shard_batch(images, comms)], model)
+    found = model.state_dict()
+    for name, expected in serial.state_dict().items():
+        assert_close(found[name].float(), expected.float(), 1e-5, name)
+
+
+@pytest.mark.parametrize("grid", ["2x2x1x1", "2x1x2x1"])
+def test_norms_and_penalties_of_one_parameter(grid):
+    run_ranks(one_parameter, 4, grid)
+
+
+@pytest.mark.parametrize("grid", ["2x2x1x1", "1x2x1x2"])
+def test_weights_that_are_computed_are_refused_or_stay_serial(grid):
+    run_ranks(derived, 4, grid)
+
+
+def test_transforms_are_right_or_refused():
+    run_ranks(transforms, 4, "2x2x1x1")
+
+
+def test_batch_norm_is_updated_as_in_torch():
+    run_ranks(batch_norm, 4, "2x2x1x1")

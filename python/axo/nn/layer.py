@@ -98,8 +98,12 @@ class ParallelLayer(nn.Module):
         """Register a parameter. One that replaces another must be this rank's shard, and gets its placement.
 
         Raises:
-            ValueError: It is not of the shard's shape.
+            ValueError: It is not of the shard's shape, or stands in for one that is split (``weight_orig``).
         """
+        if name not in self.placements:
+            for of, where in self.placements.items():
+                if name.startswith(f"{of}_"):  # pruning, the old weight_norm and spectral_norm
+                    torch_utils.refuse_derived(f"{self.label()}: {name}", where)
         before, placement = self._parameters.get(name), self.placements.get(name)
         told = hasattr(param, "placement")
         if before is not None and param is not None and placement is not None and not told:
@@ -145,12 +149,12 @@ class ParallelLayer(nn.Module):
         chain.leave(output, self)
         if chain.check(input, self):
             self.first_pass = False
+        else:
+            self.first_without_history = False
 
     def load_serial(self, serial: nn.Module, names: Iterable[str] | None = None) -> None:
         """Copy this rank's shards out of a whole layer: all of them, or those of ``names``."""
         with torch.no_grad():
-        else:
-            self.first_without_history = False
             for name in self.placements if names is None else names:
                 getattr(self, name).copy_(self.placements[name].take(getattr(serial, name).detach()))
 
@@ -220,7 +224,9 @@ class ParallelLayer(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, placement in self.placements.items() if not keep_vars else ():
-            shard = destination[prefix + name]
+            shard = destination.get(prefix + name)
+            if shard is None:  # computed from others, which are saved
+                continue
             whole = shard.new_empty(placement.global_shape) if shard.is_meta else unshard(shard, placement)
             destination[prefix + name] = whole
 
@@ -248,17 +254,17 @@ def _joins(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() and tensor.dtype is not torch.float64
 
 
+def label_of(layer: nn.Module, name: str | None) -> str:
+    """``Linear 'mlp.fc'``: how messages call a layer."""
+    return f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
+
+
 def is_parallel(model: nn.Module) -> bool:
     """Whether ``model`` holds a parallel layer."""
     return any(isinstance(module, ParallelLayer) for module in model.modules())
 
 
 def default_device(device: torch.device | str | None, comms: Communicators) -> torch.device:
-def label_of(layer: nn.Module, name: str | None) -> str:
-    """``Linear 'mlp.fc'``: how messages call a layer."""
-    return f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
-
-
     """``device`` if given, else torch's default device if one was set, else that of the communicators."""
     if device is not None:
         return torch.device(device)

@@ -1,28 +1,26 @@
 """torch's own utilities on the parameters of parallel layers: right, or refused with the name of what to call.
 
-| of torch.nn.utils | on shards |
-|---|---|
-| ``clip_grad_norm_``, ``get_total_norm`` | the norm over all ranks, as ``axo.clip_grad_norm_`` takes it |
-| ``clip_grads_with_norm_``, ``clip_grad_value_`` | elementwise: right as they are |
-| ``parameters_to_vector``, ``vector_to_parameters`` | refused: a vector of shards is not the model's |
-| ``torch.optim.swa_utils`` (EMA, SWA) | elementwise: right as it is |
+docs/overlap.md has the table. They are functions of plain tensors, so what they call is replaced, once a process, when
+the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
+parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device`` and
+``parametrize.ParametrizationList.__init__``. Pruning and the old norms of weights register parameters under other
+names, which the layers refuse (``refuse_derived``).
 
-They are functions of plain tensors, so two private functions that they call are replaced, once a process, when the
-first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
-parallel layers are found by identity, all else goes to torch's own) and ``convert_parameters._check_param_device``.
+Not here: methods of a parameter itself. ``p.norm()`` is its shard's: a subclass that knew better would cost every use.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad, convert_parameters
+from torch.nn.utils import clip_grad, convert_parameters, parametrize
 
 from axo.nn.clip import total_norm
-from axo.placement import placement_of
+from axo.placement import Placement, placement_of
 
 
 class _TotalNorm:
@@ -51,9 +49,31 @@ class _TotalNorm:
         return total_norm(found, norm_type, error_if_nonfinite, "get_total_norm")
 
 
+def _is_split(placement: Placement | None) -> bool:
+    return placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes)
+
+
+def refuse_derived(what: str, placement: Placement | None) -> None:
+    """Refuse to compute a weight from a parameter that is split: pruning, parametrizations.
+
+    Raises:
+        ValueError: It is.
+    """
+    if placement is not None and _is_split(placement):
+        raise ValueError(
+            f"{what}: a parameter of shape {placement.global_shape} is split over ranks, so what is computed from it"
+            " would be of this rank's part; do it before axo.parallelize, which then leaves the layer serial"
+        )
+
+
+def _start_parametrizations(self: nn.Module, modules: Any, original: Any, unsafe: bool = False) -> None:
+    refuse_derived("register_parametrization", placement_of(original))
+    _torchs_start(self, modules, original, unsafe)
+
+
 def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> int:
     placement = placement_of(param)
-    if placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes):
+    if placement is not None and _is_split(placement):
         raise ValueError(
             f"parameters_to_vector, vector_to_parameters: a parameter of shape {placement.global_shape} is split over"
             " ranks, so its vector would not be the model's; gather it by axo.unshard(p, p.placement), or write the"
@@ -63,6 +83,7 @@ def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> in
 
 
 _torchs_check = convert_parameters._check_param_device
+_torchs_start: Any = parametrize.ParametrizationList.__init__
 
 
 def know(layer: nn.Module) -> None:
@@ -71,4 +92,5 @@ def know(layer: nn.Module) -> None:
     if not isinstance(norm, _TotalNorm):
         norm = clip_grad._get_total_norm = nn.utils.get_total_norm = _TotalNorm()
         convert_parameters._check_param_device = _check_param_device
+        parametrize.ParametrizationList.__init__ = _start_parametrizations  # type: ignore[method-assign]
     norm.layers.add(layer)
