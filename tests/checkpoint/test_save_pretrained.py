@@ -3,15 +3,18 @@
 import copy
 import io
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 from litgpt.config import Config
 from litgpt.model import GPT
+from torch import nn
 
 import axo
+from axo.comm import agree
 from tests.integrations.support import LLAMA
-from tests.launcher import run_ranks
+from tests.launcher import rank_outcomes, run_ranks
 
 GRIDS = ("2x2x1x1", "1x2x2x1")
 
@@ -119,3 +122,54 @@ def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
         assert "'odd' is sparse_coo and cannot be saved" in said[7]
         assert said[8].startswith("ValueError: rank 0: save_pretrained: ") and "not JSON serializable" in said[8]
         assert "max_file_bytes='5GB' is no size; use a number" in said[4]
+
+
+def save_by_hugging_face(grid, kind, folder):
+    model = hugging_face(kind)
+    comms = axo.connect(grid)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    axo.parallelize(model, comms, plan="auto")
+    model.save_pretrained(folder / str(comms.rank), is_main_process=comms.rank == 0)
+    comms.close()
+    return expected if comms.rank == 0 else None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_hugging_faces_own_save_pretrained_writes_whole_weights(tmp_path, kind):
+    """Called by every rank. Oracle: the serial model, the same bits."""
+    import transformers
+
+    expected = run_ranks(save_by_hugging_face, 4, GRIDS[0], kind, tmp_path, preload=("transformers",), timeout=90)[0]
+    loaded, said = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "0", output_loading_info=True)
+    assert not said["missing_keys"] and not said["unexpected_keys"] and not said["mismatched_keys"]
+    state = loaded.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def rank_0_alone(grid, then):
+    # rank 0's limit ends first, by far: nothing hangs on how late a rank is
+    with mock.patch.object(agree, "_BEFORE_THE_PEERS", 0.02), axo.connect(grid, timeout=50) as comms:
+        model = axo.parallelize(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), comms, plan="auto")
+        batch = axo.shard_batch(torch.rand(4, 8), comms)
+        model(batch).sum().backward()
+        if comms.rank == 0:
+            model.state_dict()
+        elif then == "step":
+            model(batch).sum().backward()
+        elif then == "barrier":
+            comms.x.barrier()
+            comms.y.barrier()
+        else:
+            comms.world.barrier()
+    raise AssertionError("nobody has noticed")
+
+
+@pytest.mark.parametrize("then", ["step", "barrier", "barrier of the world"])
+def test_a_state_that_one_rank_gathers_alone_is_told_on_every_rank(then):
+    """By the rank that called it, and by those that wait for it; what meets it in the same operation is a mismatch."""
+    told = [outcome.describe() for outcome in rank_outcomes(rank_0_alone, 4, "2x2x1x1", then)]
+    words = "rank 0 called model.state_dict() and others did not; every rank must call it"
+    assert words in told[0]
+    for each in told[1:]:
+        assert words in each or (then == "barrier of the world" and "differs between ranks" in each), told

@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from axo.comm.agree import ranks_that_differ
+from axo.comm.agree import all_call, ranks_that_differ
 from axo.comm.connect import Communicators, check_comms
 from axo.comm.memory import physical_memory
 from axo.matmul import cost, engine_cost
@@ -223,6 +223,9 @@ class ParallelLayer(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        gathered = [] if keep_vars else [name for name, where in self.placements.items() if torch_utils.is_split(where)]
+        if any(not getattr(self, name).is_meta for name in gathered):
+            all_call(self.comms, "model.state_dict()")
         for name, placement in self.placements.items() if not keep_vars else ():
             shard = destination.get(prefix + name)
             if shard is None:  # computed from others, which are saved

@@ -49,7 +49,7 @@ class _TotalNorm:
         return total_norm(found, norm_type, error_if_nonfinite, "get_total_norm")
 
 
-def _is_split(placement: Placement | None) -> bool:
+def is_split(placement: Placement | None) -> bool:
     return placement is not None and any(placement.communicators.grid.size(axis) > 1 for axis in placement.axes)
 
 
@@ -59,7 +59,7 @@ def refuse_derived(what: str, placement: Placement | None) -> None:
     Raises:
         ValueError: It is.
     """
-    if placement is not None and _is_split(placement):
+    if placement is not None and is_split(placement):
         raise ValueError(
             f"{what}: a parameter of shape {placement.global_shape} is split over ranks, so what is computed from it"
             " would be of this rank's part; do it before axo.parallelize, which then leaves the layer serial"
@@ -73,7 +73,7 @@ def _start_parametrizations(self: nn.Module, modules: Any, original: Any, unsafe
 
 def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> int:
     placement = placement_of(param)
-    if placement is not None and _is_split(placement):
+    if placement is not None and is_split(placement):
         raise ValueError(
             f"parameters_to_vector, vector_to_parameters: a parameter of shape {placement.global_shape} is split over"
             " ranks, so its vector would not be the model's; gather it by axo.unshard(p, p.placement), or write the"
