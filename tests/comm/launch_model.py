@@ -6,6 +6,9 @@ units until it has begun on all its ranks; a kernel that spins on flags keeps it
 the kernels that could begin does so first, and on which rank, is free: every choice is followed. What ends does so at
 once, which loses no deadlock: it only frees units. States are the sets of kernels that have begun.
 
+Priorities of streams say which of the kernels that could begin does so first. Every choice is followed, so whatever
+priorities there are, what a device does with them is among what is looked at.
+
 It knows the policies of csrc/device (own streams, one shared stream; with and without a launch order; what a shared
 stream's operations come after) and nothing of speed. ``one_queue``: all streams of a device share one hardware queue,
 in which a stream that waits for a flag holds back what was submitted after it.
@@ -60,6 +63,8 @@ class Model:
         self.machine = machine
         self.policy = policy
         self.kernels: list[Kernel] = []
+        self.states = 0  # that the last search has looked at
+        self.stuck: list[str] | None = None  # what it has found
 
     def deadlock(self, most: int = 300_000) -> list[str] | None:
         """The kernels that have not ended in a state where nothing can go on; None when there is none.
@@ -67,11 +72,16 @@ class Model:
         Raises:
             RuntimeError: More than ``most`` states.
         """
+        self.stuck = self._search(most)
+        return self.stuck
+
+    def _search(self, most: int) -> list[str] | None:
         everything = (1 << len(self.kernels)) - 1
         follows = self._followers()
         seen = {0}
         states = [0]
         while states:
+            self.states = len(seen)
             begun = states.pop()
             begun, ended = self._settle(begun)
             able = self._able(begun, ended)
