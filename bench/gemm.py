@@ -109,14 +109,21 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
 
 def measure(
     products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
-) -> None:
-    """Measure each product into the table; says what it skips for lack of memory or time."""
+) -> int:
+    """Measure into the table each product that it lacks; says what it skips for lack of memory or time.
+
+    Returns:
+        How many are left for lack of time.
+    """
+    measured = {row["product"] for row in table.rows}
+    products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
-    started = time.perf_counter()
+    started, left = time.perf_counter(), 0
     for index, product in enumerate(products):
         if time.perf_counter() - started > seconds:
-            table.note(f"stopped after {seconds:.0f} s: {len(products) - index} products not measured")
+            left = len(products) - index
+            table.note(f"stopped after {seconds:.0f} s: {left} products not measured")
             break
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
@@ -128,6 +135,7 @@ def measure(
             table.note(f"{rival} against torch: geometric mean {geometric_mean(ratios):.3f}, worst {min(ratios):.3f}")
         elif table.rows:
             table.note(f"{rival} against torch: not measured")
+    return left
 
 
 def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rounds: int) -> None:

@@ -9,7 +9,8 @@ The parts, most certain first: the kernels (``bench.kernels``; they need no exte
 (``bench.device``), offload (``bench.offload``), the layers and a training step (``bench.gpu_step``). Each is a process
 of its own with a limit of its own, so that one that hangs or dies leaves the others their time and is reported. Each
 leaves JSON lines and ends with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part
-that has come to its end is not run again (``--fresh``: it is).
+that has come to its end is not run again (``--fresh``: it is), and of the kernels only what was left out for lack of
+time is measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import torch
 
 from .lib.arguments import Parser
+from .lib.table import LEFT_OUT, read_rows
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
@@ -60,7 +62,10 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
     options.out.mkdir(parents=True, exist_ok=True)
     ended = options.out / "ended.json"
-    done: dict[str, int] = json.loads(ended.read_text()) if ended.exists() and not options.fresh else {}
+    if options.fresh:
+        for path in (ended, *(options.out / f"{part.name}.jsonl" for part in PARTS)):
+            path.unlink(missing_ok=True)
+    done: dict[str, int] = json.loads(ended.read_text()) if ended.exists() else {}
     started, failed = time.perf_counter(), 0
     for part in PARTS:
         if part.name in done:
@@ -68,9 +73,9 @@ def main(arguments: list[str] | None = None) -> int:
             failed += int(done[part.name] != 0)
             continue
         left = options.seconds - (time.perf_counter() - started)
-        code = run(part, options.out, part.share * left, options.walk)
+        code, whole = run(part, options.out, part.share * left, options.walk)
         failed += int(code != 0)
-        if code is not None:  # one that was stopped, or died, runs again next time
+        if code is not None and whole:  # one that was stopped, died or left something out runs again next time
             done[part.name] = code
             ended.write_text(json.dumps(done))
     (options.out / "verdicts.txt").write_text("".join(f"{line}\n" for line in verdicts(options.out)))
@@ -79,8 +84,12 @@ def main(arguments: list[str] | None = None) -> int:
     return failed
 
 
-def run(part: Part, out: Path, seconds: float, walk: bool) -> int | None:
-    """Run one bench within ``seconds``; how many of its verdicts failed, None where it did not come to its end."""
+def run(part: Part, out: Path, seconds: float, walk: bool) -> tuple[int | None, bool]:
+    """Run one bench within ``seconds``.
+
+    Returns:
+        How many of its verdicts failed, None where it did not come to its end; and whether it left out nothing.
+    """
     print(f"--- {part.name}: at most {seconds:.0f} s", flush=True)
     command = [sys.executable, "-m", f"{__package__}.{part.name}", "--out", str(out), *([part.walk] if walk else [])]
     if part.name == "kernels":
@@ -89,19 +98,19 @@ def run(part: Part, out: Path, seconds: float, walk: bool) -> int | None:
         code = subprocess.run(command, timeout=seconds).returncode
     except subprocess.TimeoutExpired:
         print(f"{part.name}: stopped after {seconds:.0f} s; what it had measured is in its file", flush=True)
-        return None
+        return None, False
     if code:
         print(f"{part.name}: {code} verdicts failed, or it ended early (the lines above)", flush=True)
-    found = [line for line in verdicts(out) if line.startswith(f"{part.name}: ")]
-    return code if found else None
+    lines = read_rows(out / f"{part.name}.jsonl")
+    ended = any("verdict" in line for line in lines)
+    return code if ended else None, not any(line.get(LEFT_OUT) for line in lines)
 
 
 def verdicts(out: Path) -> list[str]:
     """The last verdicts of every part that has written some, as ``part: verdict``."""
     found = []
     for part in PARTS:
-        path = out / f"{part.name}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = read_rows(out / f"{part.name}.jsonl")
         found += [f"{part.name}: {line['note']}" for line in lines if "verdict" in line]
     return found
 

@@ -10,8 +10,8 @@
 2. Fast: torch, CuPy's cuBLAS, Triton and the tuner's choice over square sizes and the GPT shapes of the papers.
 3. Overlap: efficiency where communication takes 0.2, 0.4 and 0.8 of the product.
 
-Sections get shares of the time and say what they left out. The last lines are the verdicts. ``--dry`` walks through the
-same code on a CPU at toy sizes; its times mean nothing.
+Sections get shares of the time and say what they left out; the same command again measures that alone. The last lines
+are the verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from .lib import verdicts as judge
 from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import Table, environment
+from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
@@ -74,42 +74,63 @@ def main(arguments: list[str] | None = None) -> int:
         compile_part(device, part, parts)
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "kernels.jsonl"
-    path.unlink(missing_ok=True)
+    path, known = options.out / "kernels.jsonl", environment(device)
+    earlier = rows_to_go_on_with(path, known)
+    ended = {row["section"] for row in earlier if "section" in row}
     started = time.perf_counter()
     torch.manual_seed(20)
     verdicts: dict[str, bool | str] = {}
     if not options.dry:
         compile_ahead(options.jobs, 0.25 * options.seconds)
         print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
-    print(json.dumps(environment(device)))
-    table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | environment(device))
-    whole = section("numerics", partial(numerics, device, table, options.dry), verdicts)
-    whole &= section("the kernel for Hopper", partial(grouped, device, table), verdicts)
-    whole &= section("strategies", partial(strategies, device, table, options.dry), verdicts)
-    whole &= section("rounds", partial(rounds, device, table, options.dry), verdicts)
-    whole &= section("graphs", partial(graphs, device, table), verdicts)
-    whole &= section("silence", partial(silence, device, table), verdicts)
-    verdicts["all results right"] = whole and all(row["error"] < row["limit"] for row in table.rows)
+    print(json.dumps(known))
+    checks = {row["check"]: row for row in earlier if "check" in row}.values()  # the last of each
+    table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | known, checks)
+    left: list[str] = []
+    sections: dict[str, Callable[[], object]] = {
+        "numerics": partial(numerics, device, table, options.dry),
+        "the kernel for Hopper": partial(grouped, device, table),
+        "strategies": partial(strategies, device, table, options.dry),
+        "rounds": partial(rounds, device, table, options.dry),
+        "graphs": partial(graphs, device, table),
+        "silence": partial(silence, device, table),
+    }
+    for name, call in sections.items():
+        if name in ended:
+            print(f"{name}: has ended before", flush=True)
+        elif section(name, call, verdicts):
+            table.note(f"{name}: ended", section=name)
+        else:
+            left.append(name)
+    latest = {row["check"]: row for row in table.rows}.values()
+    verdicts["all results right"] = not left and all(row["error"] < row["limit"] for row in latest)
+
+    def measure(name: str, call: Callable[[], int]) -> None:
+        counts: list[int] = []
+        if not section(name, lambda: counts.append(call()), verdicts):
+            left.append(name)
+        elif counts[0]:
+            left.append(f"{counts[0]} of {name}")
 
     spent = time.perf_counter() - started
-    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"})
+    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [row for row in earlier if "tuned_ratio" in row])
     share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
-    section("gemm", partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share), verdicts)
+    measure("gemm", partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
-    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"})
+    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [row for row in earlier if "asked_share" in row])
     shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
     rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    measure = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest)
-    section("overlap", measure, verdicts)
+    measure("overlap", partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest))
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
         verdicts["dry run"] = "on a CPU: times mean nothing"
+    if left:
+        hidden.note(f"left out: {', '.join(left)}; the same command goes on", **{LEFT_OUT: left})
     return hidden.judge(verdicts)
 
 

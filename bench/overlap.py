@@ -139,18 +139,28 @@ def measure(
     table: Table,
     options: argparse.Namespace,
     comm: FusedCommunicator | None = None,
-) -> None:
-    """Measure every operation, share, strategy and chunk count; stops after ``options.seconds``, saying so."""
+) -> int:
+    """Measure every operation and share that the table lacks, by every strategy and chunk count.
+
+    Returns:
+        How many are left when ``options.seconds`` have passed.
+    """
     started = time.perf_counter()
-    for shape in shapes:
-        for operation in OPERATIONS:
-            for share in shares:
-                if time.perf_counter() - started > options.seconds:
-                    table.note(
-                        f"stopped after {options.seconds:.0f} s: {operation} {shape} {share} and on not measured"
-                    )
-                    return
-                _case(operation, shape, share, counts, dtype, device, table, options, comm)
+    measured = {(row["operation"], row["shape"].split()[1], row["asked_share"]) for row in table.rows}
+    cases = [
+        (operation, shape, share)
+        for shape in shapes
+        for operation in OPERATIONS
+        for share in shares
+        if (operation, "x".join(map(str, shape)), share) not in measured
+    ]
+    for index, (operation, shape, share) in enumerate(cases):
+        if time.perf_counter() - started > options.seconds:
+            left = len(cases) - index
+            table.note(f"stopped after {options.seconds:.0f} s: {left} cases from {operation} {shape} {share} on")
+            return left
+        _case(operation, shape, share, counts, dtype, device, table, options, comm)
+    return 0
 
 
 def _case(

@@ -5,14 +5,18 @@ The first JSON line says where the numbers come from: device, versions, commit, 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import platform
 import subprocess
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+
+LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -44,6 +48,37 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The JSON lines of a file, none where there is no file; a last line that a killed run has torn is left out."""
+    found = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
+
+
+def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a run that left something out has measured; the file keeps that alone, and its first line.
+
+    A run that left out nothing, and one on another device or of other versions, is begun anew: the file goes.
+
+    Args:
+        path: JSON lines.
+        known: :func:`environment` of this run.
+    """
+    lines = read_rows(path)
+    same = lines and all(lines[0].get(key) == value for key, value in known.items() if key not in ("date", "threads"))
+    ended = any("verdict" in line for line in lines) and not any(line.get(LEFT_OUT) for line in lines)
+    if not same or ended:
+        path.unlink(missing_ok=True)
+        return []
+    kept = [line for line in lines if "bench" not in line and ("note" not in line or "section" in line)]
+    swap = path.with_suffix(".swap")
+    swap.write_text("".join(f"{json.dumps(line)}\n" for line in [lines[0], *kept]), encoding="utf-8")
+    swap.replace(path)
+    return kept
+
+
 class Table:
     """Prints one row at a time and remembers all.
 
@@ -51,11 +86,18 @@ class Table:
         columns: Name to format, for example ``{"shape": "s", "ms": ".3f"}``.
         path: JSON lines are written here as well; None: nowhere.
         header: Goes into the first JSON line.
+        earlier: Rows that stand in the file already (:func:`rows_to_go_on_with`).
     """
 
-    def __init__(self, columns: dict[str, str], path: Path | None = None, header: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        columns: dict[str, str],
+        path: Path | None = None,
+        header: dict[str, Any] | None = None,
+        earlier: Iterable[dict[str, Any]] = (),
+    ) -> None:
         self.columns = columns
-        self.rows: list[dict[str, Any]] = []
+        self.rows = list(earlier)
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from bench import gpu
+from bench import gpu, kernels
+from bench.lib.table import rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
 
@@ -94,3 +95,115 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])
+
+
+class Clock:
+    """Time that passes where a test says so."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+    def strftime(self, _):
+        return "2026-01-01"
+
+
+def measure_in_fake_time(monkeypatch, takes):
+    """The kernels' bench without its measurements: each appends its name to the list, and takes so many seconds."""
+    clock, measured = Clock(), []
+
+    def check(name):
+        def run(device, table, *_):
+            measured.append(name)
+            if takes.get(name) is None:
+                raise RuntimeError("no kernel image")
+            clock.now += takes[name]
+            table.add(check=name, error=0.0, limit=1.0)
+
+        return run
+
+    def product(product, device, table, *_):
+        measured.append(product.name)
+        clock.now += takes["gemm"]
+        table.add(product=product.name, tuned_ratio=1.0, errors={})
+
+    def case(operation, shape, share, counts, dtype, device, table, *_):
+        measured.append((operation, share))
+        clock.now += takes["overlap"]
+        name = "NT " + "x".join(map(str, shape)) + " float32"
+        table.add(operation=operation, shape=name, asked_share=share, strategy="split", chunks=2)
+
+    for name in ("numerics", "grouped", "strategies", "rounds", "graphs", "silence"):
+        takes.setdefault(name, 1.0)
+        monkeypatch.setattr(kernels, name, check(name))
+    monkeypatch.setattr(kernels, "environment", lambda device: {"device": device.type})
+    monkeypatch.setattr(kernels.gemm, "_one", product)
+    monkeypatch.setattr(kernels.overlap, "_case", case)
+    for module in (kernels, kernels.gemm, kernels.overlap):
+        monkeypatch.setattr(module, "time", clock)
+    return measured
+
+
+def kernels_in_this_process(monkeypatch, out):
+    """``bench.gpu`` whose other parts end at once."""
+
+    def run(command, timeout):
+        name = command[2].removeprefix("bench.")
+        code = kernels.main(command[3:]) if name == "kernels" else 0
+        if name != "kernels":
+            (out / f"{name}.jsonl").write_text(json.dumps({"note": "right: True", "verdict": True}) + "\n")
+        return subprocess.CompletedProcess(command, code)
+
+    monkeypatch.setattr(subprocess, "run", run)
+
+
+def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_path):
+    """No product and no case twice, none never; a section that raised is tried again; then there is nothing to do."""
+    takes = {"gemm": 100.0, "overlap": 40.0, "grouped": None}
+    measured = measure_in_fake_time(monkeypatch, takes)
+    kernels_in_this_process(monkeypatch, tmp_path)
+    arguments = ["--walk", "--out", str(tmp_path), "--seconds", "400"]
+    assert gpu.main(arguments) == 1
+    first, seen = list(measured), capsys.readouterr().out
+    assert "left out: the kernel for Hopper, 1 of gemm, 8 of overlap; the same command goes on" in seen
+    assert "kernels" not in json.loads((tmp_path / "ended.json").read_text())
+    takes["grouped"] = 1.0
+    for _ in range(8):
+        gpu.main(arguments)
+        if "kernels" in json.loads((tmp_path / "ended.json").read_text()):
+            break
+    again = measured[len(first) :]
+    assert again[0] == "grouped" and len(measured) == len(set(measured)) + 1, "all else once"
+    assert sum(isinstance(name, tuple) for name in measured) == 9 and "TN 64x48x32 float32" in again
+    said = (tmp_path / "verdicts.txt").read_text()
+    assert "all results right: True" in said and said.count("all results right") == 1
+    count = len(measured)
+    capsys.readouterr()
+    assert gpu.main(arguments) == 0 and len(measured) == count
+    assert "kernels: has ended before" in capsys.readouterr().out
+    gpu.main([*arguments, "--fresh"])
+    assert len(measured) > count and measured[count] == "numerics"
+
+
+def test_what_is_gone_on_with(tmp_path):
+    """Rows of the same device, versions and commit, of a run that left something out or was killed; nothing else."""
+    path, known = tmp_path / "kernels.jsonl", {"device": "a GPU", "commit": "abc", "date": "today"}
+    row, head = (
+        {"check": "NN", "error": 0.0},
+        {"bench": "right", "date": "yesterday", "device": "a GPU", "commit": "abc"},
+    )
+    verdict, left = {"note": "right: False", "verdict": False}, {"note": "left out: gemm", "left_out": ["gemm"]}
+    ended = {"note": "numerics: ended", "section": "numerics"}
+
+    def found(*lines, torn="", known=known):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
+        return rows_to_go_on_with(path, known)
+
+    assert found(head, row, ended, {"bench": "gemm"}, left, verdict) == [row, ended]
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [head, row, ended]
+    assert found(head, row, torn='{"check": "NT 1') == [row], "killed while it wrote"
+    for lines, changed in (([head, row, verdict], {}), ([head, row, left], {"commit": "def"}), ([], {})):
+        assert found(*lines, known=known | changed) == [] and not path.exists()
+    assert rows_to_go_on_with(path, known) == []
