@@ -4,7 +4,8 @@
     axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
 
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
-Hopper, ``tuned`` what the tuner chose.
+Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak, and on an
+H100 ``predicted_pct`` what ``bench.roofline`` says of their tiles.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -33,6 +34,7 @@ from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
+from . import roofline
 from .lib import arguments
 from .lib.arguments import Parser
 from .lib.table import Table, environment
@@ -41,6 +43,8 @@ COLUMNS = {
     "product": "s",
     "torch_tflops": ".3f",
     "pct_peak": ".1f",
+    "own_pct": ".1f",
+    "predicted_pct": ".1f",
     "cupy_ratio": ".3f",
     "triton_ratio": ".3f",
     "gluon_ratio": ".3f",
@@ -161,10 +165,14 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     rate = product.flops / timings["torch"].seconds
     peak = next((value for name, value in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+    share = 100 / peak if peak and product.dtype != torch.float32 else None
+    own = [timings[name].seconds for name in ("triton", "gluon") if name in timings]
     table.add(
         product=product.name,
         torch_tflops=rate / 1e12,
-        pct_peak=100 * rate / peak if peak and product.dtype != torch.float32 else None,
+        pct_peak=share * rate if share else None,
+        own_pct=share * product.flops / min(own) if share and own else None,
+        predicted_pct=_predicted(product, device),
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
@@ -178,6 +186,16 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         k=product.k,
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
+    )
+
+
+def _predicted(product: Product, device: torch.device) -> float | None:
+    """Percent of the peak that is predicted of the best of our tiles; None but on an H100."""
+    if device.type != "cuda" or "H100" not in _name(device) or product.dtype == torch.float32:
+        return None
+    known, tiles = roofline.known_counts(), roofline.ways(product)
+    return 100 * max(
+        roofline.predicted(product, kind, config, known).share for kind, config in tiles if kind == "matmul"
     )
 
 
