@@ -164,7 +164,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     rate = product.flops / timings["torch"].seconds
-    peak = next((value for name, value in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
+    peak = peak_of(device)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
     own = [timings[name].seconds for name in ("triton", "gluon") if name in timings]
     table.add(
@@ -207,6 +207,11 @@ def _best_tile(tuner: Tuner, product: Product, grouped: bool) -> Config | None:
         if choice.config and bool(choice.config.groups) == grouped
     ]
     return min(tiles, key=lambda found: found[0])[1] if tiles else None
+
+
+def peak_of(device: torch.device) -> float | None:
+    """The advertised dense bf16 rate, FLOP/s; None where PEAKS lacks the device."""
+    return next((rate for name, rate in PEAKS.items() if device.type == "cuda" and name in _name(device)), None)
 
 
 def _name(device: torch.device) -> str:

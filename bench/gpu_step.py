@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 import axo
-from axo.perf import machine
 
+from . import gemm
 from .lib.arguments import Parser
 from .lib.step_models import Contestant, Sizes, axo_contestant, serial
 from .lib.table import Table, environment
@@ -44,15 +44,7 @@ TOY_STEPS = {
     "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
     "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
 }
-PEAK = {"H100": "dgx-h100", "H200": "dgx-h200", "A100": "dgx-a100"}  # whose machine file has the advertised rate
 MFU, SLOWER, LOSSES_APART = 0.55, 1.01, 2e-2
-
-
-def peak_tflops(device: torch.device) -> float | None:
-    """The advertised dense bf16 rate of this GPU, TFLOP/s; None where no machine file has it."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    found = [file for chip, file in PEAK.items() if chip in name]
-    return machine.load(found[0]).peak_tflops if found else None
 
 
 def step_flops(sizes: Sizes) -> float:
@@ -180,7 +172,8 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table(COLUMNS, path, header)
     ratios = layers(comms, TOY_LAYERS if options.walk else LAYERS, options.rounds, table)
     found = steps(comms, TOY_STEPS if options.walk else STEPS, options.rounds, table, options.out)
-    peak = peak_tflops(comms.device)
+    rate = gemm.peak_of(comms.device)
+    peak = rate / 1e12 if rate else None
     verdicts: dict[str, bool | str] = {}
     name = f"Axo's layers over torch's at worst (goal: at most {SLOWER:g})"
     verdicts[name if options.walk else f"{name}: {max(ratios):.3f}"] = (

@@ -6,6 +6,8 @@ Oracles are in the scripts: sums written out, on collectives that the stand-in r
 import json
 import os
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,10 +15,14 @@ from bench import gpu, kernels
 from bench.lib.table import rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
+# What a machine that has torch, triton and numpy alone lacks. (Torch itself takes yaml where there is one.)
+ABSENT = ("litgpt", "lightning", "lightning_fabric", "transformers", "typer", "rich", "matplotlib", "isal", "xxhash")
+
 
 def fork_the_parts() -> None:
     """``prepare``: parts that take what is imported as it is run in forks. Triton's interpreter is chosen at import."""
     start = subprocess.run
+    sys.modules.update(dict.fromkeys(ABSENT))
 
     def run(command, **options):
         if command[1:2] != ["-m"] or command[2] == "bench.kernels":
@@ -27,6 +33,15 @@ def fork_the_parts() -> None:
         return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(part, 0)[1]))
 
     subprocess.run = run
+
+
+@pytest.mark.slow
+def test_torch_and_triton_are_enough_to_import_every_part():
+    """In a process of its own; the walk below is without them too, but for the kernels."""
+    absent = (*ABSENT, "yaml")
+    parts = ", ".join(f"bench.{part.name}" for part in gpu.PARTS)
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); import bench.gpu, {parts}"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(gpu.__file__).parents[1], check=True)
 
 
 @pytest.mark.slow
