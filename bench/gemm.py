@@ -5,7 +5,8 @@
 
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
 Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak, and on an
-H100 ``predicted_pct`` what ``bench.roofline`` says of their tiles.
+H100 ``predicted_pct`` what ``bench.roofline`` says of their tiles. ``accumulate_ratio``, of TN: torch's product and
+``add_`` onto an fp32 gradient, over the faster of the two where it adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -30,6 +32,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.gemm.tiles import Config
 from axo_kernels.tune.cache import Cache
+from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
@@ -48,6 +51,7 @@ COLUMNS = {
     "cupy_ratio": ".3f",
     "triton_ratio": ".3f",
     "gluon_ratio": ".3f",
+    "accumulate_ratio": ".3f",
     "tuned_ratio": ".3f",
     "error": ".1e",
     "chosen": "s",
@@ -163,6 +167,11 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     errors = {name: _error(call(), a, b, product.layout) for name, call in calls.items() if name != "cupy"}
     limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
+    added = None
+    if product.layout == "TN" and "triton" in calls:
+        grouped_tile = _best_tile(tuner, product, True)
+        adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
+        added = max(1 / timing.ratio for timing in paired(adding, device, rounds)[1:])
     rate = product.flops / timings["torch"].seconds
     peak = peak_of(device)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
@@ -176,6 +185,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
+        accumulate_ratio=added,
         tuned_ratio=1 / timings["tuned"].ratio,
         error=max(errors.values()),
         chosen=choice.name,
@@ -187,6 +197,16 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )
+
+
+def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -> list[Callable[[], torch.Tensor]]:
+    """TN added to an fp32 gradient: by torch's product and sum, then by the kernel with each tile (None: default)."""
+    master = torch.zeros((a.shape[1], b.shape[1]), dtype=torch.float32, device=a.device)
+    calls: list[Callable[[], torch.Tensor]] = [lambda: master.add_(torch.mm(a.T, b))]
+    for tile in tiles:
+        run = runner(Choice("triton", "TN", tile), "TN")
+        calls.append(partial(run, a, b, out=master, accumulate=True))
+    return calls
 
 
 def _predicted(product: Product, device: torch.device) -> float | None:

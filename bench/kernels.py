@@ -6,9 +6,10 @@
 0. Compile: what the sections below will launch, in processes beside each other, into Triton's cache.
 
 1. Right: every kernel, layout and dtype against fp64 on sizes that are odd, small and large; every strategy against the
-   serial one; 500 rounds of signalled operations back to back; graphs of them; a flag that is never set.
-2. Fast: torch, CuPy's cuBLAS, Triton and the tuner's choice over square sizes and the GPT shapes of the papers.
-3. Overlap: efficiency where communication takes 0.2, 0.4 and 0.8 of the product.
+   serial one; 500 rounds of signalled operations back to back; graphs of them; a flag that is never set; fp8.
+2. Fast: torch, CuPy's cuBLAS, Triton and the tuner's choice over square sizes and the GPT shapes of the papers; TN
+   added to an fp32 gradient; fp8 beside bf16.
+3. Overlap: efficiency where communication takes 0.2, 0.4 and 0.8 of the product, by launches and as replays of graphs.
 
 Sections get shares of the time and say what they left out; the same command again measures that alone. The last lines
 are the verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean nothing.
@@ -33,6 +34,7 @@ import torch
 from axo_kernels import SignalTimeout, matmul
 from axo_kernels import device as devices
 from axo_kernels.fused.chunks import chunk_order
+from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
@@ -45,6 +47,7 @@ from axo_kernels.tune.timing import relative_error
 from axo_kernels.tune.trust import Trust
 
 from . import gemm, overlap
+from .lib import fp8
 from .lib import verdicts as judge
 from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
@@ -94,6 +97,7 @@ def main(arguments: list[str] | None = None) -> int:
         "rounds": partial(rounds, device, table, options.dry),
         "graphs": partial(graphs, device, table),
         "silence": partial(silence, device, table),
+        "fp8": partial(fp8.right, device, table, options.dry),
     }
     for name, call in sections.items():
         if name in ended:
@@ -117,6 +121,12 @@ def main(arguments: list[str] | None = None) -> int:
     share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
     measure("gemm", partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
+
+    spent = time.perf_counter() - started
+    narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [row for row in earlier if "scaling" in row])
+    sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
+    measure("fp8's times", partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2))
+    verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [row for row in earlier if "asked_share" in row])

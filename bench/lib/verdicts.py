@@ -1,7 +1,8 @@
 """What the kernels must show on a GPU, as one line each: reached or not, or "not measured" where a row is missing.
 
 Goals: Triton alone against the vendor library over the GPT shapes (deep: K of at least 2,048 and four waves of tiles of
-128 x 256), the tuned choice on every shape, overlap where communication takes 0.2, 0.4 and 0.8 of the product's time.
+128 x 256), TN added to an fp32 gradient against torch's product and sum, the tuned choice on every shape, fp8 against
+torch's bf16, overlap where communication takes 0.2, 0.4 and 0.8 of the product's time, also as replays of graphs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _ERROR = 4e-3
 _DEEP = (("NN", 0.95), ("NT", 0.95), ("TN", 0.93))
 _GLUON = 0.95
 _ELSEWHERE, _WORST = 0.88, 0.80
+_ADDED = 1.00
 _TUNED_WORST, _TUNED_MEAN = 0.99, 1.00
+_FP8, _ROUNDED = 1.5, 1.0  # of twice the peak; worth its rounding
 _HIDDEN = ((0.2, 0.5), (0.4, 0.7), (0.8, 0.8))
 _SLOWER = 1.01
 _WAVE = 128 * 256
@@ -49,14 +52,26 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     verdicts |= _line("Triton on the other GPT shapes, of torch", _mean(ratios), _ELSEWHERE, len(ratios))
     ratios = [row["triton_ratio"] for row in mine]
     verdicts |= _line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
+    ratios = [row["accumulate_ratio"] for row in mine if row.get("accumulate_ratio")]
+    verdicts |= _line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
     ratios = [row["tuned_ratio"] for row in rows]
     verdicts |= _line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
     verdicts |= _line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
     return verdicts
 
 
+def fp8(rows: Iterable[Row], scalings: Iterable[str]) -> Verdicts:
+    """Judge rows of ``bench.lib.fp8``: the product alone, and with what rounds its operands."""
+    rows, verdicts = list(rows), {}
+    for scaling in scalings:
+        for what, name, goal in (("alone", "fp8_ratio", _FP8), ("and its rounding", "rounded_ratio", _ROUNDED)):
+            ratios = [row[name] for row in rows if row["scaling"] == scaling]
+            verdicts |= _line(f"fp8 {what}, a scale a {scaling}, of torch's bf16", _mean(ratios), goal, len(ratios))
+    return verdicts
+
+
 def overlap(rows: Iterable[Row], operations: Iterable[str], shapes: Iterable[tuple[int, int, int]]) -> Verdicts:
-    """Judge rows of ``bench.overlap``: of each operation, shape and share the fastest strategy."""
+    """Judge rows of ``bench.overlap``: of each operation, shape and share the fastest strategy, and graph."""
     rows, sizes = list(rows), list(shapes)
     verdicts: Verdicts = {}
     for share, goal in _HIDDEN:
@@ -69,12 +84,18 @@ def overlap(rows: Iterable[Row], operations: Iterable[str], shapes: Iterable[tup
                     if row["asked_share"] == share and row["operation"] == operation and name in row["shape"].split()
                 ]
                 what, hidden, slower = f"{operation} {name} share {share}", None, None
+                graph, replayed = f"{what}, as a graph", None
                 if mine:
                     best = min(mine, key=lambda row: row["fused_ms"])
                     hidden = best["efficiency"]
                     slower = best["fused_ms"] / best["serial_ms"]
                     what += f", {best['strategy']}/{best['chunks']}"
+                if replays := [row for row in mine if row.get("graph_ms")]:
+                    best = min(replays, key=lambda row: row["graph_ms"])
+                    replayed = best["graph_efficiency"]
+                    graph += f", {best['strategy']}/{best['chunks']}"
                 verdicts |= _line(f"{what} hides", hidden, goal, None)
+                verdicts |= _line(f"{graph} hides", replayed, goal, None)
                 verdicts |= _line(f"{what} over serial", slower, _SLOWER, None, at_most=True)
     return verdicts
 

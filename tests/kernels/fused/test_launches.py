@@ -74,6 +74,10 @@ def test_a_split_operation_is_one_product_a_chunk(rank):
         )
         torch.testing.assert_close(out, (x @ w.T).repeat(1, SIZE) + added)
         assert (products, collectives, copied) == (1 + sides * CHUNKS, CHUNKS, w.nbytes)
+        (_, kept), *_, copied = counted(
+            rank, lambda comm, given=given: run_all_gather(x, w, comm, "NT", "b", way, given, keep=True)
+        )
+        assert torch.equal(kept, w.repeat(SIZE, 1)) and copied == w.nbytes + kept.nbytes
         for layout, b in (("NT", x), ("NN", x.T.contiguous())):
             short = None if given is None else given[:7]
             (out, _), products, _, copied = counted(

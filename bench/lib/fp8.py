@@ -1,0 +1,78 @@
+"""Products in fp8 on a device: right, against the emulation that CPUs run, and how fast beside bf16's.
+
+    right   torch._scaled_mm of rounded operands against fp64 products of the same operands, all pairs of formats that a
+            layer multiplies (forward, and gradients), one scale an operand and one a row
+    fast    torch's bf16 product; the fp8 product of operands that are rounded already; with the rounding of both
+
+Where a device has no fp8, ``right`` checks the emulation itself, and nothing is timed. Not here: gathers in fp8.
+"""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from axo_kernels.fused import fp8
+from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
+from axo_kernels.gemm.matmul import vendor_matmul
+from axo_kernels.tune.timing import paired, relative_error
+
+COLUMNS = {"product": "s", "scaling": "s", "torch_tflops": ".3f", "fp8_ratio": ".3f", "rounded_ratio": ".3f"}
+SHAPES = ((8192, 8192, 8192), (4096, 16384, 4096), (4096, 4096, 16384))
+# bf16 results are off by 2**-9, and tensor cores add fp8 products with fewer bits than fp32 has (DeepSeek-V3's report,
+# 3.3.2: some 14 on Hopper). A wrong scale, format or operand is off by far more.
+LIMIT = 1e-2
+
+
+def right(device: torch.device, table: Any, dry: bool) -> None:
+    """Every layout, scaling, pair of formats and dtype of the result."""
+    narrow, wide = fp8.formats(device)
+    for m, n, k in [(48, 32, 256)] + ([] if dry else [(512, 768, 1024), (1008, 1040, 2064)]):
+        for layout in LAYOUTS:
+            shapes = stored_shapes(Product(layout, m, n, k, torch.float32))
+            a, b = as_row_major(*(torch.randn(shape, device=device) for shape in shapes), layout)
+            for scaling in fp8.SCALINGS:
+                for formats in ((narrow, narrow), (wide, narrow), (narrow, wide)):
+                    left, right = (fp8.rounded(x, formats[over != 1], scaling, over) for x, over in ((a, 1), (b, 0)))
+                    exact = (left.data.double() @ right.data.double()) * left.scale.double() * right.scale.double()
+                    for dtype in (torch.bfloat16, torch.float32):
+                        kinds = " x ".join(str(kind).removeprefix("torch.float8_") for kind in formats)
+                        error = relative_error(fp8.multiply(left, right, dtype), exact)
+                        name = f"fp8 {layout} {m}x{n}x{k} {kinds} a scale a {scaling} -> {dtype}"
+                        table.add(check=name, error=error, limit=LIMIT)
+
+
+def measure(shapes: Any, device: torch.device, table: Any, rounds: int, seconds: float) -> int:
+    """Time each shape and scaling that the table lacks; returns how many are left after so many seconds."""
+    measured = {(row["product"], row["scaling"]) for row in table.rows}
+    products = [Product("NT", *shape, torch.bfloat16) for shape in shapes]
+    cases = [(product, scaling) for product in products for scaling in fp8.SCALINGS]
+    cases = [(product, scaling) for product, scaling in cases if (product.name, scaling) not in measured]
+    if device.type == "cuda" and not fp8.runs(device):
+        table.note("fp8: not measured, this device has no product in fp8")
+        return 0
+    started = time.perf_counter()
+    for index, (product, scaling) in enumerate(cases):
+        if time.perf_counter() - started > seconds:
+            table.note(f"stopped after {seconds:.0f} s: {len(cases) - index} products in fp8 not measured")
+            return len(cases) - index
+        a, b = (torch.randn(shape, device=device).to(product.dtype) for shape in stored_shapes(product))
+        narrow, _ = fp8.formats(device)
+        left, right = fp8.rounded(a, narrow, scaling, 1), fp8.rounded(b.T, narrow, scaling, 0)
+        calls = (
+            partial(vendor_matmul, a, b, "NT"),
+            partial(fp8.multiply, left, right, product.dtype),
+            partial(fp8.matmul_fp8, a, b, "NT", scaling=scaling),
+        )
+        plain, alone, whole = paired(calls, device, rounds)
+        table.add(
+            product=product.name,
+            scaling=scaling,
+            torch_tflops=product.flops / plain.seconds / 1e12,
+            fp8_ratio=1 / alone.ratio,
+            rounded_ratio=1 / whole.ratio,
+        )
+    return 0
