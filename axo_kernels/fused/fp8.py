@@ -65,7 +65,10 @@ def rounded(x: torch.Tensor, dtype: torch.dtype, scaling: str, over: int = -1) -
 
 
 def multiply(a: Rounded, b: Rounded, out_dtype: torch.dtype) -> torch.Tensor:
-    """``(M, K)`` with scales ``()`` or ``(M, 1)``, ``(K, N)`` with ``()`` or ``(1, N)`` -> ``(M, N)``, sums in fp32."""
+    """``(M, K)`` with scales ``()`` or ``(M, 1)``, ``(K, N)`` with ``()`` or ``(1, N)`` -> ``(M, N)``, sums in fp32.
+
+    A gradient (e5m2) is a, never b.
+    """
     if not runs(a.data.device):
         kind = a.data.device.type
         cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -175,7 +178,8 @@ class _MatmulFp8(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             grad_a = multiply(rounded(grad, wide, ctx.scaling, 1), rounded(b.T, narrow, ctx.scaling, 0), a.dtype)
         if ctx.needs_input_grad[1]:
-            grad_b = multiply(rounded(a.T, narrow, ctx.scaling, 1), rounded(grad, wide, ctx.scaling, 0), b.dtype)
+            # as (dC^T A)^T: with a scale a row torch._scaled_mm takes e5m2 on the left only
+            grad_b = multiply(rounded(grad.T, wide, ctx.scaling, 1), rounded(a, narrow, ctx.scaling, 0), b.dtype).T
         return grad_a, grad_b, None
 
 

@@ -35,7 +35,7 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
             shapes = stored_shapes(Product(layout, m, n, k, torch.float32))
             a, b = as_row_major(*(torch.randn(shape, device=device) for shape in shapes), layout)
             for scaling in fp8.SCALINGS:
-                for formats in ((narrow, narrow), (wide, narrow), (narrow, wide)):
+                for formats in ((narrow, narrow), (wide, narrow)):
                     left, right = (fp8.rounded(x, formats[over != 1], scaling, over) for x, over in ((a, 1), (b, 0)))
                     exact = (left.data.double() @ right.data.double()) * left.scale.double() * right.scale.double()
                     for dtype in (torch.bfloat16, torch.float32):

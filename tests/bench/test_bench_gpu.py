@@ -72,7 +72,7 @@ def test_walks_through_without_a_gpu(tmp_path):
         "launches and as a graph, and against serial"
     )
     checks = [line for line in lines if "check" in line]
-    assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1 + 3 * 2 * 3 * 2, (
+    assert len(checks) == 3 * 3 * (3 * 2 + 3) + 3 * 2 * 4 + 1 + 3 * 2 * 2 * 2, (
         "dtypes x layouts x (sizes, epilogues), strategies, rounds, fp8's layouts x scalings x formats x dtypes"
     )
 

@@ -86,6 +86,20 @@ def test_what_is_not_finite_shows():
         matmul_fp8(torch.ones(2, 3, 4), torch.ones(5, 4))
 
 
+def scaled_mm(left, right, left_scale, right_scale, *, out_dtype):
+    """Refuses what torch._scaled_mm refuses on CUDA (aten's Blas.cpp, RowwiseScaledMM.cu)."""
+    assert left.is_contiguous() and right.T.is_contiguous()
+    assert not (left.shape[1] % 16 or right.shape[1] % 16)
+    assert E5M2 != right.dtype or E5M2 != left.dtype
+    shapes = tuple(left_scale.shape), tuple(right_scale.shape)
+    assert shapes in (((), ()), ((len(left), 1), (1, right.shape[1])))
+    if shapes != ((), ()):
+        assert out_dtype == torch.bfloat16, "row-wise scaling gives bf16 only"
+        assert right.dtype == E4M3, "with a scale a row the second operand must be e4m3"
+        assert left_scale.is_contiguous() and right_scale.is_contiguous()
+    return (left.double() @ right.double() * left_scale * right_scale).to(out_dtype)
+
+
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_packed_products_keep_to_the_rules_of_the_gpus_product(dtype, scaling, monkeypatch):
@@ -101,13 +115,6 @@ def test_packed_products_keep_to_the_rules_of_the_gpus_product(dtype, scaling, m
         assert out.dtype == back.dtype == dtype
         return out, back
 
-    def scaled_mm(left, right, left_scale, right_scale, *, out_dtype):
-        assert left.is_contiguous() and right.T.is_contiguous()
-        shapes = tuple(left_scale.shape), tuple(right_scale.shape)
-        assert shapes in (((), ()), ((len(left), 1), (1, right.shape[1])))
-        assert shapes == ((), ()) or out_dtype == torch.bfloat16, "row-wise scaling gives bf16 only"
-        return (left.double() @ right.double() * left_scale * right_scale).to(out_dtype)
-
     emulated = products()
     monkeypatch.setattr(fp8, "runs", lambda device: True)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
@@ -115,6 +122,28 @@ def test_packed_products_keep_to_the_rules_of_the_gpus_product(dtype, scaling, m
         assert error(got, expected.double()) < 2 * torch.finfo(dtype).eps
     assert fp8.multiply_packed(a[:0], packed, scaling).shape == (0, 32)
     assert not fp8.multiply_grad_packed(grad[:, :0], packed[:0], scaling).any()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_products_and_gradients_as_the_gpu_takes_them(monkeypatch, layout, dtype, scaling):
+    """Oracle: the emulation, whose roundings are the same."""
+    m, n, k = 48, 32, 64
+    a = draw(*((k, m) if layout == "TN" else (m, k))).to(dtype)
+    b, grad = torch.randn((n, k) if layout == "NT" else (k, n)).to(dtype), torch.randn(m, n).to(dtype)
+
+    def products():
+        x, y = a.clone().requires_grad_(), b.clone().requires_grad_()
+        out = matmul_fp8(x, y, layout, scaling=scaling)
+        out.backward(grad)
+        return out.detach(), x.grad, y.grad
+
+    emulated = products()
+    monkeypatch.setattr(fp8, "runs", lambda device: True)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    for got, expected in zip(products(), emulated, strict=True):
+        assert got.dtype == dtype and error(got, expected.double()) < 2 * torch.finfo(dtype).eps
 
 
 class Bytes(SimulatedCommunicator):
