@@ -62,7 +62,8 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
 
 def fp8(rows: Iterable[Row], scalings: Iterable[str]) -> Verdicts:
     """Judge rows of ``bench.lib.fp8``: the product alone, and with what rounds its operands."""
-    rows, verdicts = list(rows), {}
+    rows = list(rows)
+    verdicts: Verdicts = {}
     for scaling in scalings:
         for what, name, goal in (("alone", "fp8_ratio", _FP8), ("and its rounding", "rounded_ratio", _ROUNDED)):
             ratios = [row[name] for row in rows if row["scaling"] == scaling]
