@@ -275,10 +275,10 @@ def main(given: list[str] | None = None) -> int:
     table = Table(COLUMNS, options.json, header)
     known = known_counts()
     if options.count:
-        for (kernel, layout, config), count in counted().items():
-            known[kernel, layout, config] = count
-            text = f"{kernel} {layout} {config}: {count.step:g} instructions a step, {count.tile:g} more a tile"
-            table.note(text, kernel=kernel, layout=layout, config=config, step=count.step, tile=count.tile)
+        for (kernel, layout, name), count in counted().items():
+            known[kernel, layout, name] = count
+            text = f"{kernel} {layout} {name}: {count.step:g} instructions a step, {count.tile:g} more a tile"
+            table.note(text, kernel=kernel, layout=layout, config=name, step=count.step, tile=count.tile)
     shares: dict[tuple[str, str], list[float]] = {}
     for product in wanted:
         for kernel, config in ways(product):

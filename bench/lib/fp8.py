@@ -10,6 +10,7 @@ Where a device has no fp8, ``right`` checks the emulation itself, and nothing is
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -32,8 +33,8 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
     narrow, wide = fp8.formats(device)
     for m, n, k in [(48, 32, 256)] + ([] if dry else [(512, 768, 1024), (1008, 1040, 2064)]):
         for layout in LAYOUTS:
-            shapes = stored_shapes(Product(layout, m, n, k, torch.float32))
-            a, b = as_row_major(*(torch.randn(shape, device=device) for shape in shapes), layout)
+            stored_a, stored_b = stored_shapes(Product(layout, m, n, k, torch.float32))
+            a, b = as_row_major(torch.randn(stored_a, device=device), torch.randn(stored_b, device=device), layout)
             for scaling in fp8.SCALINGS:
                 for formats in ((narrow, narrow), (wide, narrow)):
                     left, right = (fp8.rounded(x, formats[over != 1], scaling, over) for x, over in ((a, 1), (b, 0)))
@@ -45,10 +46,12 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
                         table.add(check=name, error=error, limit=LIMIT)
 
 
-def measure(shapes: Any, device: torch.device, table: Any, rounds: int, seconds: float) -> int:
+def measure(
+    shapes: Sequence[tuple[int, int, int]], device: torch.device, table: Any, rounds: int, seconds: float
+) -> int:
     """Time each shape and scaling that the table lacks; returns how many are left after so many seconds."""
     measured = {(row["product"], row["scaling"]) for row in table.rows}
-    products = [Product("NT", *shape, torch.bfloat16) for shape in shapes]
+    products = [Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes]
     cases = [(product, scaling) for product in products for scaling in fp8.SCALINGS]
     cases = [(product, scaling) for product, scaling in cases if (product.name, scaling) not in measured]
     if device.type == "cuda" and not fp8.runs(device):
