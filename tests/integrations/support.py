@@ -1,7 +1,9 @@
 """Shared by the tests of the integrations: a small GPT, and training steps with Fabric on any strategy."""
 
+import csv
 import importlib.util
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +40,35 @@ def distance(weights, serial):
 def tell(proof, **figures):
     """Print what was seen as a JSON line (pytest -s shows it)."""
     print("\n" + json.dumps({"proof": proof} | figures))
+
+
+def csv_values(file):
+    """{name: {step: value}} of a CSV logger's file; ``step`` as the logger was given it."""
+    found = {}
+    for row in csv.DictReader(file.open()):
+        for name, value in row.items():
+            if value and name != "step":
+                found.setdefault(name, {})[int(row["step"])] = float(value)
+    return found
+
+
+def tensorboard_values(folder):
+    """{name: {step: value}} of the one event file in ``folder``, which must be whole.
+
+    A record is its length in 8 bytes, 4 bytes of checksum, an event, and 4 bytes of checksum.
+    """
+    from tensorboardX.proto.event_pb2 import Event
+
+    (file,) = Path(folder).rglob("events.out.tfevents.*")
+    data, at, found = file.read_bytes(), 0, {}
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        event = Event.FromString(data[at + 12 : at + 12 + length])
+        at += 16 + length
+        for value in event.summary.value:
+            found.setdefault(value.tag, {})[event.step] = value.simple_value
+    assert at == len(data)
+    return found
 
 
 def installed(name, requirements, package, *options):

@@ -1,16 +1,20 @@
 """Long runs of ``axo litgpt``: ranks that are killed, SIGTERM, losses that are not finite, errors of the data, logs."""
 
 import importlib.util
+import json
 import os
 import re
+import shlex
+import struct
 import sys
 from pathlib import Path
 
 import pytest
 
+from axo.integrations.litgpt.options import parse_options
 from tests.integrations.runs import STEPS, arguments, command, finish, losses_of
-from tests.integrations.support import distance, installed
-from tests.launcher import rank_outcomes
+from tests.integrations.support import distance, installed, tensorboard_values
+from tests.launcher import rank_outcomes, run_ranks
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +39,22 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, 
     assert "step-00000004/lit_model.pth" in outcome.output.partition("Resuming training from")[2].splitlines()[0]
     assert losses_of(folder, out) == pytest.approx(whole[0], abs=1e-4)
     assert sorted(losses_of(folder, out)) == list(range(1, STEPS + 1))
+    (asked,) = re.findall("# axo litgpt (.*)\n", (folder / out / "final" / "hyperparameters.yaml").read_text())
+    assert parse_options(asked.split())[0] == parse_options(["--grid", "2x1x2x1", "--max-restarts", "2", *more])[0]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "--grid 2x1x1x2 --pipeline 2 --schedule zero-bubble --cuts 1 --microbatches 4 --goldfish 2,13 --max-restarts 3",
+        "--grid 2x2x1x1 --algorithm summa --vocab-loss --sharded --offload optimizer --offload-dir '/tmp/a folder'",
+    ],
+)
+def test_options_can_be_written_as_they_were_typed(given):
+    """What stands in hyperparameters.yaml. Oracle: the parser."""
+    options, rest = parse_options(shlex.split(given))
+    assert not rest and sorted(shlex.split(options.by_hand)) == sorted(shlex.split(given))
+    assert parse_options(shlex.split(options.by_hand))[0] == options
 
 
 def test_a_killed_rank_ends_a_run_without_restarts(folder):
@@ -105,15 +125,19 @@ def test_what_only_rank_0_finds_missing_is_one_message(folder):
     assert outcome.message == "data: /no/such/text does not exist; give files or folders of text"
 
 
-def test_tensorboard_has_every_step_or_is_asked_for(folder):
-    """As litgpt logs, with the last steps too. Where no writer is installed: one line that says what to install."""
-    outcome, _ = finish(folder, "board", "--logger_name", "tensorboard", grid="1x1x1x1")
+def test_tensorboard_has_every_step_or_is_asked_for(folder, whole):
+    """As litgpt logs, with the last steps too, and figures of all ranks. Oracle of losses: another grid's CSV files.
+    Where no writer is installed: one line that says what to install."""
+    outcome, _ = finish(folder, "board", "--logger_name", "tensorboard", grid="1x1x2x1")
     if not any(map(importlib.util.find_spec, ("tensorboard", "tensorboardX"))):
         assert outcome.error == "ValueError" and "pip install tensorboardX, or use --logger_name csv" in outcome.message
         return
     assert outcome.ok, outcome.describe() + outcome.output
-    (file,) = (folder / "board" / "logs" / "tensorboard").rglob("events.out.tfevents.*")
-    assert file.read_bytes().count(b"learning_rate") == STEPS  # a record a value, its name in plain bytes
+    logged = tensorboard_values(folder / "board" / "logs" / "tensorboard")
+    assert len(logged["learning_rate"]) == STEPS
+    assert {step + 1: loss for step, loss in logged["loss"].items()} == pytest.approx(whole[0], abs=1e-4)
+    assert all(0 < share < 1 for share in logged["comm_share/z"].values())
+    assert len(logged["comm_share/z"]) == STEPS and not any(logged["comm_share/x"].values())
 
 
 def log_with(packages, given):
@@ -124,17 +148,46 @@ def log_with(packages, given):
     command(given)
 
 
+def wandb_values(packages, file):
+    """{name: {step: value}} of a run's file.
+
+    After 7 bytes it consists of blocks of 32 KiB, and they of pieces of records: 4 bytes of checksum, 2 of length, one
+    that says whether the record is whole (1) or this is its first, middle or last piece (2, 3, 4), and the piece.
+    """
+    sys.path.append(str(packages))
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data, at, record, found = file.read_bytes(), 7, b"", {}
+    while at < len(data):
+        left = -at % 32768 or 32768
+        if left < 7:  # no piece begins there
+            at += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, at + 4)
+        record += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            items = Record.FromString(record).history.item
+            values = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+            for name, value in values.items():
+                found.setdefault(name, {})[values.get("trainer/global_step")] = value
+            record = b""
+    return found
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_other_loggers_get_every_step_offline(folder, name):
-    """Figures of all ranks reach them as they reach the CSV file."""
+def test_other_loggers_get_every_step_offline(folder, name, whole):
+    """Figures of all ranks reach them as they reach the CSV file. Oracle of wandb's losses: that file."""
     packages = installed("loggers", "loggers.txt", name)
     given = arguments(folder, name, "--logger_name", name, grid="2x1x2x1")
     (outcome,) = rank_outcomes(log_with, 1, packages, given, timeout=180, preload=("litgpt.pretrain",))
     assert outcome.ok, outcome.describe() + outcome.output
     if name == "wandb":
         (file,) = folder.rglob("*.wandb")
-        assert file.read_bytes().count(b"comm_share/x") >= STEPS
+        (logged,) = run_ranks(wandb_values, 1, packages, file)
+        assert {step + 1: loss for step, loss in logged["loss"].items()} == pytest.approx(whole[0], abs=1e-4)
+        assert len(logged["comm_share/x"]) == STEPS and len(logged["tokens_per_sec"]) == STEPS - 1
         return
     files = {file.name: file.read_text().split("\n") for file in folder.rglob("metrics/**/*") if file.is_file()}
     assert len(files["loss"]) == len(files["tokens_per_sec"]) + 1 == STEPS + 1

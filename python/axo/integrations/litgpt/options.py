@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from axo.arrangement import arrangement_of
@@ -52,9 +53,15 @@ class Options:
 
     @property
     def by_hand(self) -> str:
-        """The options that ask for the grid and the stages."""
-        stages = f" --pipeline {self.pipeline} --schedule {self.schedule} --cuts {self.cuts}"
-        return f"--grid {self.grid}" + (f"{stages} --microbatches {self.microbatches}" if self.pipeline > 1 else "")
+        """The options that ask for the same, with the grid and the stages that were chosen."""
+        words = ["--grid", str(self.grid)]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name not in ("grid", "ranks", "machine") and value != field.default:
+                words.append("--" + field.name.replace("_", "-"))
+                if value is not True:
+                    words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
+        return shlex.join(words)
 
     @property
     def chosen_grid(self) -> Grid:

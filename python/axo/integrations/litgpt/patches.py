@@ -343,8 +343,7 @@ def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable
         stock(inspect.unwrap(function), checkpoint_dir, *args)
         file = checkpoint_dir / "hyperparameters.yaml"
         if file.is_file():  # a comment: litgpt must still read it
-            stages = f" --pipeline {run.options.pipeline}" if run.options.pipeline > 1 else ""
-            file.write_text(f"# axo litgpt --grid {run.options.grid}{stages}\n{file.read_text()}")
+            file.write_text(f"# axo litgpt {run.options.by_hand}\n{file.read_text()}")
 
     return rank_zero_only(save)
 
