@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,38 @@ def early_optimizer(grid):
 @pytest.mark.parametrize("grid", ["1x1x1x1", "2x1x1x1", "1x1x2x1"])
 def test_an_optimizer_made_before_parallelize_is_refused(grid):
     run_ranks(early_optimizer, axo.Grid.parse(grid).world_size, grid)
+
+
+def accumulate_by_closure(grid, zero):
+    """A step whose closure runs the last backward, as Lightning's do, against one after it; and a closure without."""
+    comms, after = axo.connect(grid), []
+    for by_closure in (True, False):
+        model = axo.parallelize(model_of(), comms, plan="auto", zero=zero)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def backward(first, model=model):
+            loss = model(torch.full((4, 8), first + comms.coords.z)).sum()
+            loss.backward()
+            return loss
+
+        with axo.no_sync(model):
+            backward(1.0)
+            if by_closure:
+                with pytest.raises(RuntimeError, match=r"run the last backward of the step outside of it"):
+                    optimizer.step(lambda: None)
+        if by_closure:
+            assert optimizer.step(partial(backward, 2.0)).item() != 0
+        else:
+            backward(2.0)
+            optimizer.step()
+        after.append(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(*after)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_last_micro_batch_may_be_the_closures(zero):
+    """Oracle: the same step without a closure, bit by bit."""
+    run_ranks(accumulate_by_closure, 2, "1x1x2x1" if zero == 0 else "1x1x1x2", zero)
 
 
 def rows_that_differ(grid, always):

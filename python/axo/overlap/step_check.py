@@ -2,8 +2,9 @@
 
 torch's ``step`` passes over parameters without gradients in silence. Two cases are mistakes, and refused: no parameter
 of the model has a gradient although the model ran forward in training; and gradients still wait for a backward outside
-of ``axo.no_sync``. The check is called before each step, for as long as its model lives. After a step no weight that
-was gathered before is used again, since a change may not show in its version (``p.data.add_(...)``).
+of ``axo.no_sync``. The check is called before each step, or after its closure, for as long as its model lives.
+After a step no weight that was gathered before is used again, since a change may not show in its version
+(``p.data.add_(...)``).
 
 The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``). Every optimizer of the
 process is asked, since a model may be made by hand.
@@ -33,7 +34,7 @@ from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
 from axo.errors import Refused
 from axo.overlap import optimizer_state
-from axo.overlap.step_hooks import Arguments, after_steps, before_steps
+from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
@@ -45,7 +46,22 @@ def watch(engine: Engine) -> None:
     after_steps(engine, lambda engine, *_: engine.gathers.outdate())
 
 
-def _check_gradients(engine: Engine, optimizer: Optimizer, arguments: Arguments) -> None:
+def _check_gradients(engine: Engine, optimizer: Optimizer, arguments: Arguments) -> Arguments | None:
+    closure = closure_of(arguments)
+    if closure is None:
+        _check_those_there(engine, optimizer)
+        return None
+    engine.settle()
+
+    def checked() -> object:
+        loss = closure()
+        _check_those_there(engine, optimizer)
+        return loss
+
+    return with_closure(arguments, checked)
+
+
+def _check_those_there(engine: Engine, optimizer: Optimizer) -> None:
     engine.settle()
     engine.gradients.forget_zeroed()
     if not (engine.gradients.deferred or engine.awaits_backward):

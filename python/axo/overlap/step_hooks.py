@@ -24,6 +24,18 @@ _Hooks = weakref.WeakKeyDictionary[object, list[Hook]]
 _before, _after = _Hooks(), _Hooks()
 
 
+def closure_of(arguments: Arguments) -> Callable[[], object] | None:
+    """The function that a step is to call for its loss and gradients."""
+    args, options = arguments
+    return args[1] if len(args) > 1 else options.get("closure")
+
+
+def with_closure(arguments: Arguments, closure: Callable[[], object]) -> Arguments:
+    """The arguments of a step, with another such function."""
+    args, options = arguments
+    return (args[0], closure, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
+
+
 def before_steps(owner: Owner, hook: Callable[[Owner, Optimizer, Arguments], Arguments | None]) -> None:
     """Call ``hook`` before each step for as long as ``owner`` lives. The hook must not keep the owner alive."""
     _before.setdefault(owner, []).append(hook)

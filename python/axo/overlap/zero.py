@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from axo.overlap.step_hooks import Arguments, after_steps, before_steps
+from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure
 from axo.placement import chunk_bounds, chunk_size, placement_of
 
 if TYPE_CHECKING:
@@ -92,8 +92,7 @@ class Zero:
                 f"ZeRO: {type(optimizer).__name__} does not update element by element, and ZeRO gives each data rank"
                 " some rows of each parameter; use zero=0, or an optimizer such as AdamW or SGD"
             )
-        args, options = arguments
-        closure = args[1] if len(args) > 1 else options.get("closure")
+        closure = closure_of(arguments)
         if closure is None:
             self._narrow(parameters)
             return None
@@ -104,7 +103,7 @@ class Zero:
             self._narrow(parameters)
             return loss
 
-        return (args[0], whole, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
+        return with_closure(arguments, whole)
 
     @torch.no_grad()
     def _narrow(self, parameters: list[torch.Tensor]) -> None:
