@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,8 @@ def train(
     steps: int = 8,
     resume: str | Path | None = None,
     options: dict[str, Any] | None = None,
+    callbacks: Sequence[pl.Callback] = (),
+    logger: Any = False,
     **trainer_options: Any,
 ) -> tuple[list[float], float, dict[str, torch.Tensor]]:
     """Train, save ``out``/last.ckpt; the losses of the steps, the last validation's, rank 0's whole weights.
@@ -55,7 +58,7 @@ def train(
     Args:
         grid: None: Lightning's own single device.
         options: Further ones of AxoStrategy.
-        trainer_options: Further ones of the Trainer.
+        callbacks, logger, trainer_options: Further ones of the Trainer.
     """
     pl.seed_everything(7, verbose=False)
     module = LitGPT(GPTConfig())
@@ -72,8 +75,8 @@ def train(
         devices=1 if grid is None else "auto",
         max_steps=steps,
         gradient_clip_val=0.5,
-        callbacks=[ModelCheckpoint(dirpath=out, save_last=True, save_top_k=0)],
-        logger=False,
+        callbacks=[ModelCheckpoint(dirpath=out, save_last=True, save_top_k=0), *callbacks],
+        logger=logger,
         enable_progress_bar=False,
         enable_model_summary=False,
         **trainer_options,

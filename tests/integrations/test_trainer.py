@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import axo
-from examples.trainer.lightning_trainer import train
-from tests.integrations.support import ELASTIC, distance
+from axo.grid import AXES
+from examples.trainer.lightning_trainer import BATCH, train
+from tests.integrations.support import ELASTIC, csv_values, distance, tensorboard_values
 from tests.launcher import run_ranks
 
 
@@ -57,13 +58,58 @@ def test_accumulation_and_precision(tmp_path):
     assert losses == pytest.approx(train(None, **options | {"out": tmp_path / "d"})[0], rel=0.01)
 
 
-def test_what_a_trainer_cannot_take_says_what_to_do():
+FLOPS, PEAK, LENGTH = 3e9, 7e9, 16  # of a step and of a rank, both made up; tokens of a row
+
+
+def log(grid, folder, more):
+    """Four steps of two micro-batches, each second one logged."""
+    from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+    from axo.integrations.trainer import LogFigures
+
+    figures = LogFigures(tokens=2 * BATCH * LENGTH, flops=FLOPS, peak=PEAK)
+    loggers = [CSVLogger(folder, name="csv"), TensorBoardLogger(folder, name="board")]
+    options = {"accumulate_grad_batches": 2, "steps": 4, "log_every_n_steps": 2}
+    return train(grid, folder, callbacks=[figures], logger=loggers, **options, **more)[0]
+
+
+@pytest.mark.parametrize("grid", ["1x1x2x1", pytest.param("2x1x2x1", marks=pytest.mark.soak)])
+def test_figures_of_all_ranks_reach_the_loggers(tmp_path, grid):
+    """Oracle of the losses: one device. What depends on time is compared with another number of the same moment.
+
+    The module logs a loss itself, that of the last micro-batch, so this one's mean over a step tells them apart.
+    """
+    ranks = axo.Grid.parse(grid).world_size
+    run_ranks(log, ranks, grid, tmp_path, {}, env=ELASTIC, timeout=60)
+    micro = train(None, tmp_path / "alone", accumulate_grad_batches=2, steps=4)[0]
+    (file,) = tmp_path.glob("csv/*/metrics.csv")
+    logged = csv_values(file)
+    shares = [f"comm_share/{axis}" for axis in AXES]
+    for found in (logged, tensorboard_values(tmp_path / "board")):
+        for name in ("loss", "tokens_per_sec", "mfu", "memory_gb", "comm_share/all", *shares):
+            assert list(found[name]) == [1, 3], name
+            assert [*found[name].values()] == pytest.approx([*logged[name].values()], rel=1e-5), name
+    for step in (1, 3):
+        now = {name: values[step] for name, values in logged.items() if step in values}
+        assert now["loss"] == pytest.approx((micro[2 * step] + micro[2 * step + 1]) / 2, abs=1e-4)
+        assert now["tokens_per_sec"] > 0 and 0.01 < now["memory_gb"] < 100
+        steps_per_sec = now["tokens_per_sec"] / (2 * BATCH * LENGTH)
+        assert now["mfu"] == pytest.approx(steps_per_sec * FLOPS / (PEAK * ranks), rel=1e-5)
+        for axis, share in zip(AXES, shares, strict=True):
+            assert (0 < now[share] < 1) == (getattr(axo.Grid.parse(grid), axis) > 1), share
+        assert now["comm_share/all"] == pytest.approx(sum(now[share] for share in shares), rel=1e-5)
+
+
+def test_what_a_trainer_cannot_take_says_what_to_do(tmp_path):
     import lightning.pytorch as pl
 
-    from axo.integrations.trainer import _children
+    from axo.integrations.trainer import LogFigures, _children
 
     with pytest.raises(ValueError, match=r"a Trainer wants axo\.integrations\.trainer\.AxoStrategy"):
         pl.Trainer(strategy=axo.AxoStrategy("1x1x1x1"))
+
+    with pytest.raises(axo.Refused, match=r"LogFigures: wants Trainer\(strategy=AxoStrategy\(...\)\), got Single"):
+        train(None, tmp_path, callbacks=[LogFigures()])
 
     owner = torch.nn.Module()
     owner.a, owner.b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)

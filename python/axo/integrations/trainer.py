@@ -16,6 +16,9 @@ What the Trainer's parts become:
     checkpoints          one file of whole tensors, as one device writes it, which any grid and no grid reads; with
                          ``sharded`` a folder into which every rank writes its chunks
 
+    trainer.logger       with ``callbacks=[LogFigures(...)]`` also the global mean loss, memory, the share of
+                         communication over each axis, and where it is told what a step is tokens per second and MFU
+
 ``pytorch_lightning`` is another package with classes of its own: import the Trainer from ``lightning.pytorch``.
 
 Not here: parameters that the LightningModule itself owns (refused), several optimizers in a sharded checkpoint.
@@ -31,6 +34,9 @@ from typing import Any
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.throughput import get_available_flops
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import nn
@@ -40,6 +46,7 @@ import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
 from axo.integrations.fabric import sharded_checkpoint, whole_checkpoint
+from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.loader import SharedLoader, split_in_order
 from axo.integrations.fabric.strategy import AxoStrategy as FabricStrategy
 
@@ -235,6 +242,49 @@ class AxoStrategy(ParallelStrategy):
         if self.like_one_device:
             trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
+
+
+class LogFigures(Callback):
+    """Log figures of all ranks (``axo.integrations.fabric.figures``) to the Trainer's loggers, whenever it logs.
+
+    ``loss`` is what a step has optimized, the mean over its micro-batches and over the data ranks; it stands in the
+    place of a ``loss`` that the LightningModule logs itself.
+
+    Args:
+        tokens: Of one optimizer step, of all data ranks together; None: no ``tokens_per_sec``.
+        flops: Of one optimizer step of the whole model, of all data ranks together; None: no ``mfu``.
+        peak: Flops per second of one rank's device; None: what Lightning knows of a GPU and the precision.
+    """
+
+    def __init__(self, *, tokens: int | None = None, flops: float | None = None, peak: float | None = None) -> None:
+        self._tokens, self._flops, self._peak = tokens, flops, peak
+        self._loss: torch.Tensor | None = None  # of the step under way, as far as it has come
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        if not isinstance(strategy, AxoStrategy):
+            raise axo.Refused(f"LogFigures: wants Trainer(strategy=AxoStrategy(...)), got {type(strategy).__name__}")
+        peak = self._peak
+        if peak is None and self._flops is not None:
+            peak = get_available_flops(strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
+        self._figures = Figures(strategy.comms, peak=peak)
+        self._take(trainer)  # rates are counted from here
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):  # the Trainer has divided it by the number of micro-batches
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        if trainer.fit_loop._should_accumulate():
+            return
+        if trainer._logger_connector.should_update_logs:
+            mean = {} if self._loss is None else {"loss": self._figures.mean(self._loss)}
+            pl_module.log_dict(mean | self._take(trainer))
+        self._loss = None
+
+    def _take(self, trainer: Any) -> dict[str, float]:
+        steps = trainer.global_step
+        tokens = None if self._tokens is None else self._tokens * steps
+        return self._figures.take(tokens, flops=None if self._flops is None else self._flops * steps)
 
 
 class _Loader(SharedLoader):

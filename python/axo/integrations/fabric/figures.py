@@ -5,6 +5,7 @@
 
     loss               mean over the data ranks (z and data)
     tokens_per_sec     of all data ranks, since the figures before
+    mfu                flops of the model in that time, of what all ranks could have done in it (``peak``)
     memory_gb          the most that any rank has held so far: of the device, or of the process on a CPU; 1e9 bytes
     comm_share/x ...   share of that time in which a rank was blocked in communication over the axis, mean over ranks;
                        and comm_share/all
@@ -24,13 +25,17 @@ from axo.grid import AXES
 
 
 class Figures:
-    """Figures of one run, from now on."""
+    """Figures of one run, from now on.
 
-    def __init__(self, comms: Communicators) -> None:
-        self._comms = comms
+    Args:
+        peak: Flops per second of one rank's device; None: not known, and no ``mfu``.
+    """
+
+    def __init__(self, comms: Communicators, *, peak: float | None = None) -> None:
+        self._comms, self._peak = comms, peak
         self._since = time.perf_counter()
         self._blocked = self._blocked_by_axis()
-        self._tokens = 0
+        self._counted: dict[str, float] = {}
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """The mean of ``value`` (any shape) over the data ranks. Every rank must call it."""
@@ -40,11 +45,12 @@ class Figures:
         ranks = self._comms.data_ranks
         return (total / ranks).view(value.shape).to(value.dtype)
 
-    def take(self, tokens: int | None = None) -> dict[str, float]:
+    def take(self, tokens: int | None = None, *, flops: float | None = None) -> dict[str, float]:
         """The figures. Every rank must call it.
 
         Args:
             tokens: Tokens that all data ranks have seen so far; None: nothing is said of them.
+            flops: Those of the model's steps so far, of all data ranks, each product counted once; None: the same.
         """
         now, blocked = time.perf_counter(), self._blocked_by_axis()
         seconds = now - self._since
@@ -59,10 +65,14 @@ class Figures:
         }
         found["comm_share/all"] = sum(found.values())
         found["memory_gb"] = self._comms.everyone.all_reduce(most, "max").item() / 1e9
-        if tokens is not None:
-            if self._tokens and tokens > self._tokens:  # a run that goes on begins with what was seen before it
-                found["tokens_per_sec"] = (tokens - self._tokens) / seconds
-            self._tokens = tokens
+        could = self._peak and self._peak * self._comms.everyone.size
+        counts = {"tokens_per_sec": tokens, "mfu": flops / could if flops is not None and could else None}
+        for name, count in counts.items():
+            if count is not None:
+                before = self._counted.get(name, count)  # a run that goes on begins with what was counted before it
+                if count > before:
+                    found[name] = (count - before) / seconds
+                self._counted[name] = count
         self._since, self._blocked = now, blocked
         return found
 
