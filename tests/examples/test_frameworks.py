@@ -1,5 +1,7 @@
 """The small examples (nanogpt, fabric, hf, trainer, loop) on grids, each against its own run on one device."""
 
+import json
+
 import pytest
 import torch
 
@@ -50,7 +52,7 @@ def test_accelerate_and_hugging_faces_trainer_train_as_one_device(tmp_path):
         (hf.train, ("2x1x2x1", tmp_path / "hf"), {}),
         (hf.train, ("2x2x1x1", half), {"stop_at": 4}),
         (hf.train, ("1x1x2x2", half), {"stop_at": 4, "resume": True}),
-        (trainer.train, ("2x1x2x1", out), {}),
+        (trainer.train, ("2x1x2x1", out), {"include_num_input_tokens_seen": True}),
         (trainer.train, ("1x2x1x2", tmp_path / "more"), {"resume": out / "checkpoint-4"}),
         (trainer.train, ("2x1x1x2", tmp_path / "micro"), {"gradient_accumulation_steps": 2, "steps": 3}),
     ]
@@ -71,6 +73,13 @@ def test_accelerate_and_hugging_faces_trainer_train_as_one_device(tmp_path):
         assert distance(found[2], serial[2]) < 1e-5
     written = trainer.load(out / "checkpoint-8").state_dict()
     assert all(torch.equal(written[name], whole[2][name]) for name in written)
+    history = json.loads((out / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    logged = [entry for entry in history if "loss" in entry]
+    assert [entry["loss"] for entry in logged] == whole[0] and len(logged) == 8
+    for entry in logged:
+        assert entry["memory_gb"] > 0.1 and all(0 < entry[f"comm_share/{axis}"] < 1 for axis in ("x", "z", "all"))
+        assert entry["comm_share/y"] == entry["comm_share/data"] == 0
+    assert ["tokens_per_sec" in entry for entry in logged] == [False] + [True] * 7
     serial = trainer.train(None, tmp_path / "alone3", gradient_accumulation_steps=2, steps=3)
     assert accumulated[0] == pytest.approx(serial[0], abs=1.1e-4) and distance(accumulated[2], serial[2]) < 1e-5
     for rank in ranks[1:]:

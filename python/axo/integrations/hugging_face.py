@@ -16,6 +16,8 @@ is made for it, in which
     clipping             torch's function, which sees through parallel layers
     accumulation         ``axo.no_sync``
     gather, reduce       count each data rank once
+    losses that it logs  stand beside figures of all ranks (``axo.integrations.fabric.figures``), tokens per second too
+                         with ``include_num_input_tokens_seen``
     save_model           writes what ``from_pretrained`` reads, by all ranks together
     checkpoints          hold a folder ``axo`` with the model and the optimizer, which any grid loads
 
@@ -42,6 +44,7 @@ from torch import nn
 import axo
 from axo.comm.connect import Communicators
 from axo.grid import Grid
+from axo.integrations.fabric.figures import Figures
 from axo.nn.layer import is_parallel
 
 FOLDER = "axo"  # of a checkpoint
@@ -81,6 +84,7 @@ def on_grid(owner: _Object, grid: Grid | str, *, plan: str | dict[str, str] = "a
     trainer: Any = owner
     if owner is not accelerator:
         _join(trainer, GridTrainer)
+        trainer._axo_figures = Figures(accelerator._axo_comms)
         accelerator._split(trainer.model)
     return owner
 
@@ -220,6 +224,16 @@ class GridTrainer:
     model: Any
     optimizer: Any
     lr_scheduler: Any
+    state: Any
+    _axo_figures: Figures
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer's; every rank calls it."""
+        if "loss" in logs:
+            tokens = self.state.num_input_tokens_seen if self.args.include_num_input_tokens_seen else None
+            logs = logs | self._axo_figures.take(tokens)
+        trainer: Any = super()
+        trainer.log(logs, start_time)
 
     def get_tp_size(self) -> int:
         """Ranks that work on the same batch."""
