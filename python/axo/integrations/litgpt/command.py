@@ -130,26 +130,27 @@ def run(arguments: list[str]) -> None:
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     options = _check_early(name, arguments[1:], options, rank)
-    with _nothing_collected():
-        # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-        options, start = _parse(name, arguments[1:], options, rank)
-        for module in _USED_BY_RANKS:
-            importlib.import_module(module)
-    if rank is not None:
-        _rank(start, name, options, False, restarts.by_torchrun()[0])
-        return
-    if name == "chat":
-        conversation.keep_input()
-    restarts.run(
-        _rank,
-        options.ranks_in_all,
-        start,
-        name,
-        options,
-        True,
-        max_restarts=options.max_restarts,
-        terminate=PARALLEL[name].trains,
-    )
+    with contextlib.ExitStack() as held:
+        with _nothing_collected():
+            # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
+            options, start = _parse(name, arguments[1:], options, rank, held)
+            for module in _USED_BY_RANKS:
+                importlib.import_module(module)
+        if rank is not None:
+            _rank(start, name, options, False, restarts.by_torchrun()[0])
+            return
+        if name == "chat":
+            conversation.keep_input()
+        restarts.run(
+            _rank,
+            options.ranks_in_all,
+            start,
+            name,
+            options,
+            True,
+            max_restarts=options.max_restarts,
+            terminate=PARALLEL[name].trains,
+        )
 
 
 def _check_options(name: str, options: Options) -> None:
@@ -172,11 +173,13 @@ def _check_options(name: str, options: Options) -> None:
         "--sharded": options.sharded,
         "--vocab-loss": options.vocab_loss,
         "--max-restarts": options.max_restarts > 0,
+        "--allow-new-data": options.allow_new_data,
         "--offload": options.offload != "none",
         "--grid auto": options.grid is None,
     }
     lacks = {
         "--max-restarts": "it cannot resume, so a run started again would begin anew",
+        "--allow-new-data": "it cannot resume",
         "--sharded": "it saves adapters, which are small and always whole",
         "--grid auto": "the planner plans steps that train all weights",
     }
@@ -270,15 +273,22 @@ def _stock(arguments: list[str]) -> None:
     main()
 
 
-def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -> tuple[Options, Callable[[bool], Any]]:
+def _parse(
+    name: str, arguments: list[str], asked: Options, rank: Rank | None, held: contextlib.ExitStack | None = None
+) -> tuple[Options, Callable[[bool], Any]]:
     """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
+
+    Args:
+        name, arguments, asked: The command, what follows it, and Axo's options.
+        rank: Under torchrun: who this process is.
+        held: Keeps a training command's folder; None: it is not taken.
 
     Returns:
         What was asked, with a grid, and the command as a function; true asks it to go on from the newest checkpoint.
 
     Raises:
         ValueError: An argument is the grid's business or names what is not there, or the grid, the batch sizes and
-            the ranks do not fit.
+            the ranks do not fit, or the folder is another run's.
     """
     function = PARALLEL[name].load()  # first, or the next lines import LitGPT, and more than it needs
     read_docs_once()
@@ -286,7 +296,7 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
     from jsonargparse import capture_parser
     from litgpt.utils import CLI
 
-    from axo.integrations.litgpt import auto_grid
+    from axo.integrations.litgpt import auto_grid, run_folder
     from axo.integrations.litgpt import text_data as text_data  # so that --data LocalText is found
 
     parser = capture_parser(lambda: CLI(function))
@@ -304,9 +314,15 @@ def _parse(name: str, arguments: list[str], asked: Options, rank: Rank | None) -
         devices = ["--devices", str(asked.data_ranks)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        start_number, allowed = restarts.by_torchrun()
-        if asked.max_restarts or (allowed and not start_number):
-            restarts.refuse_mixing(options.out_dir, getattr(options, "resume", True))
+        if held is not None and (rank is None or rank.rank == 0) and options.get("model_name") != "list":
+            run = run_folder.hold(
+                options,
+                functools.partial(parser.dump, options),
+                resumes=PARALLEL[name].resumes,
+                again=restarts.by_torchrun()[0] > 0,
+                allow_new_data=asked.allow_new_data,
+            )
+            held.callback(run.close)
 
     def start(again: bool) -> None:
         values = parser.instantiate_classes(options)

@@ -29,6 +29,7 @@ class Options:
         schedule, cuts, microbatches: Of the stages; "" and 0: not given (1f1b, even, and twice the stages).
         offload, offload_dir: What lies on the lower tier, as text; and its folder.
         algorithm: How products are distributed: "axonn", "tesseract" or "summa".
+        allow_new_data: Go on from a checkpoint although data, seed or batch are others now.
     """
 
     grid: Grid | None
@@ -45,6 +46,7 @@ class Options:
     offload: str = "none"
     offload_dir: str = ""
     algorithm: str = "axonn"
+    allow_new_data: bool = False
 
     @property
     def shown(self) -> str:
@@ -157,6 +159,7 @@ _VALUES = {
 _SWITCHES = {
     "--sharded": "Every rank saves its own part; 'axo consolidate' makes such a checkpoint whole.",
     "--vocab-loss": "Leave logits split over x in training: the same loss, less memory.",
+    "--allow-new-data": "With --resume: go on although data, seed or batch are others now.",
 }
 NAMES = (*_VALUES, *_SWITCHES)
 _READ: dict[str, Callable[[str, str], Any]] = {  # those whose value is no text
@@ -210,7 +213,8 @@ def parse_options(arguments: list[str]) -> tuple[Options, list[str]]:
             raise ValueError(f"litgpt: {option} wants {wanted}")
         if text:
             values[name] = _READ[option](option, text) if option in _READ else text
-    options = Options(**values, sharded=given.sharded, vocab_loss=given.vocab_loss)
+    values |= {"sharded": given.sharded, "vocab_loss": given.vocab_loss, "allow_new_data": given.allow_new_data}
+    options = Options(**values)
     automatic = options.grid is None
     for option, value in (("--ranks", given.ranks), ("--machine", given.machine)):
         if value and not automatic:

@@ -48,17 +48,3 @@ def newest(out_dir: Any) -> Path | None:
     from litgpt.utils import find_resume_path, init_out_dir
 
     return find_resume_path("auto", init_out_dir(out_dir))
-
-
-def refuse_mixing(out_dir: Any, resume: Any) -> None:
-    """A run that may be started again goes on from the newest checkpoint, which must be its own.
-
-    Raises:
-        ValueError: There are checkpoints of an earlier run, and this one does not go on from them.
-    """
-    found = None if resume else newest(out_dir)
-    if found is not None:
-        raise ValueError(
-            f"litgpt: {out_dir} holds checkpoints of an earlier run (such as {found}), from which a restarted run would"
-            " go on; add --resume auto to go on from them now, or name another --out_dir"
-        )
