@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from axo.launch import RankFailed
 from axo.perf.flops import narayanan
 
 from .lib import step_models as models
@@ -123,11 +124,19 @@ class PlayerApart:
         self._launcher = fork.Process(target=launch, args=(os.getpid(), ranks, case, options, index, theirs))
         self._launcher.start()
         theirs.close()  # so that ranks that have failed are an end of file here
-        self.name: str = self._pipe.recv()
+        self.name = f"contestant {index} of case {case}"
+        self.name = self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            raise RankFailed(f"the ranks of {self.name} ended; their error stands above", rank=0) from None
 
     def _ask(self, *question: Any) -> Any:
-        self._pipe.send(question)
-        return self._pipe.recv()
+        with contextlib.suppress(BrokenPipeError):  # its ranks have failed: there is no answer
+            self._pipe.send(question)
+        return self._answer()
 
     def turn(self, step: int) -> tuple[float, float, float]:
         return self._ask("turn", step)
@@ -184,14 +193,12 @@ def measure(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 def measure_apart(case: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     """The rows of one case, of contestants that have local ranks of their own."""
-    players: list[PlayerApart] = []
-    try:
+    with contextlib.ExitStack() as ends:
+        players: list[PlayerApart] = []
         for index in range(len(contestants(case, sizes_of(options)))):
             players.append(PlayerApart(case, ranks_of(case, options), options, index))
+            ends.callback(players[-1].end)
         return compete(case, options, players)
-    finally:
-        for player in players:
-            player.end()
 
 
 def begin(case: str, options: argparse.Namespace) -> tuple[models.Sizes, Any]:

@@ -165,9 +165,11 @@ def compile_case(case: Case) -> Outcome:
     warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
     for name, kernel in zip(names, compiled, strict=True):
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
-        # NVIDIA's matrix units leave a thread two of each eight columns of a tile; it loads their bias at once.
-        adds = target.nvidia and case.kernel != "combine" and _arguments(case, name)[0]["HAS_BIAS"]
-        bias_loads = case.config.block_n // 8 if adds else 0
+        # NVIDIA's matrix units leave a thread two of each eight columns of a tile; it loads their bias at once. Without
+        # a gate the compiler writes this twice.
+        constants = _arguments(case, name)[0]
+        adds = target.nvidia and case.kernel != "combine" and constants["HAS_BIAS"]
+        bias_loads = case.config.block_n // (8 if constants["ACTIVATION"] == "silu_gate" else 4) if adds else 0
         counts, wrong = complaints(
             text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads
         )

@@ -93,9 +93,12 @@ class Rank:
         Raises:
             ValueError: The variables are no ranks.
         """
-        rank = _whole_number("RANK")  # alone too: libraries that LitGPT imports read it
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+            alone = os.environ.get("RANK", "0").strip().removeprefix("-")
+            if not alone.isdecimal():  # nobody asks for it, but Lightning reads it with int() when it is imported
+                raise ValueError(f"RANK={os.environ['RANK']!r} is not a whole number; without WORLD_SIZE, unset it")
             return None
+        rank = _whole_number("RANK")
         world = _whole_number("WORLD_SIZE")
         if world < 1:
             raise ValueError(f"WORLD_SIZE={world} is no number of ranks; a launcher, such as torchrun, sets it")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from axo.launch import RankFailed
 from bench import step
 from bench.lib import step_models
 from tests.launcher import run_ranks
@@ -47,6 +48,18 @@ def test_contestants_in_processes_of_their_own_agree_too() -> None:
     rows = step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
     assert len(rows) == 7 and all(row["right"] and row["mb"] > 0 and len(row["all_ms"]) == 8 for row in rows), rows
     assert [row["comm"] is not None for row in rows] == [row["contestant"].startswith("Axo ") for row in rows]
+
+
+def test_a_contestant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def fails(comms: Any) -> Any:
+        raise ValueError("no such rival")
+
+    players = [*step.contestants("z", step.sizes_of(argparse.Namespace(**OPTIONS)))[:1], step.Entry(fails)]
+    monkeypatch.setattr(step, "contestants", lambda case, sizes: players)
+    with pytest.raises(RankFailed, match="the ranks of contestant 1 of case z ended; their error stands above"):
+        step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
+    assert "no such rival" in capfd.readouterr().err
+    assert not multiprocessing.active_children()
 
 
 def blocks_put_aside(index: int) -> tuple[str, int]:

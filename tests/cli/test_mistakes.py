@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from axo.cli import errors
 from axo.cli import main as cli
 from axo.errors import Timeout
+from axo.launch import Rank
 from tests.cli.test_cli import SMALL, endless_run, living, run_axo, start_afresh, text
 from tests.launcher import Command
 
@@ -224,11 +225,17 @@ def test_variables(here: Path, monkeypatch: pytest.MonkeyPatch, name: str, messa
 
 
 def test_a_rank_without_a_world_is_read_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lightning reads it when it is imported: "invalid literal for int() with base 10"."""
+    """Lightning reads it when it is imported: "invalid literal for int() with base 10"; -1 it can read."""
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setenv("RANK", "abc")
-    result = CliRunner().invoke(cli.app, ["train"])
-    assert result.exit_code == 2 and result.stderr.startswith("axo train: error: RANK='abc' is not a whole number of")
+    for value in ("abc", ""):
+        monkeypatch.setenv("RANK", value)
+        result = CliRunner().invoke(cli.app, ["train"])
+        assert (result.exit_code, result.stderr) == (
+            2,
+            f"axo train: error: RANK={value!r} is not a whole number; without WORLD_SIZE, unset it\n",
+        )
+    monkeypatch.setenv("RANK", "-1")
+    assert Rank.from_environment() is None
 
 
 # --- a run's folder ----------------------------------------------------------------------------------------------

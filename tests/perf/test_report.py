@@ -85,11 +85,13 @@ def test_every_row_ends_with_the_command_that_runs_it(made: planner.GridPlan, mo
     asked = planner.Request(workload, machine.load("rtx-4090"), 8, 16 * 128, search=True)
     searched = planner.plan(asked)
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("axo.train.run", configs.append)
+    monkeypatch.setattr("axo.train.runner.run", lambda config, found: configs.append(config))
+    monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
     for one in searched.ranked[:6]:
         words = command_line(searched, one).split()
         assert words[:7] == ["torchrun", "--nnodes", "2", "--nproc-per-node", "4", "--no-python", "axo"]
-        assert CliRunner().invoke(cli.app, words[7:]).exit_code == 0
+        found = CliRunner().invoke(cli.app, words[7:])
+        assert found.exit_code == 0, found.output
         config = configs.pop()
         assert (config.model, config.grid, config.batch_size, config.seq_len) == ("pythia-14m", one.grid, 16, 128)
         assert (config.recompute, config.zero) == (one.recompute, one.run.zero)

@@ -207,7 +207,8 @@ def test_a_row_with_stages_runs_as_it_says(monkeypatch: pytest.MonkeyPatch) -> N
                             schedules=("1f1b", "zero-bubble"))  # fmt: skip
     made = planner.plan(asked)
     configs: list[TrainConfig] = []
-    monkeypatch.setattr("axo.train.run", configs.append)
+    monkeypatch.setattr("axo.train.runner.run", lambda config, found: configs.append(config))
+    monkeypatch.setattr("axo.train.early.check_device", lambda what, device: (device, None))  # as if it were here
     for one in made.ranked[:6]:
         assert one.stages is not None
         words = command_line(made, one).split()

@@ -50,18 +50,19 @@ __all__ = [
     "share_path",
 ]
 
-__getattr__ = names_of(
-    __name__,
-    {
-        "CheckpointError": "axo.errors",
-        "Loaded": "axo.checkpoint.reader",
-        "Run": "axo.checkpoint.run",
-        "Save": "axo.checkpoint.writer",
-        "consolidate": "axo.checkpoint.convert",
-        "latest": "axo.checkpoint.folder",
-        "load": "axo.checkpoint.reader",
-        "save": "axo.checkpoint.writer",
-        "save_pretrained": "axo.checkpoint.pretrained",
-        "share_path": "axo.checkpoint.ranks",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "CheckpointError": "axo.errors",
+            "Loaded": "axo.checkpoint.reader",
+            "Run": "axo.checkpoint.run",
+            "Save": "axo.checkpoint.writer",
+            "consolidate": "axo.checkpoint.convert",
+            "latest": "axo.checkpoint.folder",
+            "load": "axo.checkpoint.reader",
+            "save": "axo.checkpoint.writer",
+            "save_pretrained": "axo.checkpoint.pretrained",
+            "share_path": "axo.checkpoint.ranks",
+        },
+    )

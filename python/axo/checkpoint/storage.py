@@ -255,7 +255,7 @@ class _FileReader:
                 view[start : start + size],
                 checksum.hasher(self._kind, self._path) if verify else None,
             )
-            for start in range(0, len(view), size)
+            for start in range(0, len(view), max(1, size))
         ]
         if len(view) > _SMALL:
             self._pieces += pieces
@@ -276,7 +276,7 @@ class _FileReader:
         try:
             self._read_pieces()
         finally:
-            futures.wait(helpers)
+            self._wait(helpers)
         for helper in helpers:
             helper.result()
         for entry, expected, pieces in self._hashed:
@@ -284,11 +284,22 @@ class _FileReader:
                 raise self.damaged(_WRONG, entry)
         self._hashed.clear()
 
+    def _wait(self, helpers: list[futures.Future[None]]) -> None:
+        try:
+            futures.wait(helpers)
+        except BaseException:  # Ctrl-C: nobody may read into tensors, or from a closed file, behind our back
+            self._pieces.clear()
+            futures.wait(helpers)
+            raise
+
     def _read_pieces(self) -> None:
         try:
             while self._pieces:
-                with suppress(IndexError):  # the other thread took the last
-                    self._read(self._pieces.popleft())
+                try:
+                    piece = self._pieces.popleft()
+                except IndexError:  # the other thread took the last
+                    break
+                self._read(piece)
         finally:
             self._pieces.clear()  # after an error the other thread ends too
 

@@ -21,4 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Offload", "OffloadedAdamW"]
 
-__getattr__ = names_of(__name__, {"Offload": "axo.offload.options", "OffloadedAdamW": "axo.offload.optimizer"})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = names_of(
+        __name__, {"Offload": "axo.offload.options", "OffloadedAdamW": "axo.offload.optimizer"}
+    )

@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Engine", "Event", "Events", "Overlap", "attach", "cache_limits", "engines", "exchanges", "record"]
 
-__getattr__ = names_of(
-    __name__,
-    {
-        "Engine": "axo.overlap.engine",
-        "Event": "axo.overlap.events",
-        "Events": "axo.overlap.events",
-        "Overlap": "axo.overlap.options",
-        "attach": "axo.overlap.model",
-        "cache_limits": "axo.overlap.options",
-        "engines": "axo.overlap.model",
-        "exchanges": "axo.overlap.model",
-        "record": "axo.overlap.model",
-    },
-)
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = names_of(
+        __name__,
+        {
+            "Engine": "axo.overlap.engine",
+            "Event": "axo.overlap.events",
+            "Events": "axo.overlap.events",
+            "Overlap": "axo.overlap.options",
+            "attach": "axo.overlap.model",
+            "cache_limits": "axo.overlap.options",
+            "engines": "axo.overlap.model",
+            "exchanges": "axo.overlap.model",
+            "record": "axo.overlap.model",
+        },
+    )

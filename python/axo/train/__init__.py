@@ -19,4 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Outcome", "RankFailed", "TrainConfig", "run"]
 
-__getattr__ = names_of(__name__, {"Outcome": "axo.train.runner", "RankFailed": "axo.launch", "run": "axo.train.runner"})
+if not TYPE_CHECKING:
+    __getattr__, __dir__ = names_of(
+        __name__, {"Outcome": "axo.train.runner", "RankFailed": "axo.launch", "run": "axo.train.runner"}
+    )

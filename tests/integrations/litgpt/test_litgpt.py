@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from jsonargparse import CLI, capture_parser
+from jsonargparse import CLI, Namespace, capture_parser
 
 from axo.grid import AXES, Grid
 from axo.integrations.litgpt import early
@@ -225,8 +225,6 @@ def test_nothing_of_litgpt_is_imported_before_early_imports_it(monkeypatch):
 
 
 def test_serving_on_another_accelerator_is_refused(monkeypatch):
-    from jsonargparse import Namespace
-
     from axo.integrations.litgpt.checks import _check_on_one_device
 
     monkeypatch.setenv("LT_ACCELERATOR", "cpu")
@@ -402,6 +400,31 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
     assert done.returncode == 0, done.stderr
     for told, words in zip(done.stdout.splitlines(), EARLY.values(), strict=True):
         assert words in told
+
+
+def test_forms_of_data_that_the_parser_takes_are_taken(tmp_path, monkeypatch):
+    """Oracle: litgpt's parser makes a JSON module of each of them; what has no such form is left to it."""
+    from axo.integrations.litgpt import checks, command
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.json", "2024_11/train.json", "2024_11/val.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps([{"instruction": "say it", "output": "it"}]))
+    (tmp_path / "c.yaml").write_text("data: {class_path: litgpt.data.JSON, init_args: {json_path: a.json}}\n")
+    (tmp_path / "torn.yaml").write_text("data: {class_path: JSON, init_args: a.json}\n")
+    known = command.PARALLEL["finetune_lora"]
+    for given, read in (
+        (["--config", "c.yaml", "--data", "JSON"], True),
+        (["--data", "JSON", "--data.json_path", "a.json", "--data", "litgpt.data.JSON"], True),
+        (["--data", "JSON", "--data.init_args", "{json_path: a.json}"], True),
+        (["--data", "JSON", "--data.init_args.json_path", "a.json"], True),
+        (["--data", "JSON", "--data.json_path", "2024_11"], True),
+        (["--config", "torn.yaml"], False),
+        (["--data", "{class_path: JSON, init_args: a}"], False),
+    ):
+        options = early.read("finetune_lora", known.module, known.function, ["folder", *given])
+        assert options is not None and isinstance(options.data, Namespace) is read, given
+        checks._check_data(options.data)
 
 
 def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):

@@ -79,7 +79,8 @@ def check(
         _check_data(options.get("data"))
         _check_optimizer(options.get("optimizer"))
         if rank is None or rank.rank == 0:  # who writes there
-            folders.check_writable("litgpt: --out_dir", Path(str(options.out_dir)))
+            above = os.environ.get("LIGHTNING_ARTIFACTS_DIR", "")  # where litgpt puts a relative one
+            folders.check_writable("litgpt: --out_dir", Path(above, str(options.out_dir)))
 
 
 def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:

@@ -97,7 +97,8 @@ PARALLEL["finetune"] = PARALLEL["finetune_lora"]  # litgpt's other name for it
 _HELP = {"-h", "--help"}
 # Imported once, before local ranks are forked, instead of by each of them.
 _USED_BY_RANKS = (
-    "axo.checkpoint",
+    "axo.checkpoint.reader",
+    "axo.checkpoint.writer",
     "axo.integrations.fabric.strategy",
     "axo.integrations.litgpt.patches",
     "axo.integrations.litgpt.strategy",

@@ -90,7 +90,8 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
             given = list(_flat(content, groups))
         else:
             value = _value(text)
-            if name.endswith(("_dir", "_name")) and not (value is None and text and name in may_be_none):
+            a_path = name.startswith("data.") and name.endswith("_path") and value is not None
+            if a_path or (name.endswith(("_dir", "_name")) and not (value is None and text and name in may_be_none)):
                 value = text
             given = [(name, value)]
         for key, value in given:
@@ -120,20 +121,38 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
 
 
 def _add_data(options: Namespace, field: str, value: Any) -> None:
-    """What was given of ``data``, as litgpt's parser has it: a class, and what it is made with."""
-    if not field:
-        given = value if isinstance(value, dict) else {"class_path": value}
-        known = isinstance(given.get("class_path"), str) and not Path(given["class_path"]).is_file()
-        made_with = Namespace(**(given.get("init_args") or {}))
-        options["data"] = Namespace(class_path=given["class_path"], init_args=made_with) if known else value
-    elif isinstance(options.get("data"), Namespace):
-        options.data.init_args[field.removeprefix("init_args.")] = value
+    """What was given of ``data``, as litgpt's parser has it: a class, and what it is made with.
+
+    Named again, a class keeps what it is made with. What is of no such form is left to that parser.
+    """
+    now = options.get("data")
+    if field == "init_args" or not field:
+        of_a_class = value if isinstance(value, dict) else {"class_path": value}
+        if field:
+            of_a_class = {"class_path": now.class_path if isinstance(now, Namespace) else None, "init_args": value}
+        kind, made_with = of_a_class.get("class_path"), of_a_class.get("init_args") or {}
+        named = isinstance(made_with, dict) and all(isinstance(key, str) for key in made_with)
+        if not isinstance(kind, str) or not named or _is_file(kind):
+            options["data"] = value
+            return
+        again = isinstance(now, Namespace) and now.class_path.rpartition(".")[2] == kind.rpartition(".")[2]
+        kept = vars(now.init_args) if again else {}
+        options["data"] = Namespace(class_path=kind, init_args=Namespace(**(kept | made_with)))
+    elif isinstance(now, Namespace):
+        now.init_args[field.removeprefix("init_args.")] = value
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # too long for a name: the text of a file
+        return False
 
 
 def _file_of(text: str) -> dict[str, Any] | None:
     """What a configuration file holds; None: ``text`` is none, but an address or the text of one."""
     file = Path(text)
-    if not file.is_file():
+    if not _is_file(text):
         if not set("{:\n") & set(text):
             raise ValueError(f"litgpt: --config {text} is not a file")
         return None
