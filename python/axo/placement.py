@@ -15,11 +15,11 @@ Not here: moving data between ranks (``axo.sharding``).
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, SupportsIndex, cast
 
 from axo.errors import Refused
 from axo.grid import AXES, Coords, Grid
@@ -68,7 +68,8 @@ def check_whole(owner: str, least: int | None, arguments: Mapping[str, object]) 
         ValueError: Names owner, argument and value.
     """
     for name, value in arguments.items():
-        for each in value if isinstance(value, tuple | list) else (value,):
+        several = isinstance(value, Iterable) and not isinstance(value, str)
+        for each in cast("Iterable[SupportsIndex]", value if several else (value,)):
             try:
                 fits = least is None or operator.index(each) >= least
                 operator.index(each)

@@ -173,3 +173,18 @@ def test_a_state_that_one_rank_gathers_alone_is_told_on_every_rank(then):
     assert words in told[0]
     for each in told[1:]:
         assert words in each or (then == "barrier of the world" and "differs between ranks" in each), told
+
+
+def one_data_index(grid):
+    with axo.connect(grid) as comms:
+        torch.manual_seed(0)
+        serial = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+        model = axo.parallelize(copy.deepcopy(serial), comms, plan="auto")
+        if comms.coords.data == 0:
+            found = model.state_dict()
+            assert all(torch.equal(found[name], value) for name, value in serial.state_dict().items())
+        comms.world.barrier()
+
+
+def test_ranks_of_one_data_index_gather_a_state_by_themselves():
+    run_ranks(one_data_index, 4, "2x1x1x2")

@@ -92,7 +92,9 @@ def test_whole_numbers_of_numpy_are_taken():
     assert axo.nn.Linear(sizes[0], sizes[1], comms=COMMS).weight.shape == (4, 8)
     assert axo.nn.Embedding(sizes[0], sizes[1], comms=COMMS).weight.shape == (8, 4)
     assert axo.nn.LayerNorm(sizes[0], comms=COMMS).weight.shape == (8,)
-    assert axo.nn.LayerNorm(torch.Size([8]), comms=COMMS).weight.shape == (8,)
+    for shape in (torch.Size([8]), sizes[:1], range(8, 9)):
+        assert axo.nn.LayerNorm(shape, comms=COMMS).weight.shape == (8,)
+    assert axo.nn.Conv2d(8, 8, numpy.array([3, 5]), comms=COMMS).weight.shape == (8, 8, 3, 5)
 
 
 def test_memory_that_others_use_is_the_same_error():

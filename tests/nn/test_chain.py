@@ -226,8 +226,7 @@ def without_gradients(grid):
             assert not vars(kept), "a note that would be pickled"
             # another value in the same tensor is not what the layer made; what lies between hides it
             first, second = (axo.nn.Linear(8, 8, comms=comms) for _ in range(2))
-            if mode is torch.no_grad:
-                second(first(x).copy_(x))
+            second(first(x).copy_(x))
             axo.nn.Linear(8, 8, comms=comms)(axo.nn.Linear(8, 8, comms=comms)(x) + 1)
     # a frozen layer before a trained one
     frozen, trained = (axo.nn.Linear(8, 8, comms=comms, name=name) for name in ("frozen", "trained"))

@@ -215,3 +215,17 @@ def test_transforms_are_right_or_refused():
 
 def test_batch_norm_is_updated_as_in_torch():
     run_ranks(batch_norm, 4, "2x2x1x1")
+
+
+def names_of_ones_own(grid):
+    class Scaled(axo.nn.Linear):
+        def __init__(self, *sizes, comms):
+            super().__init__(*sizes, comms=comms)
+            self.weight_gain = nn.Parameter(torch.ones(()))
+            self.register_parameter("bias_g", None)
+
+    assert dict(Scaled(8, 8, comms=axo.connect(grid)).named_parameters()).keys() == {"weight", "bias", "weight_gain"}
+
+
+def test_a_name_alone_makes_no_parameter_a_derived_one():
+    run_ranks(names_of_ones_own, 4, "2x2x1x1")

@@ -136,3 +136,35 @@ def test_a_switch_that_is_neither_on_nor_off_is_told(monkeypatch):
     monkeypatch.setenv("AXO_CHECK", "true")
     with pytest.raises(ValueError, match="AXO_CHECK='true' is not known; use one of 0, 1, or unset it"):
         is_on("AXO_CHECK")
+
+
+def steps_of_ones_own(grid):
+    """Optimizers that take a closure by name alone, or something else first, get what they get of a serial model."""
+
+    class ByName(torch.optim.SGD):
+        def step(self, *, closure=None):
+            return super().step(closure)
+
+    class Scaled(torch.optim.SGD):
+        def step(self, scale=1.0):
+            self.param_groups[0]["lr"] *= scale
+            super().step()
+
+    comms = axo.connect(grid)
+    model = axo.parallelize(nn.Sequential(nn.Linear(8, 8)), comms, plan="auto")
+    batch = axo.shard_batch(torch.rand(4, 8), comms)
+
+    def closure():
+        loss = model(batch).sum()
+        loss.backward()
+        return loss
+
+    assert ByName(model.parameters(), lr=0.1).step(closure=closure) is not None
+    closure()
+    scaled = Scaled(model.parameters(), lr=0.1)
+    scaled.step(0.5)
+    assert scaled.param_groups[0]["lr"] == 0.05
+
+
+def test_a_step_may_take_what_it_likes():
+    run_ranks(steps_of_ones_own, 2, "2x1x1x1")

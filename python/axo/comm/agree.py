@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from axo.comm.communicator import Communicator
 from axo.comm.connect import Communicators
 from axo.errors import Aborted, Error, Mismatch
 
@@ -14,33 +15,38 @@ _BEFORE_THE_PEERS = 0.9  # of the time limit: they are to hear why, before their
 
 def ranks_that_differ(comms: Communicators, text: str) -> list[int]:
     """The ranks whose ``text`` is not rank 0's; the same list on every rank. Every rank must call it."""
-    if comms.grid.world_size == 1:
-        return []
+    return [] if comms.grid.world_size == 1 else _that_differ(comms.world, text)
+
+
+def _that_differ(comm: Communicator, text: str) -> list[int]:
     digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    mine = torch.tensor([digest], dtype=torch.int64, device=comms.device)
-    digests = comms.world.all_gather(mine).tolist()
+    digests = comm.all_gather(torch.tensor([digest], dtype=torch.int64, device=comm.device)).tolist()
     return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
 def all_call(comms: Communicators, what: str) -> None:
-    """Wait until every rank makes the same call ``what``; one that others do not make ends with its name, on all ranks.
+    """Wait until all ranks of one data index make the same call ``what``, which ends with its name where some do not.
+
+    Ranks of other data indices hold the same parameters, and need not call.
 
     Raises:
         Error: Of the class of what was found: a rank did something else, nothing in time, or has left.
     """
-    if comms.grid.world_size == 1:
-        return
-    world, reason = comms.world, f"rank {comms.rank} called {what} and others did not; every rank must call it"
-    limit = world.set_timeout(comms.timeout)
-    world.set_timeout(_BEFORE_THE_PEERS * limit)
-    try:
-        if ranks_that_differ(comms, what):
-            raise Mismatch("they met in another place of the program")
-    except Aborted:
-        raise
-    except Error as error:
-        for line in comms.communicators:
-            line.abort(reason)
-        raise type(error)(f"{reason}: {error}") from None
-    finally:
-        world.set_timeout(limit)
+    reason = f"rank {comms.rank} called {what} and others did not; every rank must call it"
+    # Whoever uses the world meanwhile is few: there the others hear of this call, not of a difference in their own.
+    for line in (comms.world,) if comms.grid.data == 1 else (comms.x, comms.y, comms.z):
+        if line.size == 1:
+            continue
+        limit = line.set_timeout(comms.timeout)
+        line.set_timeout(_BEFORE_THE_PEERS * limit)
+        try:
+            if _that_differ(line, what):
+                raise Mismatch("they met in another place of the program")
+        except Aborted:
+            raise
+        except Error as error:
+            for each in comms.communicators:
+                each.abort(reason)
+            raise type(error)(f"{reason}: {error}") from None
+        finally:
+            line.set_timeout(limit)

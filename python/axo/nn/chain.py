@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from axo.nn.layer import ParallelLayer
 
 Sizes = Sequence[int]
-_outputs = WeakTensorKeyDictionary()  # without a history -> (version, layer); an attribute would be pickled with it
+_outputs = WeakTensorKeyDictionary()  # without a history -> (mark, layer); an attribute would be pickled with it
+_MARKED = 64  # elements
 
 
 def leave(output: torch.Tensor, layer: ParallelLayer) -> None:
@@ -35,7 +36,7 @@ def leave(output: torch.Tensor, layer: ParallelLayer) -> None:
     if output.grad_fn is not None:
         _notes(output.grad_fn)["axo_layer"] = layer, output.dim() + layer.feature_dim
     elif layer.first_without_history:
-        _outputs[output] = _version(output), weakref.ref(layer)
+        _outputs[output] = _mark(output), weakref.ref(layer)
 
 
 def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
@@ -47,9 +48,10 @@ def check(input: torch.Tensor, layer: ParallelLayer) -> bool:
     dim = input.dim() + layer.feature_dim
     if input.grad_fn is None:
         if layer.first_without_history:
-            version, made = _outputs.get(input, (0, _no_layer))
+            mark, made = _outputs.get(input, (None, _no_layer))
             before = made()
-            if before is not None and version == _version(input) and dim == input.dim() + before.feature_dim:
+            same = mark is not None and mark == _mark(input)
+            if before is not None and same and dim == input.dim() + before.feature_dim:
                 _check_pair(before, layer, moved=False)
         return False
     for before, moved in _makers(input, dim):
@@ -215,8 +217,11 @@ def _no_layer() -> None:
     return None
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _mark(tensor: torch.Tensor) -> object:
+    """What differs once somebody has written to the tensor; None: nothing tells."""
+    if not tensor.is_inference():
+        return tensor._version
+    return None if tensor.is_nested or tensor.is_meta else tensor.reshape(-1)[:_MARKED].tolist()
 
 
 def _notes(node: torch.autograd.graph.Node) -> dict[str, tuple[ParallelLayer, int]]:

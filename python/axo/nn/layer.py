@@ -100,10 +100,9 @@ class ParallelLayer(nn.Module):
         Raises:
             ValueError: It is not of the shard's shape, or stands in for one that is split (``weight_orig``).
         """
-        if name not in self.placements:
-            for of, where in self.placements.items():
-                if name.startswith(f"{of}_"):  # pruning, the old weight_norm and spectral_norm
-                    torch_utils.refuse_derived(f"{self.label()}: {name}", where)
+        of, _, kind = name.rpartition("_")
+        if param is not None and kind in ("orig", "g", "v"):  # pruning, the old weight_norm and spectral_norm
+            torch_utils.refuse_derived(f"{self.label()}: {name}", self.placements.get(of))
         before, placement = self._parameters.get(name), self.placements.get(name)
         told = hasattr(param, "placement")
         if before is not None and param is not None and placement is not None and not told:

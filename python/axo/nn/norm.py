@@ -17,6 +17,7 @@ Not here: norms over more than the last dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class _Norm(ParallelLayer):
         grad_reduce: str,
         name: str | None,
     ) -> None:
-        shape = tuple(normalized_shape) if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        shape = tuple(normalized_shape) if isinstance(normalized_shape, Iterable) else (normalized_shape,)
         check_whole(label_of(self, name), 0, {"normalized_shape": normalized_shape})
         placement = Placement(shape[-1:], ((axis,) if axis else (),), comms=comms)
         self._start(comms, name, dict.fromkeys(parameters, placement))

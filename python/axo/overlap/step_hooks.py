@@ -27,13 +27,16 @@ _before, _after = _Hooks(), _Hooks()
 def closure_of(arguments: Arguments) -> Callable[[], object] | None:
     """The function that a step is to call for its loss and gradients."""
     args, options = arguments
-    return args[1] if len(args) > 1 else options.get("closure")
+    found = options["closure"] if "closure" in options else args[1] if len(args) > 1 else None
+    return found if callable(found) else None  # an optimizer of one's own may take something else first
 
 
 def with_closure(arguments: Arguments, closure: Callable[[], object]) -> Arguments:
     """The arguments of a step, with another such function."""
     args, options = arguments
-    return (args[0], closure, *args[2:]), {name: value for name, value in options.items() if name != "closure"}
+    if "closure" in options:  # which may not be allowed by position
+        return args, options | {"closure": closure}
+    return (args[0], closure, *args[2:]), options
 
 
 def before_steps(owner: Owner, hook: Callable[[Owner, Optimizer, Arguments], Arguments | None]) -> None:
