@@ -119,7 +119,6 @@ MISTAKES = [
     (["--resume", "s3://bucket/run"], "s3://bucket/run is an address, not a folder; mount it, and give the folder"),
     (["--device", "cpu:0", "--grid", "1x1x2x1"], "is one device, and grid 1x1x2x1 has 2 ranks; use device='cpu'"),
 ]
-NEEDS_TORCH = ("parameters, whose weights, gradients and optimizer state",)  # counted on the model
 
 
 @pytest.mark.parametrize(
@@ -173,8 +172,7 @@ def test_other_commands(here: Path, arguments: str, message: str) -> None:
 
 def test_nothing_of_it_imports_torch(here: Path) -> None:
     """Its import takes seconds. Oracle: the modules of one process that makes all these mistakes."""
-    train = [trained(given) for given, message in MISTAKES if not message.startswith(NEEDS_TORCH)]
-    assert len(train) > len(MISTAKES) - 3
+    train = [trained(given) for given, _ in MISTAKES]
     code = (
         "import json, sys\n"
         "from typer.testing import CliRunner\n"

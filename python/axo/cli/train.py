@@ -58,7 +58,7 @@ def train(context: typer.Context, **given: Any) -> None:
     from axo.train import early, models
 
     # Before what takes seconds to import. Ranks of torchrun compare what each finds in its files.
-    found = early.check(config) if rank is None else None
+    found = early.check_here(config) if rank is None else None
     if rank is not None and not models.names_file(config.model):
         early.check_sizes(config)
     from axo.integrations.litgpt.early import load

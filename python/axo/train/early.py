@@ -18,7 +18,7 @@ from axo.comm import flight
 from axo.comm.device_choice import check_device
 from axo.offload.options import Offload
 from axo.overlap.options import Overlap
-from axo.perf import cut, pipeline_schedule
+from axo.perf import cut, pipeline_schedule, readers
 from axo.placement import check_divides
 from axo.plans.litgpt import sizes
 from axo.train import data, models
@@ -61,6 +61,34 @@ def check(config: TrainConfig) -> Checked:
     if config.tokenizer is None:
         open_batches(config, open_corpus(config, files))
     return Checked(model, files)
+
+
+def check_here(config: TrainConfig) -> Checked:
+    """:func:`check`, and that this machine, whose CPUs hold all ranks, has memory for the model.
+
+    Raises:
+        ValueError: As for :func:`check`, or it has not.
+    """
+    found = check(config)
+    if check_device("train", config.device)[0] == "cpu":
+        _check_memory(config, found.model)
+    return found
+
+
+def _check_memory(config: TrainConfig, model: Config) -> None:
+    try:
+        parameters = readers.from_litgpt(vars(model)).parameters
+    except ValueError:  # latent attention, which readers do not know: counted on the model itself
+        parameters = models.shape_of(model).parameters
+    # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
+    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > room:
+        raise ValueError(
+            f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
+            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {room / 2**30:,.1f} GiB; use a smaller"
+            " model, or torchrun on more machines"
+        )
 
 
 def check_sizes(config: TrainConfig) -> Config:

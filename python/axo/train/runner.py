@@ -20,13 +20,12 @@ import axo
 from axo.checkpoint import Run
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.comm.device_choice import check_device
-from axo.comm.memory import physical_memory
 from axo.grid import check_ranks
 from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.early import Checked, open_batches, open_corpus
+from axo.train.early import Checked, check_here, open_batches, open_corpus
 from axo.train.log import TrainLog
 from axo.train.loop import Trainer
 from axo.train.progress import Display
@@ -73,7 +72,7 @@ def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
 
     Args:
         config: The options.
-        found: What ``axo.train.early.check`` has found of them; None: it is asked here.
+        found: What ``axo.train.early.check_here`` has found of them; None: it is asked here.
 
     Raises:
         ValueError: The options are wrong.
@@ -82,7 +81,7 @@ def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
     rank = Rank.from_environment()
     if rank is not None:
         return train_rank(config)
-    files = check(config, found)
+    files = check(config, found or check_here(config))
     check_devices(config)
     if config.tokenizer is not None:  # encode the text, once, before there are ranks to wait for it
         open_batches(config, open_corpus(config, files))
@@ -97,32 +96,18 @@ def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
 
 
 def check_devices(config: TrainConfig) -> None:
-    """Check that this machine has a device for each rank of the run, or memory for what all of them hold.
+    """Check that this machine has a device for each rank of the run.
 
     Raises:
         ValueError: It has less.
     """
     if check_device("train", config.device)[0] == "cpu":
-        _check_memory(config)
         return
     count = torch.accelerator.device_count()
     if config.ranks > count:
         raise ValueError(
             f"train: grid {config.shown} has {config.ranks} ranks and this machine {count} of device"
             f" {config.device!r}, one for a rank; use a smaller grid, or torchrun on more machines"
-        )
-
-
-def _check_memory(config: TrainConfig) -> None:
-    parameters = models.shape_of(models.resolve(config.model, config.model_overrides)).parameters
-    # Weights, gradients and AdamW's two moments, once over all ranks: what is replicated, and activations, come on top.
-    needed = 4 * parameters * (2 if config.precision == "bf16-true" else 4)
-    room = physical_memory(torch.device("cpu"))
-    if room is not None and needed > room:
-        raise ValueError(
-            f"train: model {config.model!r} has {parameters:,} parameters, whose weights, gradients and optimizer state"
-            f" take at least {needed / 2**30:,.1f} GiB, and this machine has {room / 2**30:,.1f} GiB; use a smaller"
-            " model, or torchrun on more machines"
         )
 
 

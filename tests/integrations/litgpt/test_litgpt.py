@@ -337,6 +337,10 @@ EARLY = {
     "generate . --top_p x": "--top_p x is not a number",
     "pretrain pythia-14m --data TinyLlamas": "--data TinyLlamas is no data module of LitGPT's; did you mean TinyLlama?",
     "pretrain pythia-14m --out_dir run.yaml/x --logger_name csv": "--out_dir=run.yaml/x cannot be written: ",
+    "pretrain pythia-14m --data TextFiles --data.train_data_pat .": "train_data_pat is no option of TextFiles; did you"
+    " mean train_data_path?",
+    "pretrain pythia-14m --data TextFiles --data.seed 3": "--data.train_data_path is missing; TextFiles wants it",
+    "finetune_lora . --data litgpt.data.Alpaca2k --data.no 3": "use one of mask_prompt, val_split_fraction, prompt",
     "finetune_lora . --data JSON": "--data.json_path is missing; name a .json or .jsonl file, or a folder with",
     "finetune_lora . --data JSON --data.json_path no.json": "--data.json_path no.json does not exist; name a",
     "finetune_lora . --data JSON --data.json_path torn": "torn is a folder without train.json; name a file, or add it",
@@ -373,6 +377,22 @@ def test_what_litgpt_would_download_is_left_to_it(tmp_path, monkeypatch):
         with contextlib.nullcontext() if len(asked) > tried else pytest.raises(ValueError, match="not a checkpoint"):
             checks._check_paths(options, 1, False)
     assert asked == ["EleutherAI/pythia-14m", "no-such"]
+
+
+def test_options_of_data_modules_are_those_of_their_classes():
+    import litgpt.data
+
+    from axo.integrations.litgpt.argument_types import _options_of
+
+    modules = [each for each in map(litgpt.data.__dict__.get, litgpt.data.__all__) if dataclasses.is_dataclass(each)]
+    assert len(modules) > 10
+    for each in modules:
+        lacks = {
+            field.name: field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+            for field in dataclasses.fields(each)
+            if field.init
+        }
+        assert _options_of(each.__name__) == lacks, each
 
 
 def test_wrong_input_is_refused_before_imports(tmp_path):
@@ -438,7 +458,7 @@ def test_an_accelerator_that_the_ranks_cannot_use_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "LitData", "--data.nope", "1"], 'pretrain: Parser key "data":'),
+        (["--data", "LitData", "--data.seed", "x"], 'pretrain: Parser key "data":'),
         (["--optimizer", "Adams"], "--optimizer Adams is not in torch.optim; name one that is, such as AdamW"),
     ],
 )

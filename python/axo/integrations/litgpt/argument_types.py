@@ -1,4 +1,4 @@
-"""Types of options, as the annotations of a litgpt command say them: numbers, switches and choices, read as source.
+"""Types of options, as the annotations of a litgpt command say them, and what data modules take: read as source.
 
 litgpt's own parser reads all of it again; what is told here is told in one line, before LitGPT is imported.
 """
@@ -38,6 +38,7 @@ def check(function: ast.FunctionDef, defaults: dict[str, Any], options: Namespac
             raise ValueError(f"litgpt: --{name} {value} is not {wanted}")
     if isinstance(options.get("data"), Namespace):
         _check_data(options.data.class_path)
+        _check_made_with(options.data.class_path.removeprefix("litgpt.data."), options.data.init_args)
 
 
 def _kinds(function: ast.FunctionDef, defaults: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, ...]]]:
@@ -83,3 +84,38 @@ def _check_data(name: str) -> None:
         near = difflib.get_close_matches(name, known, 1)
         meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
         raise ValueError(f"litgpt: --data {name} is no data module of LitGPT's; {meant}")
+
+
+def _check_made_with(name: str, given: Namespace) -> None:
+    """Refuse options that a data module of LitGPT's does not have, or lacks."""
+    known = _options_of(name)
+    if not known:
+        return
+    for option in vars(given):
+        if option.split(".")[0] not in known:
+            near = difflib.get_close_matches(option, known, 1)
+            meant = f"did you mean {near[0]}?" if near else f"use one of {', '.join(known)}"
+            raise ValueError(f"litgpt: --data.{option} is no option of {name}; {meant}")
+    for option, wanted in known.items():
+        if wanted and given.get(option) is None and name != "JSON":  # records.check says what to name
+            raise ValueError(f"litgpt: --data.{option} is missing; {name} wants it")
+
+
+def _options_of(name: str) -> dict[str, bool]:
+    """The fields of a data module of LitGPT's, a dataclass, and whether each must be given. Of another class: none."""
+    tree = ast.parse(litgpt_file("litgpt.data.__init__").read_text(encoding="utf-8"))
+    imports = (node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module)
+    module = next((node.module for node in imports for alias in node.names if alias.name == name), None)
+    if module in (None, "litgpt.data.base"):
+        return {}
+    source = ast.parse(litgpt_file(module).read_text(encoding="utf-8")).body
+    made = next(node for node in source if isinstance(node, ast.ClassDef) and node.name == name)
+    known: dict[str, bool] = {}
+    for base in made.bases:
+        known |= _options_of(ast.unparse(base).rpartition(".")[2])
+    for node in made.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            said = {each.arg: each.value for each in node.value.keywords} if isinstance(node.value, ast.Call) else {}
+            if ast.unparse(said.get("init", ast.Constant(True))) == "True":
+                known[node.target.id] = node.value is None
+    return known
