@@ -85,6 +85,7 @@ def dryrun(
     )
     early.check_step(config)
     wanted = _ranks(ranks, config)
+    early.check_sizes(config)
     from axo import dryrun as dry
 
     roles = dry.representatives(config)
