@@ -160,7 +160,10 @@ OTHERS = [
     ("dryrun --grid 2x2x2x1", "axo dryrun: error: give the model by --model NAME, or by --litgpt CONFIG"),
     ("dryrun --grid 2x1x1x1 --model pythia-14m", "seq-len=2048 is not in [1, block_size=512]; use a shorter sequence"),
     ("dryrun --grid 2x1x1x1 --model pythia-14m --seq-len 64 --ranks 9", "ranks='9': '9' is not a rank of 2x1x1x1"),
-    ("dryrun --grid 3x1x1x1 --model pythia-14m --seq-len 64", "intermediate_size=512 does not divide over x=3; use 510"),
+    (
+        "dryrun --grid 3x1x1x1 --model pythia-14m --seq-len 64",
+        "intermediate_size=512 does not divide over x=3; use 510",
+    ),
     ("profile --device tpu", "axo profile: error: device='tpu' is not known; use cpu or cuda"),
 ]
 
