@@ -80,9 +80,10 @@ class Model:
         follows = self._followers()
         seen = {0}
         states = [0]
+        self.states = 0
         while states:
-            self.states = len(seen)
             begun = states.pop()
+            self.states += 1
             begun, ended = self._settle(begun)
             able = self._able(begun, ended)
             if not able:

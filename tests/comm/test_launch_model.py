@@ -23,7 +23,7 @@ from tests.comm.launch_cases import (
     ranks_of,
     table,
 )
-from tests.comm.launch_model import Machine, Model
+from tests.comm.launch_model import Machine, Model, Rank
 
 # The stops that are known: old policies where one collective fits at a time, and a spinning kernel that leaves nothing.
 STOPS = {
@@ -49,6 +49,15 @@ def test_which_policies_stop(rows):
             known = SPINS
         assert tuple(strategy for strategy, model in found.items() if model.stuck) == known, case
         assert all(model.states > 1 for model in found.values()), case
+
+
+def test_states_are_counted_when_they_are_looked_at():
+    """One unit, two sums over both ranks: nothing begun, then one here, then the other there, and nothing goes on."""
+    model = Model(Machine(1, 1), OWN)
+    for rank in (Rank(model, number, {"a": "a", "b": "b"}) for number in range(2)):
+        rank.collective("a")
+        rank.collective("b")
+    assert model.deadlock() and model.states == 3
 
 
 def test_the_page_has_the_table(rows):
