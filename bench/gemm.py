@@ -4,9 +4,10 @@
     axo bench gemm --models gpt-5b,gpt-320b --grid 2x2x2     a model's layers, as one rank of the grid sees them
 
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
-Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak, and on an
-H100 ``predicted_pct`` what ``bench.roofline`` says of their tiles. ``accumulate_ratio``, of TN: torch's product and
-``add_`` onto an fp32 gradient, over the faster of the two where it adds by itself.
+Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak. On an H100
+SXM ``predicted_pct`` is what ``bench.roofline`` says of the best of the default and Hopper's tiles.
+``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two where it
+adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -210,8 +211,9 @@ def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -
 
 
 def _predicted(product: Product, device: torch.device) -> float | None:
-    """Percent of the peak that is predicted of the best of our tiles; None but on an H100."""
-    if device.type != "cuda" or "H100" not in _name(device) or product.dtype == torch.float32:
+    """Percent of the peak that is predicted of the best of the default and Hopper's tiles; None but on an H100 SXM."""
+    name = _name(device) if device.type == "cuda" else ""
+    if "H100" not in name or "PCIe" in name or "NVL" in name or product.dtype == torch.float32:
         return None
     known, tiles = roofline.known_counts(), roofline.ways(product)
     return 100 * max(

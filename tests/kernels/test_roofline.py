@@ -119,5 +119,7 @@ def test_a_measurement_stands_beside_its_prediction(monkeypatch):
     best = max(row["share_pct"] for row in rows if row["kernel"] == "matmul")
     assert gemm._predicted(product, gpu) == pytest.approx(best, abs=1e-3)
     assert gemm._predicted(replace(product, dtype=torch.float32), gpu) is None
-    monkeypatch.setattr(gemm, "_name", lambda _: "NVIDIA A100")
-    assert gemm._predicted(product, gpu) is None and gemm._predicted(product, torch.device("cpu")) is None
+    assert gemm._predicted(product, torch.device("cpu")) is None
+    for other in ("NVIDIA A100", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"):
+        monkeypatch.setattr(gemm, "_name", lambda _, other=other: other)
+        assert gemm._predicted(product, gpu) is None, other
