@@ -87,8 +87,8 @@ def main(arguments: list[str] | None = None) -> int:
         tree, out = folder / "tree", folder / "out"
         tree.mkdir()
         archive = subprocess.Popen(["git", "-C", str(ROOT), "archive", "HEAD"], stdout=subprocess.PIPE)
-        subprocess.run(["tar", "-x", "-C", str(tree)], stdin=archive.stdout, check=True)
-        if archive.wait():
+        unpacked = subprocess.run(["tar", "-x", "-C", str(tree)], stdin=archive.stdout)
+        if archive.wait() or unpacked.returncode:
             parser.error(f"{ROOT} is not a checkout that git can read")
         programs = bare_environment(folder / "env")
         given = {

@@ -6,12 +6,14 @@ Oracle: the line itself, as axo/cli/errors.py promises it. Nothing is measured.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 
 import bench
 from axo.cli import main as cli
 from axo.cli.bench import benchmarks
+from bench.tools import bare_run
 
 # A bench, the options that are wrong, and what the line says. Where there is no GPU, some want one before all else.
 MISTAKES = {
@@ -57,6 +59,15 @@ def test_a_mistake_is_one_line(name: str, capsys: pytest.CaptureFixture[str], mo
     said = capsys.readouterr().err
     assert end.value.code == 2, said
     assert said.startswith("axo bench") and f"error: {words}" in said and said.count("\n") == 1, said
+
+
+def test_the_bare_run_wants_a_checkout(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bare_run, "ROOT", tmp_path)
+    with pytest.raises(SystemExit) as end:
+        bare_run.main([])
+    assert end.value.code == 2 and f"{tmp_path} is not a checkout that git can read" in capfd.readouterr().err
 
 
 def test_no_bench_ends_by_text_alone() -> None:
