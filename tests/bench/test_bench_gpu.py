@@ -7,12 +7,13 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from bench import gpu, kernels
-from bench.lib.table import rows_to_go_on_with
+from bench import gpu, kernels, offload
+from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
 # What a machine that has torch, triton and numpy alone lacks. (Torch itself takes yaml where there is one.)
@@ -92,6 +93,7 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
         return subprocess.CompletedProcess(command, 3 if name == "kernels" else -11)
 
     arguments = ["--out", str(tmp_path)]
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         gpu.main(arguments)
     assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
@@ -111,6 +113,27 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])
+
+
+def test_offload_that_dies_has_no_verdict(monkeypatch, tmp_path):
+    """So it is run again, and then its file holds each verdict once."""
+    plain = offload.Run.__init__
+
+    def dies(run, case, *rest):
+        if case == "activations":
+            raise RuntimeError("no kernel image")
+        plain(run, case, *rest)
+
+    arguments = ["--walk", "--out", str(tmp_path)]
+    whole = offload.main(arguments)
+    verdicts = [line for line in read_rows(tmp_path / "offload.jsonl") if "verdict" in line]
+    assert whole == 0 and len(verdicts) == 2 * (len(offload.CASES) - 1)
+    for begin in (dies, plain):
+        monkeypatch.setattr(offload.Run, "__init__", begin)
+        with pytest.raises(RuntimeError, match="no kernel image") if begin is dies else nullcontext():
+            offload.main(arguments)
+        found = [line for line in read_rows(tmp_path / "offload.jsonl") if "verdict" in line]
+        assert found == ([] if begin is dies else verdicts)
 
 
 class Clock:
