@@ -10,7 +10,8 @@ The parts, most certain first: the kernels (``bench.kernels``; they need no exte
 of its own with a limit of its own, so that one that hangs or dies leaves the others their time and is reported. Each
 leaves JSON lines and ends with its verdicts; ``verdicts.txt`` has all of them. The same command again goes on: a part
 that has come to its end is not run again (``--fresh``: it is), and of the kernels only what was left out for lack of
-time is measured.
+time is measured. What stands there of another device, other versions or sources, or of a walk, is not gone on with: the
+old files are renamed to ``*.before``.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from .lib.arguments import Parser
-from .lib.table import LEFT_OUT, read_rows
+from .lib.table import LEFT_OUT, environment, read_rows, same
 
 SECONDS = 450.0  # of all parts together
 ENDING = 15.0  # the kernels stop beginning anything new so many seconds before their limit
@@ -62,10 +64,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("no GPU is visible, so nothing is measured; --walk walks through on stand-ins and the CPU")
     options.out.mkdir(parents=True, exist_ok=True)
     ended = options.out / "ended.json"
-    if options.fresh:
+    known = {"walk": options.walk} | environment(torch.device("cpu" if options.walk else "cuda"))
+    before: dict[str, Any] = json.loads(ended.read_text()) if ended.exists() else {}
+    if options.fresh or (before and not same(before.get("of", {}), known)):
         for path in (ended, *(options.out / f"{part.name}.jsonl" for part in PARTS)):
-            path.unlink(missing_ok=True)
-    done: dict[str, int] = json.loads(ended.read_text()) if ended.exists() else {}
+            if path.exists():
+                path.replace(path.with_suffix(".before"))
+                print(f"begun anew: {path} is {path.stem}.before now", flush=True)
+        before = {}
+    done: dict[str, int] = before.get("parts", {})
+    ended.write_text(json.dumps({"of": known, "parts": done}))
     started, failed = time.perf_counter(), 0
     for part in PARTS:
         if part.name in done:
@@ -77,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         failed += int(code != 0)
         if code is not None and whole:  # one that was stopped, died or left something out runs again next time
             done[part.name] = code
-            ended.write_text(json.dumps(done))
+            ended.write_text(json.dumps({"of": known, "parts": done}))
     (options.out / "verdicts.txt").write_text("".join(f"{line}\n" for line in verdicts(options.out)))
     spent = time.perf_counter() - started
     print(f"gpu: {spent:.0f} of {options.seconds:.0f} s, {failed} of {len(PARTS)} parts failed", flush=True)

@@ -1,11 +1,12 @@
 """The table printer of the benches: aligned columns as rows arrive, JSON lines beside them.
 
-The first JSON line says where the numbers come from: device, versions, commit, date.
+The first JSON line says where the numbers come from: device, versions, commit, a digest of the sources, date.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import platform
 import subprocess
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 
+import axo
+import axo_kernels
+
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 
 
 def environment(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the versions and the commit."""
+    """Describe the machine, the versions, the commit and what is run, which need not be the commit's."""
     try:
         import triton
 
@@ -44,8 +48,24 @@ def environment(device: torch.device) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
         "commit": commit,
+        "sources": sources((Path(axo.__file__).parent, Path(axo_kernels.__file__).parent, here.parent)),
         "date": time.strftime("%Y-%m-%d"),
     }
+
+
+def sources(roots: Iterable[Path]) -> str:
+    """A digest of the Python files and extensions below these folders."""
+    digest = hashlib.sha256()
+    for root in roots:
+        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so")):
+            digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two descriptions that begin with :func:`environment` allow numbers beside each other."""
+    return all(one.get(key) == value for key, value in other.items() if key not in ("date", "threads"))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -60,16 +80,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]]:
     """What a run that left something out has measured; the file keeps that alone, and its first line.
 
-    A run that left out nothing, and one on another device or of other versions, is begun anew: the file goes.
+    A run that left out nothing, and one of another device, versions or sources, is begun anew: the file goes.
 
     Args:
         path: JSON lines.
         known: :func:`environment` of this run.
     """
     lines = read_rows(path)
-    same = lines and all(lines[0].get(key) == value for key, value in known.items() if key not in ("date", "threads"))
     ended = any("verdict" in line for line in lines) and not any(line.get(LEFT_OUT) for line in lines)
-    if not same or ended:
+    if ended or not lines or not same(lines[0], known):
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in lines if "bench" not in line and ("note" not in line or "section" in line)]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu, kernels, offload
+from bench.lib import table
 from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
@@ -98,6 +99,7 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
         gpu.main(arguments)
     assert "no GPU is visible, so nothing is measured; --walk" in capsys.readouterr().err
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "environment", lambda device: {"kind": device.type})
     monkeypatch.setattr(subprocess, "run", run)
     assert gpu.main(arguments) == 4
     said = capsys.readouterr().out
@@ -113,6 +115,38 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     assert gpu.main([*arguments, "--fresh"]) == 4 and "kernels" in given
     with pytest.raises(SystemExit):
         gpu.main(["--seconds", "10"])
+
+
+def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
+    """A walk, another device, another commit, other sources; the same on another day goes on."""
+    machine, given = {"device": "a GPU", "commit": "abc", "sources": "1", "date": "today", "threads": 2}, []
+
+    def run(command, timeout):
+        name = command[2].removeprefix("bench.")
+        given.append(name)
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"note": f"{len(given)}: True", "verdict": True}) + "\n")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "environment", lambda device: dict(machine))
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--out", str(tmp_path)]
+
+    def parts(*options):
+        given.clear()
+        assert gpu.main([*arguments, *options]) == 0
+        return len(given)
+
+    assert parts("--walk") == 4 and parts("--walk") == 0
+    assert parts() == 4 and parts() == 0
+    machine |= {"date": "tomorrow", "threads": 8}
+    assert parts() == 0
+    for key in ("device", "commit", "sources"):
+        machine[key] += " other"
+        (tmp_path / "kernels.jsonl").write_text("earlier")
+        assert parts() == 4 and (tmp_path / "kernels.before").read_text() == "earlier", key
+    (tmp_path / "ended.json").write_text(json.dumps({"kernels": 0}))  # which says nothing of where that was
+    assert parts() == 4
 
 
 def test_offload_that_dies_has_no_verdict(monkeypatch, tmp_path):
@@ -177,7 +211,8 @@ def measure_in_fake_time(monkeypatch, takes):
     for name in ("numerics", "grouped", "strategies", "rounds", "graphs", "silence"):
         takes.setdefault(name, 1.0)
         monkeypatch.setattr(kernels, name, check(name))
-    monkeypatch.setattr(kernels, "environment", lambda device: {"device": device.type})
+    for module in (gpu, kernels):
+        monkeypatch.setattr(module, "environment", lambda device: {"device": device.type})
     monkeypatch.setattr(kernels.gemm, "_one", product)
     monkeypatch.setattr(kernels.overlap, "_case", case)
     for module in (kernels, kernels.gemm, kernels.overlap):
@@ -207,11 +242,11 @@ def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_
     assert gpu.main(arguments) == 1
     first, seen = list(measured), capsys.readouterr().out
     assert "left out: the kernel for Hopper, 1 of gemm, 8 of overlap; the same command goes on" in seen
-    assert "kernels" not in json.loads((tmp_path / "ended.json").read_text())
+    assert "kernels" not in json.loads((tmp_path / "ended.json").read_text())["parts"]
     takes["grouped"] = 1.0
     for _ in range(8):
         gpu.main(arguments)
-        if "kernels" in json.loads((tmp_path / "ended.json").read_text()):
+        if "kernels" in json.loads((tmp_path / "ended.json").read_text())["parts"]:
             break
     again = measured[len(first) :]
     assert again[0] == "grouped" and len(measured) == len(set(measured)) + 1, "all else once"
@@ -226,12 +261,30 @@ def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_
     assert len(measured) > count and measured[count] == "numerics"
 
 
+def test_sources_are_those_that_are_run(tmp_path):
+    """Their text and their names; the committed state does not matter, nor does what is not run."""
+
+    def digest():
+        return table.sources([tmp_path])
+
+    assert {"sources", "commit"} <= table.environment(gpu.torch.device("cpu")).keys()
+    (tmp_path / "one.py").write_text("a")
+    found = [digest()]
+    (tmp_path / "results.jsonl").write_text("b")
+    assert digest() == found[0]
+    (tmp_path / "one.py").write_text("b")
+    found.append(digest())
+    (tmp_path / "one.py").rename(tmp_path / "two.py")
+    found.append(digest())
+    assert len(set(found)) == 3
+
+
 def test_what_is_gone_on_with(tmp_path):
-    """Rows of the same device, versions and commit, of a run that left something out or was killed; nothing else."""
-    path, known = tmp_path / "kernels.jsonl", {"device": "a GPU", "commit": "abc", "date": "today"}
+    """Rows of the same device, versions and sources, of a run that left something out or was killed; nothing else."""
+    path, known = tmp_path / "kernels.jsonl", {"device": "a GPU", "sources": "abc", "date": "today"}
     row, head = (
         {"check": "NN", "error": 0.0},
-        {"bench": "right", "date": "yesterday", "device": "a GPU", "commit": "abc"},
+        {"bench": "right", "date": "yesterday", "device": "a GPU", "sources": "abc"},
     )
     verdict, left = {"note": "right: False", "verdict": False}, {"note": "left out: gemm", "left_out": ["gemm"]}
     ended = {"note": "numerics: ended", "section": "numerics"}
@@ -243,6 +296,6 @@ def test_what_is_gone_on_with(tmp_path):
     assert found(head, row, ended, {"bench": "gemm"}, left, verdict) == [row, ended]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [head, row, ended]
     assert found(head, row, torn='{"check": "NT 1') == [row], "killed while it wrote"
-    for lines, changed in (([head, row, verdict], {}), ([head, row, left], {"commit": "def"}), ([], {})):
+    for lines, changed in (([head, row, verdict], {}), ([head, row, left], {"sources": "def"}), ([], {})):
         assert found(*lines, known=known | changed) == [] and not path.exists()
     assert rows_to_go_on_with(path, known) == []
