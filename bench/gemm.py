@@ -41,6 +41,7 @@ from axo_kernels.tune.tuner import runner
 from . import roofline
 from .lib import arguments
 from .lib.arguments import Parser
+from .lib.attempts import attempt
 from .lib.table import Table, environment
 
 COLUMNS = {
@@ -71,7 +72,7 @@ PEAKS = {
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the bench; returns 1 when a result is wrong."""
+    """Run the bench; returns 1 when a result is wrong or a product failed."""
     parser = Parser("axo bench gemm", __doc__, json=True)
     parser.add_argument("--sizes", default="", help="square sizes, comma-separated; some by default")
     parser.add_argument("--models", default="", help="models, comma-separated: gpt-5b ... gpt-640b, or 'all'")
@@ -95,7 +96,7 @@ def main(given: list[str] | None = None) -> int:
         products = _products(options, dtype)
     table = Table(COLUMNS, options.json, {"bench": "gemm"} | environment(device))
     measure(products, device, table, options.rounds, options.configs, options.seconds)
-    return int(any(not row["right"] for row in table.rows))
+    return int(bool(table.failed) or any(not row["right"] for row in table.rows))
 
 
 def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
@@ -119,12 +120,12 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
 def measure(
     products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
 ) -> int:
-    """Measure into the table each product that it lacks; says what it skips for lack of memory or time.
+    """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
 
     Returns:
-        How many are left for lack of time.
+        How many are left for lack of time, or of a device that works.
     """
-    measured = {row["product"] for row in table.rows}
+    measured = {row["product"] for row in table.rows} | table.failed.keys()
     products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
@@ -137,7 +138,10 @@ def measure(
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
-        _one(product, device, table, tuner, rounds)
+        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table):
+            left = len(products) - index - 1
+            table.note(f"the device stopped working: {left} products not measured")
+            break
     for rival in ("tuned", "triton", "gluon"):
         ratios = [row[f"{rival}_ratio"] for row in table.rows if row.get(f"{rival}_ratio")]
         if ratios:

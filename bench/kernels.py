@@ -11,8 +11,10 @@
    added to an fp32 gradient; fp8 beside bf16.
 3. Overlap: efficiency where communication takes 0.2, 0.4 and 0.8 of the product, by launches and as replays of graphs.
 
-Sections get shares of the time and say what they left out; the same command again measures that alone. The last lines
-are the verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean nothing.
+Sections get shares of the time and say what they left out; the same command again measures that alone. A product or
+case that raises is a verdict, and is not tried again; one after which the GPU does nothing more leaves the rest to the
+next run. The last lines are the verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean
+nothing.
 """
 
 from __future__ import annotations
@@ -51,8 +53,9 @@ from .lib import fp8
 from .lib import verdicts as judge
 from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
+from .lib.attempts import works
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import LEFT_OUT, Table, environment, rows_to_go_on_with
+from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
@@ -87,8 +90,9 @@ def main(arguments: list[str] | None = None) -> int:
         compile_ahead(options.jobs, 0.25 * options.seconds)
         print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
+    failed = [row for row in earlier if "failed" in row]
     checks = {row["check"]: row for row in earlier if "check" in row}.values()  # the last of each
-    table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | known, checks)
+    table = Table({"check": "s", "error": ".1e", "limit": ".1e"}, path, {"bench": "right"} | known, [*checks, *failed])
     left: list[str] = []
     sections: dict[str, Callable[[], object]] = {
         "numerics": partial(numerics, device, table, options.dry),
@@ -100,42 +104,45 @@ def main(arguments: list[str] | None = None) -> int:
         "fp8": partial(fp8.right, device, table, options.dry),
     }
     for name, call in sections.items():
-        if name in ended:
+        if name in ended or name in table.failed:
             print(f"{name}: has ended before", flush=True)
-        elif section(name, call, verdicts):
+        elif section(name, call, device, table, verdicts):
             table.note(f"{name}: ended", section=name)
         else:
             left.append(name)
     latest = {row["check"]: row for row in table.rows}.values()
-    verdicts["all results right"] = not left and all(row["error"] < row["limit"] for row in latest)
+    unfinished = left or any(name in table.failed for name in sections)
+    verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
 
-    def measure(name: str, call: Callable[[], int]) -> None:
+    def measure(name: str, table: Table, call: Callable[[], int]) -> None:
         counts: list[int] = []
-        if not section(name, lambda: counts.append(call()), verdicts):
+        if not section(name, lambda: counts.append(call()), device, table, verdicts):
             left.append(name)
         elif counts[0]:
             left.append(f"{counts[0]} of {name}")
 
     spent = time.perf_counter() - started
-    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [row for row in earlier if "tuned_ratio" in row])
+    speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
     share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
-    measure("gemm", partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
+    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
-    narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [row for row in earlier if "scaling" in row])
+    narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
     sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
-    measure("fp8's times", partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2))
+    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2))
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
-    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [row for row in earlier if "asked_share" in row])
+    cases = (row for row in earlier if "asked_share" in row)
+    hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
     shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
     rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    measure("overlap", partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest))
+    measure("overlap", hidden, partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest))
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
+    verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
     if options.dry:
         verdicts["dry run"] = "on a CPU: times mean nothing"
@@ -144,13 +151,23 @@ def main(arguments: list[str] | None = None) -> int:
     return hidden.judge(verdicts)
 
 
-def section(name: str, call: Callable[[], object], verdicts: dict[str, bool | str]) -> bool:
-    """Run one section; what it raises is a verdict, and leaves the other sections their turn."""
+def section(
+    name: str, call: Callable[[], object], device: torch.device, table: Table, verdicts: dict[str, bool | str]
+) -> bool:
+    """Run one section; what it raises is a verdict, and leaves the other sections their turn.
+
+    One after which the device does nothing more is a failure in the table, so that it is not tried again.
+    """
+    if not works(device):
+        print(f"{name}: left out, the device has stopped working", flush=True)
+        return False
     try:
         call()
     except Exception as error:
-        told = str(error).splitlines() or [""]
-        verdicts[f"{name} ended early: {type(error).__name__}: {told[0][:200]}"] = False
+        if works(device):
+            verdicts[f"{name} ended early: {in_a_line(error)}"] = False
+        else:
+            table.fail(name, error)
         return False
     return True
 

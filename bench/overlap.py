@@ -34,6 +34,7 @@ from axo_kernels.tune.timing import paired, relative_error
 
 from .lib import arguments
 from .lib.arguments import Parser
+from .lib.attempts import attempt
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import Table, environment
 
@@ -57,7 +58,7 @@ COLUMNS = {
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run the bench; returns 1 when a fused result differs from the serial one."""
+    """Run the bench; returns 1 when a fused result differs from the serial one, or a case failed."""
     parser = Parser("axo bench overlap", __doc__, json=True)
     parser.add_argument("--shapes", default="4096x4096x4096", help="MxNxK, comma-separated")
     parser.add_argument("--shares", default="0.2,0.4,0.8", help="communication over product, when simulated")
@@ -87,7 +88,7 @@ def main(given: list[str] | None = None) -> int:
     measure(shapes, shares, counts, getattr(torch, options.dtype), device, table, options, comm)
     if real:
         torch.distributed.destroy_process_group()
-    return int(any(not row["right"] for row in table.rows))
+    return int(bool(table.failed) or any(not row["right"] for row in table.rows))
 
 
 def _check_cuts(shapes: list[tuple[int, int, int]], counts: list[int], size: int) -> None:
@@ -142,8 +143,10 @@ def measure(
 ) -> int:
     """Measure every operation and share that the table lacks, by every strategy and chunk count.
 
+    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn.
+
     Returns:
-        How many are left when ``options.seconds`` have passed.
+        How many are left when ``options.seconds`` have passed, or the device has stopped working.
     """
     started = time.perf_counter()
     measured = {(row["operation"], row["shape"].split()[1], row["asked_share"]) for row in table.rows}
@@ -153,14 +156,25 @@ def measure(
         for operation in OPERATIONS
         for share in shares
         if (operation, "x".join(map(str, shape)), share) not in measured
+        and _name(operation, shape, share) not in table.failed
     ]
     for index, (operation, shape, share) in enumerate(cases):
         if time.perf_counter() - started > options.seconds:
             left = len(cases) - index
             table.note(f"stopped after {options.seconds:.0f} s: {left} cases from {operation} {shape} {share} on")
             return left
-        _case(operation, shape, share, counts, dtype, device, table, options, comm)
+        case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm)
+        if comm is not None:
+            case()
+        elif not attempt(_name(operation, shape, share), case, device, table):
+            left = len(cases) - index - 1
+            table.note(f"the device stopped working: {left} cases not measured")
+            return left
     return 0
+
+
+def _name(operation: str, shape: tuple[int, int, int], share: float) -> str:
+    return f"{operation} {'x'.join(map(str, shape))} share {share:g}"
 
 
 def _case(

@@ -21,6 +21,8 @@ from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shape
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.timing import paired, relative_error
 
+from .attempts import attempt
+
 COLUMNS = {"product": "s", "scaling": "s", "torch_tflops": ".3f", "fp8_ratio": ".3f", "rounded_ratio": ".3f"}
 SHAPES = ((8192, 8192, 8192), (4096, 16384, 4096), (4096, 4096, 16384))
 # bf16 results are off by 2**-9, and tensor cores add fp8 products with fewer bits than fp32 has (DeepSeek-V3's report,
@@ -49,11 +51,18 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
 def measure(
     shapes: Sequence[tuple[int, int, int]], device: torch.device, table: Any, rounds: int, seconds: float
 ) -> int:
-    """Time each shape and scaling that the table lacks; returns how many are left after so many seconds."""
+    """Time each shape and scaling that the table lacks; returns how many are left after so many seconds.
+
+    What fails leaves the rest their turn, unless the device has stopped working.
+    """
     measured = {(row["product"], row["scaling"]) for row in table.rows}
     products = [Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes]
     cases = [(product, scaling) for product in products for scaling in fp8.SCALINGS]
-    cases = [(product, scaling) for product, scaling in cases if (product.name, scaling) not in measured]
+    cases = [
+        (product, scaling)
+        for product, scaling in cases
+        if (product.name, scaling) not in measured and _name(product, scaling) not in table.failed
+    ]
     if device.type == "cuda" and not fp8.runs(device):
         table.note("fp8: not measured, this device has no product in fp8")
         return 0
@@ -62,20 +71,32 @@ def measure(
         if time.perf_counter() - started > seconds:
             table.note(f"stopped after {seconds:.0f} s: {len(cases) - index} products in fp8 not measured")
             return len(cases) - index
-        a, b = (torch.randn(shape, device=device).to(product.dtype) for shape in stored_shapes(product))
-        narrow, _ = fp8.formats(device)
-        left, right = fp8.rounded(a, narrow, scaling, 1), fp8.rounded(b.T, narrow, scaling, 0)
-        calls = (
-            partial(vendor_matmul, a, b, "NT"),
-            partial(fp8.multiply, left, right, product.dtype),
-            partial(fp8.matmul_fp8, a, b, "NT", scaling=scaling),
-        )
-        plain, alone, whole = paired(calls, device, rounds)
-        table.add(
-            product=product.name,
-            scaling=scaling,
-            torch_tflops=product.flops / plain.seconds / 1e12,
-            fp8_ratio=1 / alone.ratio,
-            rounded_ratio=1 / whole.ratio,
-        )
+        case = partial(_case, product, scaling, device, table, rounds)
+        if not attempt(_name(product, scaling), case, device, table):
+            left = len(cases) - index - 1
+            table.note(f"the device stopped working: {left} products in fp8 not measured")
+            return left
     return 0
+
+
+def _name(product: Product, scaling: str) -> str:
+    return f"fp8 {product.name} a scale a {scaling}"
+
+
+def _case(product: Product, scaling: str, device: torch.device, table: Any, rounds: int) -> None:
+    a, b = (torch.randn(shape, device=device).to(product.dtype) for shape in stored_shapes(product))
+    narrow, _ = fp8.formats(device)
+    left, right = fp8.rounded(a, narrow, scaling, 1), fp8.rounded(b.T, narrow, scaling, 0)
+    calls = (
+        partial(vendor_matmul, a, b, "NT"),
+        partial(fp8.multiply, left, right, product.dtype),
+        partial(fp8.matmul_fp8, a, b, "NT", scaling=scaling),
+    )
+    plain, alone, whole = paired(calls, device, rounds)
+    table.add(
+        product=product.name,
+        scaling=scaling,
+        torch_tflops=product.flops / plain.seconds / 1e12,
+        fp8_ratio=1 / alone.ratio,
+        rounded_ratio=1 / whole.ratio,
+    )

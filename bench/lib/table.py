@@ -20,6 +20,7 @@ import torch
 import axo
 import axo_kernels
 
+_KEPT = {"section", "failed"}  # notes that a run goes on with
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 
 
@@ -91,11 +92,17 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
     if ended or not lines or not same(lines[0], known):
         path.unlink(missing_ok=True)
         return []
-    kept = [line for line in lines if "bench" not in line and ("note" not in line or "section" in line)]
+    kept = [line for line in lines if "bench" not in line and ("note" not in line or line.keys() & _KEPT)]
     swap = path.with_suffix(".swap")
     swap.write_text("".join(f"{json.dumps(line)}\n" for line in [lines[0], *kept]), encoding="utf-8")
     swap.replace(path)
     return kept
+
+
+def in_a_line(error: Exception) -> str:
+    """The kind of an error, and how its words begin."""
+    told = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {told[0][:200]}"
 
 
 class Table:
@@ -105,7 +112,7 @@ class Table:
         columns: Name to format, for example ``{"shape": "s", "ms": ".3f"}``.
         path: JSON lines are written here as well; None: nowhere.
         header: Goes into the first JSON line.
-        earlier: Rows that stand in the file already (:func:`rows_to_go_on_with`).
+        earlier: Rows that stand in the file already (:func:`rows_to_go_on_with`); of them also what has failed.
     """
 
     def __init__(
@@ -116,7 +123,9 @@ class Table:
         earlier: Iterable[dict[str, Any]] = (),
     ) -> None:
         self.columns = columns
-        self.rows = list(earlier)
+        earlier = list(earlier)
+        self.rows = [row for row in earlier if "failed" not in row]
+        self.failed: dict[str, str] = {row["failed"]: row["note"] for row in earlier if "failed" in row}
         self._file = None
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,6 +149,11 @@ class Table:
         """Print a line below the table; it becomes a JSON line too."""
         print(text, flush=True)
         self._write({"note": text} | values)
+
+    def fail(self, what: str, error: Exception) -> None:
+        """Note what could not be measured, and why; it is not tried again by a run that goes on."""
+        self.failed[what] = told = f"{what}: {in_a_line(error)}"
+        self.note(told, failed=what)
 
     def judge(self, verdicts: dict[str, bool | str]) -> int:
         """Print a line for each verdict; return how many goals are missed."""

@@ -9,11 +9,12 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from bench import gpu, kernels, offload
-from bench.lib import table
+from bench.lib import attempts, table
 from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
@@ -261,6 +262,75 @@ def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_
     assert len(measured) > count and measured[count] == "numerics"
 
 
+PRODUCT, RATES = "NT 64x48x32 float32", "fp8 NT 64x48x32 bfloat16 a scale a row"
+CASE = "matmul_all_reduce 32x32x32 share 0.4"
+
+
+@pytest.mark.parametrize("kills", [None, PRODUCT, RATES, CASE, "strategies"])
+def test_what_raises_leaves_the_rest_their_turn(monkeypatch, tmp_path, kills):
+    """A product and a case of each kind: a verdict each, once, and all others measured; what kills the GPU as well."""
+    measured = measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    kernels_in_this_process(monkeypatch, tmp_path)
+    works, tried, ended = [True], [], tmp_path / "ended.json"
+
+    def breaks(module, function, name_of):
+        plain = getattr(module, function)
+
+        def run(*given):
+            assert works[0], "nothing is begun on a dead device"
+            name = name_of(given)
+            tried.append(name)
+            if name in (PRODUCT, RATES, CASE, kills):
+                works[0] = name != kills
+                raise RuntimeError("illegal address" if name == kills else "no kernel image")
+            plain(*given)
+
+        monkeypatch.setattr(module, function, run)
+
+    breaks(kernels.gemm, "_one", lambda given: given[0].name)
+    breaks(kernels.fp8, "_case", lambda given: f"fp8 {given[0].name} a scale a {given[1]}")
+    breaks(kernels.overlap, "_case", lambda given: f"{given[0]} 32x32x32 share {given[2]}")
+    breaks(kernels, "strategies", lambda given: "strategies")
+    for module in (kernels, attempts):
+        monkeypatch.setattr(module, "works", lambda device: works[0])
+    arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
+    for _ in range(2 if kills else 1):
+        assert not ended.exists() or "kernels" not in json.loads(ended.read_text())["parts"]
+        works[0] = True
+        assert gpu.main(arguments) == 1
+    assert "kernels" in json.loads(ended.read_text())["parts"]
+    assert len(tried) == len(set(tried)) == 3 + 2 + 9 + 1, "all, and none twice"
+    assert {"numerics", "rounds", "silence", "TN 64x48x32 float32", ("all_gather_matmul", 0.8)} <= set(measured)
+    said = (tmp_path / "verdicts.txt").read_text().splitlines()
+    assert {line for line in said if "RuntimeError" in line or "all results" in line} == {
+        f"kernels: {name}: RuntimeError: {'illegal address' if name == kills else 'no kernel image'}: False"
+        for name in {PRODUCT, RATES, CASE, kills} - {None}
+    } | {f"kernels: all results right: {kills != 'strategies'}"}
+
+
+def test_a_case_over_real_ranks_is_not_skipped(monkeypatch):
+    """The others are in the middle of it: the rank that failed ends, and they hear of that."""
+
+    def dies(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setattr(kernels.overlap, "_case", dies)
+    shapes, options, one = [(32, 32, 32)], SimpleNamespace(seconds=60.0), table.Table({})
+    cpu, dtype = gpu.torch.device("cpu"), gpu.torch.float32
+    assert kernels.overlap.measure(shapes, [0.2], [2], dtype, cpu, one, options) == 0 and len(one.failed) == 3
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        kernels.overlap.measure(shapes, [0.4], [2], dtype, cpu, one, options, comm=object())
+
+
+def test_whether_a_device_works(monkeypatch):
+    def dies(device):
+        raise RuntimeError("illegal address")
+
+    assert attempts.works(gpu.torch.device("cpu"))
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", dies)
+    assert attempts.works(gpu.torch.device("cpu")) and not attempts.works(gpu.torch.device("cuda"))
+
+
 def test_sources_are_those_that_are_run(tmp_path):
     """Their text and their names; the committed state does not matter, nor does what is not run."""
 
@@ -288,11 +358,13 @@ def test_what_is_gone_on_with(tmp_path):
     )
     verdict, left = {"note": "right: False", "verdict": False}, {"note": "left out: gemm", "left_out": ["gemm"]}
     ended = {"note": "numerics: ended", "section": "numerics"}
+    failed = {"note": "NT: OutOfMemoryError", "failed": "NT"}
 
     def found(*lines, torn="", known=known):
         path.write_text("".join(json.dumps(line) + "\n" for line in lines) + torn)
         return rows_to_go_on_with(path, known)
 
+    assert found(head, row, failed, {"bench": "gemm"}, left, verdict) == [row, failed]
     assert found(head, row, ended, {"bench": "gemm"}, left, verdict) == [row, ended]
     assert [json.loads(line) for line in path.read_text().splitlines()] == [head, row, ended]
     assert found(head, row, torn='{"check": "NT 1') == [row], "killed while it wrote"

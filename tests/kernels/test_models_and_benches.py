@@ -109,13 +109,15 @@ def test_overlap_bench_reports_efficiency(tmp_path):
 
 def test_a_section_that_dies_is_a_verdict():
     from bench.kernels import section
+    from bench.lib.table import Table
 
     def dies():
         raise RuntimeError("no kernel image\nand more")
 
-    verdicts = {}
-    assert not section("numerics", dies, verdicts) and section("rounds", lambda: None, verdicts)
-    assert verdicts == {"numerics ended early: RuntimeError: no kernel image": False}
+    table, device, verdicts = Table({}), torch.device("cpu"), {}
+    assert not section("numerics", dies, device, table, verdicts)
+    assert section("rounds", lambda: None, device, table, verdicts)
+    assert not table.failed and verdicts == {"numerics ended early: RuntimeError: no kernel image": False}
 
 
 def test_overlap_is_judged_by_the_fastest_strategy_and_against_serial():
