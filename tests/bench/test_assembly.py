@@ -92,6 +92,14 @@ def test_worse_code_is_refused(arch, kernel, old, new, expected):
     assert any(expected in one for one in found), found
 
 
+def test_spills_are_not_the_result():
+    """In tiles that are no default the compiler may keep registers in memory: gfx90a moves them as it does results."""
+    spill, back = "buffer_store_dword v70, off, s[96:99], 0", "buffer_load_dword v70, off, s[96:99], 0"
+    marked = f"{spill} ; 4-byte Folded Spill\n{back} ; 4-byte Folded Reload\n"
+    assert said(GCN["matmul"] + marked, "matmul", "gfx90a") == []
+    assert len(said(f"{GCN['matmul']}{spill}\n{back}\n", "matmul", "gfx90a")) == 2
+
+
 def test_tf32_operands_may_be_turned_around():
     text = PTX["matmul"].replace("0x10", "0x4")
     assert complaints(text, "matmul", TARGETS["sm_90"], "fp32", "tf32", False)[1] == []
