@@ -1,5 +1,7 @@
 """Lightning's Trainer with AxoStrategy, against the same program on Lightning's single device."""
 
+import csv
+
 import pytest
 import torch
 
@@ -98,6 +100,48 @@ def test_figures_of_all_ranks_reach_the_loggers(tmp_path, grid):
         for axis, share in zip(AXES, shares, strict=True):
             assert (0 < now[share] < 1) == (getattr(axo.Grid.parse(grid), axis) > 1), share
         assert now["comm_share/all"] == pytest.approx(sum(now[share] for share in shares), rel=1e-5)
+
+
+def log_uneven(folder):
+    """The losses logged of a constant one, in two epochs of five batches with two to a step; the rows before them are
+    of a fit that ends in the midst of a step, with another constant."""
+    import lightning.pytorch as pl
+    from lightning.pytorch.loggers import CSVLogger
+
+    from axo.integrations.trainer import AxoStrategy, LogFigures
+
+    class Constant(pl.LightningModule):
+        def __init__(self, loss, last):
+            super().__init__()
+            self.layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
+            self.loss, self.last = loss, last
+
+        def training_step(self, batch, index):
+            return 0 * self.layer(batch).sum() + self.loss
+
+        def on_train_batch_start(self, batch, index):
+            return -1 if index == self.last else None
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    figures, logger = LogFigures(), CSVLogger(folder, name="csv")
+    for loss, last, epochs in ((8.0, 3, 1), (1.0, -1, 2)):
+        trainer = pl.Trainer(
+            strategy=AxoStrategy("1x1x1x1"), accelerator="cpu", accumulate_grad_batches=2, callbacks=[figures],
+            max_epochs=epochs, logger=logger, log_every_n_steps=1, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Constant(loss, last), torch.utils.data.DataLoader(torch.ones(5, 1)))
+
+
+def test_a_step_of_fewer_micro_batches_and_one_cut_off_log_the_mean_loss(tmp_path):
+    """Oracle: the loss is constant. The first fit ends after three micro-batches, the first of its second step."""
+    run_ranks(log_uneven, 1, tmp_path, env=ELASTIC, timeout=60)
+    (file,) = tmp_path.glob("csv/*/metrics.csv")
+    with file.open() as opened:
+        losses = [float(row["loss"]) for row in csv.DictReader(opened) if row["loss"]]
+    assert losses == [8.0] + [1.0] * 6
 
 
 def test_what_a_trainer_cannot_take_says_what_to_do(tmp_path):

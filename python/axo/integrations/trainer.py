@@ -258,7 +258,7 @@ class LogFigures(Callback):
 
     def __init__(self, *, tokens: int | None = None, flops: float | None = None, peak: float | None = None) -> None:
         self._tokens, self._flops, self._peak = tokens, flops, peak
-        self._loss: torch.Tensor | None = None  # of the step under way, as far as it has come
+        self._losses: list[torch.Tensor] = []  # of the step under way, as far as it has come
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         strategy = trainer.strategy
@@ -268,18 +268,19 @@ class LogFigures(Callback):
         if peak is None and self._flops is not None:
             peak = get_available_flops(strategy.root_device, _plugin_to_compute_dtype(trainer.precision_plugin))
         self._figures = Figures(strategy.comms, peak=peak)
+        self._losses = []  # a fit may have ended in the midst of a step
         self._take(trainer)  # rates are counted from here
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        if isinstance(loss, torch.Tensor):  # the Trainer has divided it by the number of micro-batches
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        if isinstance(loss, torch.Tensor):  # divided, in an epoch's last step too, which may have fewer micro-batches
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
         if trainer.fit_loop._should_accumulate():
             return
         if trainer._logger_connector.should_update_logs:
-            mean = {} if self._loss is None else {"loss": self._figures.mean(self._loss)}
+            mean = {"loss": self._figures.mean(torch.stack(self._losses).mean())} if self._losses else {}
             pl_module.log_dict(mean | self._take(trainer))
-        self._loss = None
+        self._losses = []
 
     def _take(self, trainer: Any) -> dict[str, float]:
         steps = trainer.global_step
