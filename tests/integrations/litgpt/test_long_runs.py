@@ -51,8 +51,9 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder, whole, 
     ],
 )
 def test_options_can_be_written_as_they_were_typed(given):
-    """What stands in hyperparameters.yaml. Oracle: the parser."""
+    """What stands in hyperparameters.yaml; what one start was allowed does not. Oracle: the parser."""
     options, rest = parse_options(shlex.split(given))
+    assert parse_options([*shlex.split(given), "--allow-new-data"])[0].by_hand == options.by_hand
     assert not rest and sorted(shlex.split(options.by_hand)) == sorted(shlex.split(given))
     assert parse_options(shlex.split(options.by_hand))[0] == options
 

@@ -55,11 +55,14 @@ class Options:
 
     @property
     def by_hand(self) -> str:
-        """The options that ask for the same, with the grid and the stages that were chosen."""
+        """The options that ask for the same, with the grid and the stages that were chosen.
+
+        Without ``--allow-new-data``, which is said for one start: whoever copies the rest keeps the check.
+        """
         words = ["--grid", str(self.grid)]
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name not in ("grid", "ranks", "machine") and value != field.default:
+            if field.name not in ("grid", "ranks", "machine", "allow_new_data") and value != field.default:
                 words.append("--" + field.name.replace("_", "-"))
                 if value is not True:
                     words.append(",".join(map(str, value)) if isinstance(value, tuple) else str(value))
