@@ -1,4 +1,4 @@
-"""Ranks of ``axo litgpt`` that are killed by SIGKILL again and again: the run ends where an undisturbed one does.
+"""Ranks of ``axo litgpt`` that are killed by SIGKILL: the run ends where an undisturbed one does.
 
     make soak-python ARGS="tests/integrations/litgpt/test_kills.py"        five to ten minutes; prints a JSON line a run
 
@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -30,6 +31,13 @@ LAST = 216  # no kill is drawn after it, or the run could end before it comes
 def children(pid):
     try:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def environment_of(pid):
+    try:
+        return Path(f"/proc/{pid}/environ").read_text().split("\0")
     except OSError:
         return []
 
@@ -124,3 +132,48 @@ def test_killed_at_random_moments_a_run_ends_where_the_undisturbed_one_does(fold
         "kills of a litgpt run", launcher=launcher, grid="2x1x2x1", kills=kills, steps=STEPS, save_every=SAVE,
         killed_at=killer.at, went_on_from=resumed, losses_apart=worst, weights_apart=apart, seconds=seconds,
     )  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_torchruns_of_two_hosts_start_again_when_one_lost_a_rank(folder):
+    """Two agents of torchrun's, each of which counts its own failures. Oracle: the undisturbed run."""
+    grid = {"grid": "1x1x2x1", "steps": 120, "save": 20}
+    undisturbed, state = finish(folder, "one-host", **grid)
+    assert undisturbed.ok, undisturbed.output
+    given = arguments(folder, "two-hosts", **grid)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    torchrun = [
+        sys.executable, "-u", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2",
+        "--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--rdzv-id=job", "--local-addr=127.0.0.1",
+    ]  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name not in NOT_TORCHRUN}
+    logs = [folder / f"host-{host}.log" for host in range(2)]
+    agents = []
+    for log in logs:
+        with log.open("wb") as output:
+            command = [*torchrun, "-m", "axo.cli", "litgpt", *given]
+            agents.append(subprocess.Popen(command, stdout=output, stderr=output, env=environment))
+    counts, first = {}, folder / "two-hosts" / "step-00000020" / "lit_model.pth"
+    try:
+        while any(agent.poll() is None for agent in agents):
+            for rank in (rank for agent in agents for rank in children(agent.pid)):
+                told = dict(word.partition("=")[::2] for word in environment_of(rank))
+                if "TORCHELASTIC_RESTART_COUNT" in told:  # it has begun
+                    counts[rank] = told["RANK"], told["TORCHELASTIC_RESTART_COUNT"]
+                    if counts[rank] == ("1", "0") and first.is_file():
+                        os.kill(rank, signal.SIGKILL)
+            time.sleep(0.01)
+    finally:
+        for agent in agents:
+            agent.kill()
+    said = "".join(log.read_text(errors="replace") for log in logs)
+    assert [agent.returncode for agent in agents] == [0, 0], said[-6000:]
+    starts = sorted(counts.values())
+    assert len(starts) == 4 and starts[0] == ("0", "0") and starts[2:] == [("1", "0"), ("1", "1")], starts
+    assert losses_of(folder, "two-hosts") == pytest.approx(losses_of(folder, "one-host"), abs=1e-4)
+    assert "Resuming training from" in said
+    final = torch.load(folder / "two-hosts" / "final" / "lit_model.pth", weights_only=True)
+    assert distance(final["model"], state["model"]) < 1e-5

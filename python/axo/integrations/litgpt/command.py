@@ -131,14 +131,15 @@ def run(arguments: list[str]) -> None:
     _tell_rank_of_slurm()
     rank = Rank.from_environment()
     options = _check_early(name, arguments[1:], options, rank)
+    launch = restarts.Launch(rank if PARALLEL[name].trains else None)
     with contextlib.ExitStack() as held:
         with _nothing_collected():
             # Parsed once, before there are ranks: it takes seconds, and wrong input costs one message.
-            options, start = _parse(name, arguments[1:], options, rank, held)
+            options, start = _parse(name, arguments[1:], options, rank, launch, held)
             for module in _USED_BY_RANKS:
                 importlib.import_module(module)
         if rank is not None:
-            _rank(start, name, options, False, restarts.by_torchrun()[0])
+            _rank(start, name, options, False, int(launch.again))
             return
         if name == "chat":
             conversation.keep_input()
@@ -275,14 +276,19 @@ def _stock(arguments: list[str]) -> None:
 
 
 def _parse(
-    name: str, arguments: list[str], asked: Options, rank: Rank | None, held: contextlib.ExitStack | None = None
+    name: str,
+    arguments: list[str],
+    asked: Options,
+    rank: Rank | None,
+    launch: restarts.Launch | None = None,
+    held: contextlib.ExitStack | None = None,
 ) -> tuple[Options, Callable[[bool], Any]]:
     """Read a command's arguments with litgpt's own parser, which ends the process with its message if they are wrong.
 
     Args:
         name, arguments, asked: The command, what follows it, and Axo's options.
         rank: Under torchrun: who this process is.
-        held: Keeps a training command's folder; None: it is not taken.
+        launch, held: Keeps a training command's folder in ``held``, as this launch's; None: it is not taken.
 
     Returns:
         What was asked, with a grid, and the command as a function; true asks it to go on from the newest checkpoint.
@@ -315,28 +321,40 @@ def _parse(
         devices = ["--devices", str(asked.data_ranks)]
         sys.argv += devices
         options = parser.parse_args([*arguments, *devices])
-        if held is not None and (rank is None or rank.rank == 0) and options.get("model_name") != "list":
+        first = rank is None or rank.rank == 0
+        if held is not None and launch is not None and first and options.get("model_name") != "list":
             run = run_folder.hold(
                 options,
                 functools.partial(parser.dump, options),
                 resumes=PARALLEL[name].resumes,
-                again=restarts.by_torchrun()[0] > 0,
+                again=launch.again,
                 allow_new_data=asked.allow_new_data,
             )
             held.callback(run.close)
+            launch.begin()
 
     def start(again: bool) -> None:
         values = parser.instantiate_classes(options)
         parameters = inspect.signature(function).parameters
         given = {key: value for key, value in values.items(branches=True) if key in parameters}
-        found = restarts.newest(given["out_dir"]) if again and "resume" in given else None
-        if found is not None:
-            given["resume"] = found
-            if "initial_checkpoint_dir" in given:
-                given["initial_checkpoint_dir"] = None  # only one of the two may be given
+        _choose_checkpoint(given, again)
         PARALLEL[name].load()(**given)  # the function itself may be replaced
 
     return asked, start
+
+
+def _choose_checkpoint(given: dict[str, Any], again: bool) -> None:
+    """Name the checkpoint that ``--resume auto`` or a start again means; LitGPT would take other runs' below it too."""
+    from axo.integrations.litgpt import run_folder
+
+    asked, initial = given.get("resume"), given.get("initial_checkpoint_dir")
+    by_itself = asked in (True, "auto")
+    if "resume" not in given or not (again or (by_itself and initial is None)):  # LitGPT refuses both
+        return
+    found = run_folder.newest(given["out_dir"])
+    if found is not None and initial is not None:
+        given["initial_checkpoint_dir"] = None  # only one of the two may be given
+    given["resume"] = found or (asked if not by_itself else False)
 
 
 def read_docs_once() -> None:

@@ -33,6 +33,7 @@ from axo.errors import Error
 from axo.integrations.fabric.figures import Figures
 from axo.integrations.fabric.sharded_checkpoint import MODEL_FILE, holds_sharded, is_sharded
 from axo.integrations.fabric.step_agreement import StepAgreement
+from axo.integrations.litgpt import run_folder
 from axo.integrations.litgpt.conversation import Lines
 from axo.integrations.litgpt.options import Options
 from axo.integrations.litgpt.strategy import LitGPTStrategy
@@ -162,7 +163,7 @@ def _save(run: LitGPTRun, given: dict[str, Any]) -> Stopped:
         step = int(state["step_count"])
         if hasattr(module, "save_checkpoint"):  # pretrain
             path = out / f"step-{step:08d}" / "lit_model.pth"
-            if not path.exists():
+            if not run_folder.is_saved(path):
                 module.save_checkpoint(fabric, state, given["tokenizer_dir"], path)
             return Stopped(path, step)
         state["iter_num"] -= 1  # finetuning counts before it reads
@@ -343,7 +344,7 @@ def _save_hyperparameters(run: LitGPTRun, stock: Callable[..., Any]) -> Callable
         stock(inspect.unwrap(function), checkpoint_dir, *args)
         file = checkpoint_dir / "hyperparameters.yaml"
         if file.is_file():  # a comment: litgpt must still read it
-            file.write_text(f"# axo litgpt {run.options.by_hand}\n{file.read_text()}")
+            file.write_text(run_folder.comment(run.options.by_hand) + file.read_text())
 
     return rank_zero_only(save)
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from axo.launch import RankFailed, launch_local
+from axo.launch import Rank, RankFailed, launch_local
+
+_BEGUN = "axo/litgpt/begun"
+_MEETING_SECONDS = 600.0
 
 
 def run(function: Callable[..., None], ranks: int, *args: Any, max_restarts: int, terminate: bool) -> None:
@@ -38,13 +40,34 @@ def run(function: Callable[..., None], ranks: int, *args: Any, max_restarts: int
             print(f"axo: {failed}\n{again}", file=sys.stderr, flush=True)
 
 
-def by_torchrun() -> tuple[int, int]:
-    """(which start this is, counted from 0; how many restarts torchrun allows)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
+class Launch:
+    """What the starts of one launch of torchrun's know of each other. Every rank makes it, in each start.
 
+    torchrun's number of a start does not tell: each host counts for itself, and a start counts that was refused its
+    folder. So rank 0 leaves a word in torchrun's store, which lives as long as the launch, once the folder is the
+    run's, and tells all ranks of the next start. Where torchrun keeps no store, the largest number of all ranks counts.
 
-def newest(out_dir: Any) -> Path | None:
-    """The newest checkpoint of a run, as ``--resume auto`` finds it."""
-    from litgpt.utils import find_resume_path, init_out_dir
+    Attributes:
+        again: An earlier start has begun the run; the same on every rank.
+    """
 
-    return find_resume_path("auto", init_out_dir(out_dir))
+    def __init__(self, rank: Rank | None) -> None:
+        self.again = False
+        self._store: Any = None
+        if rank is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+            return
+        from axo.comm import rendezvous
+
+        who = f"litgpt (rank {rank.rank} of {rank.world_size})"
+        place = rank.rank, rank.world_size, _MEETING_SECONDS
+        self._store = rendezvous.launchers_store(*place)
+        kept = rendezvous.may_be_repeated()
+        begun = self._store.check([_BEGUN]) if kept else int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+        store = rendezvous.store_of_this_start(self._store, *place)
+        said = rendezvous.gather(store, "axo/litgpt", *place, who, str(begun))
+        self.again = "True" in (said[:1] if kept else said)
+
+    def begin(self) -> None:
+        """The folder is the run's; rank 0 says so."""
+        if self._store is not None:
+            self._store.set(_BEGUN, "")

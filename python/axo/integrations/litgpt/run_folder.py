@@ -2,12 +2,17 @@
 
 LitGPT writes into whatever folder it is given, and ``--resume auto`` takes the newest checkpoint there. So the process
 that starts the ranks (torchrun's rank 0 where it started them) holds the folder as ``axo train`` does, by the files of
-``axo.checkpoint.Run``; and a run that can be resumed begins where no checkpoints lie but the one that it goes on from.
+``axo.checkpoint.Run``; and a run that can be resumed begins where no checkpoints lie but those that it goes on from.
+
+A run may go back to an earlier checkpoint of its folder. The later ones stay, named in ``axo-run.json`` with the time
+of their writing, and are not taken as the newest until they are written again.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,11 +20,14 @@ from typing import Any
 import yaml
 
 from axo.checkpoint import Run
-from axo.integrations.litgpt import restarts
+from axo.checkpoint.folder import whole_file
+from axo.checkpoint.run import IDENTITY
 
 # What the order of the data depends on, in LitGPT's hyperparameters; and what a data module is made with that is not.
 _ORDER = ("seed", "data", "train.global_batch_size", "train.max_seq_length", "tokenizer_dir")
 _NO_ORDER = {"num_workers", "cache_dir", "download_dir"}
+_IN = "# in "  # before the working directory, as JSON
+_LEFT = "left behind"  # in axo-run.json: names of checkpoints' folders, and when they were written
 
 
 def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, allow_new_data: bool) -> Run:
@@ -36,31 +44,88 @@ def hold(options: Any, dump: Callable[[], str], *, resumes: bool, again: bool, a
         ValueError: Another process holds the folder (names it); or there are checkpoints of an earlier run from which
             this one does not go on; or it would go on with another order of the data.
     """
-    from litgpt.utils import init_out_dir
-
-    folder = init_out_dir(options.out_dir)
+    folder = _folder(options.out_dir)
     asked = options.get("resume", False)
     # An earlier run's checkpoints: it goes on, or is refused below; either way the folder stays that run's.
-    run = Run(folder, resume=bool(asked) or again or (resumes and restarts.newest(folder) is not None))
+    run = Run(folder, resume=bool(asked) or again or (resumes and bool(_steps(folder))))
     try:
         if resumes and not again:
-            found = restarts.newest(folder)
-            source = found if asked in (True, "auto") else Path(str(asked)) if asked else None
-            _refuse_mixing(folder, found, source)
+            source = newest(folder) if asked in (True, "auto") else Path(str(asked)) if asked else None
+            if asked is True and source is None:
+                raise ValueError(f"litgpt: --resume true, and {folder} has no step-* checkpoint; use --resume auto")
+            later = _later(folder, source)
             if source is not None and not allow_new_data:
                 _refuse_new_data(source, dump)
+            if source is not None:
+                _leave_behind(run, folder, source, later)
     except BaseException:
         run.close()
         raise
     return run
 
 
-def _refuse_mixing(folder: Path, found: Path | None, source: Path | None) -> None:
-    if found is not None and (source is None or found.resolve() != source.resolve()):
+def newest(out_dir: Any) -> Path | None:
+    """The checkpoint from which a run goes on by itself."""
+    return next((path for _, path in reversed(_steps(_folder(out_dir))) if is_saved(path)), None)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether a checkpoint of a step is there, and not left behind."""
+    return path.exists() and _left(path.parent.parent).get(path.parent.name) != path.stat().st_mtime_ns
+
+
+def _folder(out_dir: Any) -> Path:
+    from litgpt.utils import init_out_dir
+
+    return init_out_dir(out_dir)
+
+
+def _steps(folder: Path) -> list[tuple[int, Path]]:
+    """The checkpoints of a run, by their steps; those of runs in folders below are not its own."""
+    found = ((re.fullmatch(r"step-(\d+)", path.parent.name), path) for path in folder.glob("step-*/*.pth"))
+    return sorted((int(named[1]), path) for named, path in found if named)
+
+
+def _left(folder: Path) -> dict[str, int]:
+    try:
+        said = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    left = said.get(_LEFT) if isinstance(said, dict) else None
+    return left if isinstance(left, dict) else {}
+
+
+def _later(folder: Path, source: Path | None) -> dict[str, int]:
+    """Checkpoints of steps after ``source``, and when they were written.
+
+    Raises:
+        ValueError: There are checkpoints, and it is none of them.
+    """
+    steps = _steps(folder)
+    own = [step for step, path in steps if source is not None and path.resolve() == source.resolve()]
+    if steps and not own:
+        found = newest(folder)
         raise ValueError(
-            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {found}), from which a later --resume"
-            " auto, or a restart, would go on; add --resume auto to go on from them now, name another --out_dir, or"
-            " remove them"
+            f"litgpt: {folder} holds checkpoints of an earlier run (the newest {found or steps[-1][1]}), from which a"
+            f" later --resume auto, or a restart, would go on; add --resume {'auto' if found else steps[-1][1]} to go"
+            " on from them now, name another --out_dir, or remove them"
+        )
+    return {path.parent.name: path.stat().st_mtime_ns for step, path in steps if step > own[0]}
+
+
+def _leave_behind(run: Run, folder: Path, source: Path, later: dict[str, int]) -> None:
+    before = _left(folder)
+    left = {name: written for name, written in (before | later).items() if name != source.resolve().parent.name}
+    if left == before:
+        return
+    with whole_file(folder / IDENTITY) as unfinished:
+        unfinished.write_text(json.dumps({"run": run.id, _LEFT: left}) + "\n", encoding="utf-8")
+    new = [name for name in later if before.get(name) != later[name]]
+    if new:
+        print(
+            f"axo litgpt: going back to {source}; {', '.join(new)} in {folder} will be replaced when these steps come"
+            " again, and until then --resume auto passes over them",
+            flush=True,
         )
 
 
@@ -69,11 +134,15 @@ def _refuse_new_data(source: Path, dump: Callable[[], str]) -> None:
     if not file.is_file():  # not LitGPT's command line has saved it
         return
     try:
-        then = yaml.safe_load(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        then = yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"litgpt: {file} cannot be read: {' '.join(str(error).split())}") from None
-    before, now = (dict(_order(said)) for said in (then, yaml.safe_load(dump())))
-    changed = [name for name in before | now if before.get(name) != now.get(name)]
+    old, new = dict(_order(then)), dict(_order(yaml.safe_load(dump())))
+    before, now = _places(old, _folder_in(text)), _places(new, os.getcwd())
+    # A relative name whose place is gone is taken for the same: the project may have moved.
+    gone = {name for name in old if old[name] == before[name] == new.get(name)}
+    changed = [name for name in before | now if before.get(name) != now.get(name) and name not in gone]
     if changed:
         was = ", ".join(f"{name}={before.get(name)}" for name in changed)
         given = ", ".join(f"{name}={now.get(name)}" for name in changed)
@@ -81,6 +150,19 @@ def _refuse_new_data(source: Path, dump: Callable[[], str]) -> None:
             f"litgpt: {source} was saved with {was}, now it is {given}, and the order of the data would be another: use"
             " the same, or say --allow-new-data"
         )
+
+
+def comment(by_hand: str) -> str:
+    """What stands above LitGPT's hyperparameters: the options of Axo's own, and the working directory."""
+    return f"# axo litgpt {by_hand}\n{_IN}{json.dumps(os.getcwd())}\n"
+
+
+def _folder_in(hyperparameters: str) -> str:
+    """The working directory that ``comment`` has written; this process's own where it has not."""
+    for line in hyperparameters.splitlines()[:2]:
+        if line.startswith(_IN):
+            return str(json.loads(line.removeprefix(_IN)))
+    return os.getcwd()
 
 
 def _order(said: Any) -> Iterator[tuple[str, Any]]:
@@ -92,13 +174,19 @@ def _order(said: Any) -> Iterator[tuple[str, Any]]:
         if name == "data" and isinstance(value, dict):
             yield name, value.get("class_path")
             made_with = value.get("init_args") or {}
-            yield from ((f"data.{key}", _place(made_with[key])) for key in made_with if key not in _NO_ORDER)
+            yield from ((f"data.{key}", made_with[key]) for key in made_with if key not in _NO_ORDER)
         elif value is not None:
-            yield name, _place(value)
+            yield name, value
 
 
-def _place(value: Any) -> Any:
-    """A file or folder by its absolute name; anything else as it is."""
+def _places(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    return {name: _place(value, folder) for name, value in values.items()}
+
+
+def _place(value: Any, folder: str) -> Any:
+    """A file or folder, named in ``folder``, by its absolute name; anything else as it is."""
     if isinstance(value, list):
-        return [_place(one) for one in value]
-    return os.path.abspath(value) if isinstance(value, str) and os.path.exists(value) else value
+        return [_place(one, folder) for one in value]
+    if not isinstance(value, str) or not os.path.exists(os.path.join(folder, value)):
+        return value
+    return os.path.normpath(os.path.join(folder, value))
