@@ -34,7 +34,7 @@ from axo.overlap import Overlap
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.gradients import SKIP
 from axo.overlap.modes import hidden
 from axo.placement import Placement, check_divides, check_whole
 from axo.sharding import cut_features
@@ -250,14 +250,12 @@ class _Convolution(torch.autograd.Function):
         layer, exchange, weight = ctx.layer, ctx.layer.exchange, ctx.weight
         check_unchanged(layer.label(), weight, ctx.version)
         batch, _ = ctx.saved_tensors
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        how_weight = exchange.how(ctx, 1) if needs_weight else SKIP
-        how_bias = exchange.how(ctx, 2) if needs_bias else SKIP
+        how_input, how_weight, how_bias = exchange.hows(ctx)
         events = exchange.engine.events
         grad_input = grad_weight = grad_bias = None
         shape = (exchange.block_rows, *weight.shape[1:])
         with no_autocast(grad_output.device):
-            if needs_input and wanted(ctx, 0):
+            if how_input != SKIP:
                 block = exchange.backward_block(ctx.held, weight, ctx.dtype).view(shape)
                 like = grad_output.new_empty(1).expand(ctx.input_shape)  # only its shape matters
                 with span(events, "compute", "dI", "", exchange.name):

@@ -22,7 +22,7 @@ from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides, check_whole
 
 
@@ -127,9 +127,8 @@ class _GroupNormalize(torch.autograd.Function):
         refuse_create_graph("GroupNorm")
         x, weight, mean, rstd = ctx.saved_tensors
         exchange = ctx.norm.exchange
-        needs_input, *needs = ctx.needs_input_grad[:3]
-        how = [exchange.how(ctx, index, ()) if need else SKIP for index, need in enumerate(needs, 1)]
-        outputs = [needs_input and wanted(ctx, 0), *(each != SKIP for each in how)]
+        hows = exchange.hows(ctx)
+        outputs = [each != SKIP for each in hows]
         grads = list(
             torch.ops.aten.native_group_norm_backward(
                 grad_output.to(ctx.wide).contiguous(),
@@ -141,7 +140,7 @@ class _GroupNormalize(torch.autograd.Function):
                 outputs,
             )
         )
-        for index, (each, parameter) in enumerate(zip(how, ctx.parameters, strict=True), 1):
-            if each != SKIP:
-                grads[index] = exchange.vector_gradient(each, parameter, grads[index])
+        for index, parameter in enumerate(ctx.parameters, 1):
+            if hows[index] != SKIP:
+                grads[index] = exchange.vector_gradient(hows[index], parameter, grads[index])
         return grads[0].to(x.dtype) if outputs[0] else None, grads[1], grads[2], None

@@ -29,7 +29,7 @@ from axo.matmul import cost
 from axo.matmul.product import refuse_create_graph
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap.exchange import Exchange
-from axo.overlap.gradients import SKIP, wanted
+from axo.overlap.gradients import SKIP
 from axo.placement import Placement, check_divides, check_whole
 
 _layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
@@ -274,10 +274,8 @@ class _Normalize(torch.autograd.Function):
         refuse_create_graph(type(norm).__name__)
         x, weight, mean, rstd = ctx.saved_tensors
         exchange, h = norm.exchange, norm.features
-        needs_input, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        needs_input = needs_input and wanted(ctx, 0)
-        how_weight = exchange.how(ctx, 1, norm.sum_grad_over) if needs_weight else SKIP
-        how_bias = exchange.how(ctx, 2, norm.sum_grad_over) if needs_bias else SKIP
+        how_input, how_weight, how_bias = exchange.hows(ctx, norm.sum_grad_over)
+        needs_input = how_input != SKIP
         grad = grad_output.to(ctx.wide)
         if ctx.whole:
             outputs = [needs_input, how_weight != SKIP, how_bias != SKIP]

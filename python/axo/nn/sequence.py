@@ -108,7 +108,7 @@ class _AddBias(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         refuse_create_graph("Linear")
         grad_bias = None
-        how = ctx.exchange.how(ctx, 1, ("x",)) if ctx.needs_input_grad[1] else SKIP
+        how = ctx.exchange.how(ctx, 1, ("x",))
         if how != SKIP:
             mine = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=ctx.bias.dtype)
             grad_bias = ctx.exchange.vector_gradient(how, ctx.bias, mine, ("x",))

@@ -159,10 +159,10 @@ class Exchange(Route):
         silent = self.silent and not self.reductions_of(sum_over)
         return wants.NOW if found == wants.LATER and silent else found
 
-    def hows(self, node: torch.autograd.graph.Node) -> list[str]:
+    def hows(self, node: torch.autograd.graph.Node, sum_over: tuple[str, ...] = ()) -> list[str]:
         """What backward wants of the gradients of a layer's input, weight and bias, which are the first of ``node``."""
         found = wants.hows(node, 3)
-        if self.silent:
+        if self.silent and not self.reductions_of(sum_over):
             found[1:] = (wants.NOW if each == wants.LATER else each for each in found[1:])
         return found
 

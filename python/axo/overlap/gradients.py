@@ -137,7 +137,7 @@ class Gradients:
         return self.buckets.slot(parameter, shape, route.shard_rows, like, route.weight_reductions)
 
     def add_shard(self, route: Route, slot: Slot) -> None:
-        """What ``shard_buffer`` gave is filled."""
+        """The slot holds this rank's rows of a gradient: reduce it in time."""
         slot.copies = route.weight_copies
         self.buckets.ready(slot)
 
@@ -190,17 +190,15 @@ class Gradients:
                     table.clear()
 
     def _send_weight(self, route: Route, parameter: torch.Tensor, into: GradientBuffer) -> None:
-        if isinstance(into, Slot) or route.shards == 1:
-            if isinstance(into, Slot):
-                slot = into
-            else:
-                slot = self.buckets.slot(parameter, tuple(into.shape), route.shard_rows, into, route.weight_reductions)
-                slot.tensor.copy_(into)
-            slot.copies = route.weight_copies
-            self.buckets.ready(slot)
+        if isinstance(into, Slot):
+            self.add_shard(route, into)
             return
         rows = route.padded_rows // route.shards
         slot = self.buckets.slot(parameter, (rows, into.shape[1]), route.shard_rows, into, route.weight_reductions)
+        if route.shards == 1:
+            slot.tensor.copy_(into)
+            self.add_shard(route, slot)
+            return
         slot.copies = route.weight_copies
         pending = self._start_scatter(route, into, slot.tensor)
         self.buckets.ready(slot, pending)

@@ -195,10 +195,7 @@ class _Adapt(torch.autograd.Function):
         layer = ctx.layer
         rows, a, b, mid = ctx.saved_tensors
         of_a, of_b = layer.exchanges
-        needs_input, needs_a, needs_b, _ = ctx.needs_input_grad
-        how_a = of_a.how(ctx, 1) if needs_a else SKIP
-        how_b = of_b.how(ctx, 2) if needs_b else SKIP
-        needs_input = needs_input and wanted(ctx, 0)
+        needs_input, how_a, how_b = wanted(ctx, 0), of_a.how(ctx, 1), of_b.how(ctx, 2)
         grad = grad_output.reshape(ctx.shape[:-1].numel(), grad_output.shape[-1])
         grad_input = grad_a = grad_b = None
         with no_autocast(grad.device):
