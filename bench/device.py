@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ import axo
 from axo.comm.transports import meet
 
 from .lib.arguments import Parser
+from .lib.attempts import attempt
 from .lib.table import Table, environment
 
 COLUMNS = {"check": "s", "ranks": "d", "bytes": "d", "us": ".1f", "wrong": "d"}
@@ -293,21 +295,24 @@ def measure(gpu: Any, table: Table) -> dict[str, bool | str]:
     if gpu.kind == "cuda" and torch.cuda.device_count() < 4:
         for name, value in ONE_GPU.items():
             os.environ.setdefault(name, value)
+    device = torch.device("cuda" if gpu.kind == "cuda" else "cpu")
     verdicts: dict[str, bool | str] = {}
     for size in (1, 2, 4):
-        refusal = gpu.refusal(size)
-        if refusal is None:
-            right(gpu, size, table)
-            graph(gpu, size, table)
-        verdicts[f"collectives and graph at {size} ranks"] = f"not measured: {refusal}" if refusal else True
+        refusal, failed = gpu.refusal(size), len(table.failed)
+        for what, check in (("collectives", right), ("graph", graph)) if refusal is None else ():
+            attempt(f"{what} at {size} ranks", partial(check, gpu, size, table), device, table)
+        name = f"collectives and graph at {size} ranks"
+        verdicts[name] = f"not measured: {refusal}" if refusal else len(table.failed) == failed
     wrong = sum(row["wrong"] or 0 for row in table.rows)
     verdicts["wrong results of collectives: 0"] = wrong == 0
-    extra = light(gpu, table)
+    extra: list[float | None] = []
+    attempt("host time of a call", lambda: extra.append(light(gpu, table)), device, table)
     name = f"overhead over torch's NCCL backend under {OVERHEAD_US:g} us a call"
-    if extra is None:
+    if not extra or extra[0] is None:
         verdicts[name] = "not measured"
     else:
-        verdicts[f"{name}: {extra:.2f}"] = extra < OVERHEAD_US
+        verdicts[f"{name}: {extra[0]:.2f}"] = extra[0] < OVERHEAD_US
+    verdicts |= dict.fromkeys(table.failed.values(), False)
     return verdicts
 
 

@@ -39,6 +39,7 @@ from axo_kernels.fused.chunks import chunk_order
 from axo_kernels.fused.fp8 import SCALINGS
 from axo_kernels.fused.segments import SegmentedProduct
 from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter, start_all_reduce
+from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import HOPPER, Config, candidates
@@ -58,6 +59,8 @@ from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
+HOPPER_SECTION = "the kernel for Hopper"
+FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
@@ -71,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="walk through on a CPU")
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
+    parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is visible; --dry walks through on a CPU")
@@ -79,6 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
         part, parts = (int(number) for number in options.compile.split("/"))
         compile_part(device, part, parts)
         return 0
+    if options.grouped:
+        grouped(device, _Printed(), (options.grouped,))
+        return 0
     options.out.mkdir(parents=True, exist_ok=True)
     path, known = options.out / "kernels.jsonl", environment(device)
     earlier = rows_to_go_on_with(path, known)
@@ -86,8 +93,11 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     torch.manual_seed(20)
     verdicts: dict[str, bool | str] = {}
+    patience, trials = 0.25 * options.seconds, {}
     if not options.dry:
-        compile_ahead(options.jobs, 0.25 * options.seconds)
+        if not any(HOPPER_SECTION in (row.get("section"), row.get("failed")) for row in earlier):
+            trials = {layout: _started("--grouped", layout) for layout in LAYOUTS}
+        compile_ahead(options.jobs, patience)
         print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -96,7 +106,9 @@ def main(arguments: list[str] | None = None) -> int:
     left: list[str] = []
     sections: dict[str, Callable[[], object]] = {
         "numerics": partial(numerics, device, table, options.dry),
-        "the kernel for Hopper": partial(grouped, device, table),
+        HOPPER_SECTION: partial(grouped, device, table)
+        if options.dry
+        else partial(tried, trials, started + 1.2 * patience, table),
         "strategies": partial(strategies, device, table, options.dry),
         "rounds": partial(rounds, device, table, options.dry),
         "graphs": partial(graphs, device, table),
@@ -106,10 +118,15 @@ def main(arguments: list[str] | None = None) -> int:
     for name, call in sections.items():
         if name in ended or name in table.failed:
             print(f"{name}: has ended before", flush=True)
-        elif section(name, call, device, table, verdicts):
+            continue
+        with table.under_way(name):
+            done = section(name, call, device, table, verdicts)
+        if done:
             table.note(f"{name}: ended", section=name)
         else:
             left.append(name)
+    if HOPPER_SECTION in table.failed:
+        tiles.HOPPER = ()  # the tuner would hang where it did
     latest = {row["check"]: row for row in table.rows}.values()
     unfinished = left or any(name in table.failed for name in sections)
     verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
@@ -172,13 +189,15 @@ def section(
     return True
 
 
+def _started(*arguments: str) -> subprocess.Popen[bytes]:
+    """This bench in another process."""
+    command = [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
 def compile_ahead(jobs: int, seconds: float) -> None:
     """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", "--compile"]
-    workers = [
-        subprocess.Popen([*command, f"{part}/{jobs}"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        for part in range(jobs)
-    ]
+    workers = [_started("--compile", f"{part}/{jobs}") for part in range(jobs)]
     deadline = time.perf_counter() + seconds
     for part, worker in enumerate(workers):
         try:
@@ -197,14 +216,14 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
     pairs = [(dtype, layout) for dtype in LIMITS for layout in LAYOUTS]
     calls += [partial(numerics, device, table, False, [pair]) for pair in pairs]
     calls += [partial(strategies, device, table, False), partial(rounds, device, table, False, 2)]
-    calls += [partial(grouped, device, table, (layout,)) for layout in LAYOUTS]
     found: dict[tuple[str, Config], Product] = {}
     for product in _shapes(False):
         a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
         left, right = as_row_major(a, b, product.layout)
         described = describable(left, right, left.new_empty((product.m, product.n)), False)
         for config in candidates(devices.target_of(device), product, described)[:CONFIGS]:
-            found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
+            if not config.groups:  # tried in processes of its own
+                found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():
         a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
         calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
@@ -221,6 +240,13 @@ class _Silent:
 
     def add(self, **row: object) -> None:
         pass
+
+
+class _Printed(_Silent):
+    """Prints them as JSON lines."""
+
+    def add(self, **row: object) -> None:
+        print(json.dumps(row), flush=True)
 
 
 def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
@@ -263,6 +289,28 @@ def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch
                 )
 
 
+def tried(trials: dict[str, subprocess.Popen[bytes]], until: float, table: Table) -> None:
+    """The rows of ``grouped``, one process a layout. One that hangs or dies fails the kernel, and nothing else."""
+    try:
+        for layout, trial in trials.items():
+            try:
+                rows, said = trial.communicate(timeout=max(1.0, until - time.perf_counter()))
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"{layout} has not ended in time: a kernel that hangs") from None
+            for row in rows.splitlines():
+                table.add(**json.loads(row))
+            if trial.returncode:
+                last = said.decode(errors="replace").strip().splitlines()[-1:]
+                raise RuntimeError(f"{layout} ended with {trial.returncode}: {''.join(last)}")
+    except (TimeoutError, RuntimeError) as error:
+        table.fail(HOPPER_SECTION, error)
+    finally:
+        for trial in trials.values():
+            trial.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                trial.communicate(timeout=5)
+
+
 def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
     """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders."""
     target = devices.target_of(device)
@@ -279,7 +327,7 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
 def strategies(device: torch.device, table: Any, dry: bool) -> None:
     """Split and signal against serial, all operations, chunk counts 1, 2, 4 and 7."""
     m, n, k = (56, 56, 24) if dry else (1792, 3584, 1024)
-    comm = SimulatedCommunicator(4, 1e10, device)
+    comm = SimulatedCommunicator(4, 1e10, device, timeout=FLAG_SECONDS)
     dtype = torch.float32 if dry else torch.bfloat16
     for operation in overlap.OPERATIONS:
         layout = "TN" if operation == "matmul_reduce_scatter" else "NT"
@@ -297,12 +345,12 @@ def strategies(device: torch.device, table: Any, dry: bool) -> None:
 
 def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> None:
     """Signalled operations back to back without a synchronize between; whole numbers, so equality is exact."""
-    comm = SimulatedCommunicator(2, 1e11, device)
+    comm = SimulatedCommunicator(2, 1e11, device, timeout=FLAG_SECONDS)
     generator = torch.Generator(device).manual_seed(3)
     wrong = torch.zeros((), device=device)
     dtype, count = (torch.float32, 10) if dry else (torch.bfloat16, often)
     m, n, k = (16, 32, 16) if dry else (256, 512, 64)
-    for _ in range(count):
+    for number in range(count):
         x = torch.randint(-2, 3, (m, k), generator=generator, device=device).to(dtype)
         w = torch.randint(-2, 3, (n, k), generator=generator, device=device).to(dtype)
         out, _full = run_all_gather(x, w, comm, "NT", "b", Way("signal", 3), keep=False)
@@ -312,6 +360,8 @@ def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> Non
         total, finish = start_all_reduce(x, w, comm, "NT", Way("signal", 2))
         finish()
         wrong += (total != 2 * expected).any()
+        if number == 0:
+            comm.check()  # before hundreds more have been put behind what waits
     comm.check()
     table.add(check=f"{3 * count} signalled operations back to back", error=float(wrong), limit=0.5)
 
@@ -320,7 +370,7 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
     """A captured graph of split, and of signalled, operations, replayed: whole numbers, so equality is exact."""
     if device.type != "cuda":
         return
-    comm = SimulatedCommunicator(2, 1e11, device)
+    comm = SimulatedCommunicator(2, 1e11, device, timeout=FLAG_SECONDS)
     generator = torch.Generator(device).manual_seed(5)
 
     def draw(rows: int) -> torch.Tensor:
@@ -337,10 +387,12 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
             return [gathered, scattered, total]
 
         operations()  # makes flags and buffers, and compiles
-        torch.cuda.synchronize(device)
+        comm.check()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             found = operations()
+        graph.replay()
+        comm.check()  # before many more have been put behind what waits
         for _ in range(often):
             x.copy_(draw(256))
             graph.replay()

@@ -15,12 +15,13 @@ def attempt(what: str, call: Callable[[], object], device: torch.device, table: 
     Returns:
         Whether the device still works.
     """
-    try:
-        call()
-    except Exception as error:
-        table.fail(what, error)
-        return works(device)
-    return True
+    with table.under_way(what):
+        try:
+            call()
+        except Exception as error:
+            table.fail(what, error)
+            return works(device)
+        return True
 
 
 def works(device: torch.device) -> bool:

@@ -11,7 +11,7 @@ import json
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import axo
 import axo_kernels
 
 _KEPT = {"section", "failed"}  # notes that a run goes on with
+_MARKS = {"bench", "begun", "over"}  # lines that are no rows
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 
 
@@ -81,7 +82,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]]:
     """What a run that left something out has measured; the file keeps that alone, and its first line.
 
-    A run that left out nothing, and one of another device, versions or sources, is begun anew: the file goes.
+    A run that left out nothing, and one of another device, versions or sources, is begun anew: the file goes. What a
+    run was in the middle of when it was killed has failed (:meth:`Table.under_way`).
 
     Args:
         path: JSON lines.
@@ -92,7 +94,12 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
     if ended or not lines or not same(lines[0], known):
         path.unlink(missing_ok=True)
         return []
-    kept = [line for line in lines if "bench" not in line and ("note" not in line or line.keys() & _KEPT)]
+    kept = [line for line in lines if not line.keys() & _MARKS and ("note" not in line or line.keys() & _KEPT)]
+    over = {line["over"] for line in lines if "over" in line}
+    for what in dict.fromkeys(line["begun"] for line in lines if "begun" in line):
+        if what not in over:  # it may have hung: a second run must not hang there too
+            told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
+            kept.append({"note": told, "failed": what})
     swap = path.with_suffix(".swap")
     swap.write_text("".join(f"{json.dumps(line)}\n" for line in [lines[0], *kept]), encoding="utf-8")
     swap.replace(path)
@@ -112,7 +119,8 @@ class Table:
         columns: Name to format, for example ``{"shape": "s", "ms": ".3f"}``.
         path: JSON lines are written here as well; None: nowhere.
         header: Goes into the first JSON line.
-        earlier: Rows that stand in the file already (:func:`rows_to_go_on_with`); of them also what has failed.
+        earlier: Rows that stand in the file already (:func:`rows_to_go_on_with`); of them also what has failed. None:
+            no run goes on with this one.
     """
 
     def __init__(
@@ -120,10 +128,11 @@ class Table:
         columns: dict[str, str],
         path: Path | None = None,
         header: dict[str, Any] | None = None,
-        earlier: Iterable[dict[str, Any]] = (),
+        earlier: Iterable[dict[str, Any]] | None = None,
     ) -> None:
         self.columns = columns
-        earlier = list(earlier)
+        self._goes_on = earlier is not None
+        earlier = list(earlier or ())
         self.rows = [row for row in earlier if "failed" not in row]
         self.failed: dict[str, str] = {row["failed"]: row["note"] for row in earlier if "failed" in row}
         self._file = None
@@ -149,6 +158,18 @@ class Table:
         """Print a line below the table; it becomes a JSON line too."""
         print(text, flush=True)
         self._write({"note": text} | values)
+
+    @contextlib.contextmanager
+    def under_way(self, what: str) -> Iterator[None]:
+        """Mark in the file where something begins and is over, however that ends: what a kill cuts off has no end."""
+        if not self._goes_on:
+            yield
+            return
+        self._write({"begun": what})
+        try:
+            yield
+        finally:
+            self._write({"over": what})
 
     def fail(self, what: str, error: Exception) -> None:
         """Note what could not be measured, and why; it is not tried again by a run that goes on."""

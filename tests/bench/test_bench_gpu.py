@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from bench import gpu, kernels, offload
+from bench import device, gpu, gpu_step, kernels, offload
 from bench.lib import attempts, table
+from bench.lib.step_models import serial
 from bench.lib.table import read_rows, rows_to_go_on_with
 from tests.launcher import Command, run_as_program
 
@@ -308,6 +311,121 @@ def test_what_raises_leaves_the_rest_their_turn(monkeypatch, tmp_path, kills):
     } | {f"kernels: all results right: {kills != 'strategies'}"}
 
 
+@pytest.mark.parametrize("hangs", [PRODUCT, RATES, CASE, "strategies"])
+def test_what_a_run_was_killed_in_is_not_tried_again(monkeypatch, tmp_path, hangs):
+    """A kernel that hangs, which no exception tells of: the run after measures all else."""
+    measured = measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    kernels_in_this_process(monkeypatch, tmp_path)
+    left_behind = {}
+
+    def hang(module, function, name_of):
+        plain = getattr(module, function)
+
+        def run(*given):
+            if name_of(given) == hangs:
+                left_behind.setdefault("lines", (tmp_path / "kernels.jsonl").read_text())
+                left_behind["times"] = left_behind.get("times", 0) + 1
+            plain(*given)
+
+        monkeypatch.setattr(module, function, run)
+
+    hang(kernels.gemm, "_one", lambda given: given[0].name)
+    hang(kernels.fp8, "_case", lambda given: f"fp8 {given[0].name} a scale a {given[1]}")
+    hang(kernels.overlap, "_case", lambda given: f"{given[0]} 32x32x32 share {given[2]}")
+    hang(kernels, "strategies", lambda given: "strategies")
+    arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
+    assert gpu.main(arguments) == 0
+    (tmp_path / "kernels.jsonl").write_text(left_behind["lines"])  # as a kill leaves it
+    known = json.loads((tmp_path / "ended.json").read_text())
+    (tmp_path / "ended.json").write_text(json.dumps(known | {"parts": {}}))
+    measured.clear()
+    assert gpu.main(arguments) == 1 and left_behind["times"] == 1 and ("all_gather_matmul", 0.8) in measured
+    said = (tmp_path / "verdicts.txt").read_text()
+    assert f"{hangs}: not tried again, since the run before was stopped, or died, in the middle of it: False" in said
+
+
+def test_the_kernel_for_hopper_is_tried_in_processes_of_its_own(monkeypatch, tmp_path):
+    """One that hangs is ended and has failed; what others have found stands, and the tuner leaves the kernel out."""
+    row = json.dumps({"check": "NN", "error": 0.0, "limit": 0.5})
+    programs = {"NN": f"print({row!r})", "NT": "import time; time.sleep(600)", "TN": "print('not reached')"}
+    trials = {
+        layout: subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for layout, program in programs.items()
+    }
+    one = table.Table({"check": "s"}, tmp_path / "kernels.jsonl")
+    trials["NN"].wait()
+    kernels.tried(trials, 0.0, one)
+    assert [found["check"] for found in one.rows] == ["NN"]
+    assert "has not ended in time: a kernel that hangs" in one.failed[kernels.HOPPER_SECTION]
+    assert all(trial.poll() is not None for trial in trials.values())
+    dies = {"NN": subprocess.Popen([sys.executable, "-c", "raise ValueError('illegal address')"], stdout=-1, stderr=-1)}
+    kernels.tried(dies, kernels.time.perf_counter() + 60, one)
+    assert "NN ended with 1" in one.failed[kernels.HOPPER_SECTION]
+    assert "illegal address" in one.failed[kernels.HOPPER_SECTION]
+
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    kernels_in_this_process(monkeypatch, tmp_path)
+    monkeypatch.setattr(kernels, "grouped", lambda device, table: kernels.tried({}, 0.0, table))
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.tiles.HOPPER)
+    assert kernels.main(["--dry", "--out", str(tmp_path / "right")]) == 0 and kernels.tiles.HOPPER
+    fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
+    monkeypatch.setattr(kernels, "grouped", fails)
+    assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
+
+
+def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tmp_path):
+    """What raises is a verdict; the rest is measured. A case begins when the model of the one before is gone."""
+    calls, alive = [], []
+
+    def right(gpu, size, table):
+        calls.append(f"collectives {size}")
+        if size == 1:
+            raise RuntimeError("invalid argument")
+
+    monkeypatch.setattr(device, "right", right)
+    monkeypatch.setattr(device, "graph", lambda gpu, size, table: calls.append(f"graph {size}"))
+    monkeypatch.setattr(device, "light", lambda gpu, table: 2.5)
+    stand_in = SimpleNamespace(kind="standin", refusal=lambda ranks: None if ranks < 4 else "too many")
+    verdicts = device.measure(stand_in, table.Table({}))
+    assert calls == ["collectives 1", "graph 1", "collectives 2", "graph 2"]
+    assert (
+        verdicts["collectives and graph at 1 ranks"] is False and verdicts["collectives and graph at 2 ranks"] is True
+    )
+    assert verdicts["collectives at 1 ranks: RuntimeError: invalid argument"] is False
+    assert verdicts["overhead over torch's NCCL backend under 3 us a call: 2.50"] is True
+
+    def layers(*_):
+        raise RuntimeError("no kernel image")
+
+    class Model:
+        def __init__(self):
+            self.itself = self
+            alive.append(weakref.ref(self))
+
+    def step(comms, case, *_):
+        assert all(model() is None for model in alive)
+        Model()
+        if case == "gpt h=32":
+            raise RuntimeError("out of memory")
+        return 1.0, 1.0, 0.0
+
+    monkeypatch.setattr(gpu_step, "layers", layers)
+    monkeypatch.setattr(gpu_step, "step", step)
+    assert gpu_step.main(["--walk", "--out", str(tmp_path)]) == 2 and len(alive) == 2
+    notes = [line["note"] for line in read_rows(tmp_path / "gpu_step.jsonl") if "verdict" in line]
+    assert {"layers: RuntimeError: no kernel image: False", "gpt h=32: RuntimeError: out of memory: False"} <= {*notes}
+    assert "gpt h=32 recomputed, losses apart (at most 0.02): 0.0e+00: True" in notes
+
+
+def test_weights_are_drawn_on_the_device():
+    """Billions of numbers of a CPU's generator take longer than what is measured with them."""
+    sizes = gpu_step.TOY_STEPS["gpt h=32"]
+    model = serial(sizes, torch.device("meta"))
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    untouched = torch.get_rng_state()
+    assert torch.equal(untouched, torch.Generator().manual_seed(0).get_state())
+
+
 def test_a_case_over_real_ranks_is_not_skipped(monkeypatch):
     """The others are in the middle of it: the rank that failed ends, and they hear of that."""
 
@@ -371,3 +489,8 @@ def test_what_is_gone_on_with(tmp_path):
     for lines, changed in (([head, row, verdict], {}), ([head, row, left], {"sources": "def"}), ([], {})):
         assert found(*lines, known=known | changed) == [] and not path.exists()
     assert rows_to_go_on_with(path, known) == []
+    begun, over = {"begun": "NT"}, {"over": "NT"}
+    assert found(head, begun, row, over) == [row]
+    *rows, cut_off = found(head, {"begun": "NN"}, {"over": "NN"}, begun, row)
+    assert rows == [row] and cut_off["failed"] == "NT" and "NT: not tried again" in cut_off["note"]
+    assert found(head, row, cut_off) == [row, cut_off], "nor by a third run"

@@ -3,6 +3,7 @@
 import importlib
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers
+from bench import overlap
 from bench.lib.simulated import SimulatedCommunicator
+from bench.lib.table import Table
 from tests.launcher import Command
 
 
@@ -72,6 +75,10 @@ def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
     torch.testing.assert_close(got.double(), exact.repeat(1, 4), **limits)
     assert [record.strategy for record in comm.ran] == [strategy] * 3
     assert comm.seconds(1e12) == 1.0
+    ones = torch.ones(4)
+    with comm.without_effects():
+        comm.all_reduce(ones).wait()
+    assert torch.equal(ones, torch.ones(4)), "for timing: it takes its time, and changes nothing"
 
 
 def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):
@@ -259,3 +266,26 @@ def test_a_mistake_on_the_command_line_is_one_line(command, monkeypatch, capsys)
         importlib.import_module(f"bench.{name}").main(arguments)
     said = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2 and said[-1].startswith(f"axo bench {name}: error: ") and BAD[command] in said[-1]
+
+
+def test_overlap_is_timed_without_the_simulated_effects(monkeypatch):
+    """They run on multiprocessors, of which a signalled product leaves few: they would count as time of the link."""
+    seen, timing = set(), []
+    run, paired = SimulatedCommunicator._run, overlap.paired
+
+    def collective(comm, *given):
+        seen.add((bool(timing), comm._effects))
+        return run(comm, *given)
+
+    def timed(*given):
+        timing.append(True)
+        found = paired(*given)
+        timing.clear()
+        return found
+
+    monkeypatch.setattr(SimulatedCommunicator, "_run", collective)
+    monkeypatch.setattr(overlap, "paired", timed)
+    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4), Table({})
+    overlap.measure([(32, 32, 32)], [0.4], [2], torch.float32, torch.device("cpu"), table, options)
+    assert not table.failed and len(table.rows) == 3 * 2 and all(row["right"] for row in table.rows)
+    assert seen == {(False, True), (True, False)}
