@@ -32,10 +32,10 @@ from axo.matmul.algorithm import accumulator, add_product, ahead
 from axo.matmul.product import DistributedMatmul, begin_backward, keep_for_backward, no_autocast
 from axo.matmul.products import compute_dtype
 from axo.matmul.shared_input import InputSum
+from axo.overlap.dispatch_modes import hidden
 from axo.overlap.events import TracedWork, span
 from axo.overlap.exchange import Completed, Sum
 from axo.overlap.gradients import SKIP
-from axo.overlap.modes import hidden
 from axo.placement import Placement
 
 

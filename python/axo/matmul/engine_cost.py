@@ -1,4 +1,4 @@
-"""What dtypes of what travels change in what layers send (``axo.matmul.cost``). Pure arithmetic, as there."""
+"""Corrects ``axo.matmul.cost`` where gradients or weights are sent in another dtype than that of the products."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ from axo.comm.connect import Communicators
 from axo.matmul.products import LayerProducts, compute_dtype
 from axo.matmul.shared_input import InputSum
 from axo.overlap import Overlap
+from axo.overlap.dispatch_modes import hidden
 from axo.overlap.events import computed, span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import Gathered, version_of
 from axo.overlap.gradients import LATER, NOW, SKIP, how
-from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight
 from axo.placement import Placement
 from axo_kernels.tune.choice import Choice

@@ -31,11 +31,11 @@ from axo.matmul.product import check_unchanged, no_autocast, refuse_create_graph
 from axo.matmul.products import compute_dtype
 from axo.nn.layer import ParallelLayer, default_device, label_of
 from axo.overlap import Overlap
+from axo.overlap.dispatch_modes import hidden
 from axo.overlap.events import span
 from axo.overlap.exchange import Exchange
 from axo.overlap.gathers import version_of
 from axo.overlap.gradients import SKIP
-from axo.overlap.modes import hidden
 from axo.placement import Placement, check_divides, check_whole
 from axo.sharding import cut_features
 

@@ -1,4 +1,4 @@
-"""What stands where a stage of a pipeline has no layer, since another rank has it: this passes things through."""
+"""Stands in a pipeline stage for a layer that another rank has: it passes its input through."""
 
 from __future__ import annotations
 

@@ -7,11 +7,13 @@ here is global.
 
     options                        what can be switched
     route                          over which axes a layer's tensors travel; exchange: what a layer asks for
-    engine                         when things happen, for a whole model
+    engine, model                  when things happen, for a whole model; how a model gets its engine
     gathers, quantized             weights: gathered ahead of their products, kept or dropped
     gradients, buckets, deferred   gradients: from a product, over the axes, to ``.grad``
     zero, optimizer_state, scaler  optimizer state cut over data, and torch's GradScaler
-    pool, modes, events            buffers, what hides from dispatch modes, and a record of what was done
+    no_sync, weight_phase          accumulation without communication, and backward passes in two phases
+    step_check, step_hooks         what is refused before a step, and what runs around each step
+    pool, dispatch_modes, events   buffers, what hides from dispatch modes, and a record of what was done
 
 Names load on first use: ``options`` needs no torch.
 """

@@ -17,11 +17,11 @@ import torch
 from axo.comm.connect import Communicators
 from axo.overlap import gradients as wants
 from axo.overlap.buckets import Slot
+from axo.overlap.dispatch_modes import dispatch_modes, hidden
 from axo.overlap.engine import Engine
 from axo.overlap.events import TracedWork, span
 from axo.overlap.gathers import Gathered
 from axo.overlap.gradients import GradientBuffer
-from axo.overlap.modes import dispatch_modes, hidden
 from axo.overlap.options import Overlap
 from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Copies, Reduction, Route

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from axo.comm.communicator import group
+from axo.overlap.dispatch_modes import hidden
 from axo.overlap.events import TracedWork, span
-from axo.overlap.modes import hidden
 from axo.overlap.quantized import QuantizedWeight, values
 from axo.overlap.route import Route
 from axo_kernels.fused.fp8 import SCALE_BYTES, pack

@@ -1,4 +1,4 @@
-"""What is called before and after each step of each optimizer of the process, for as long as its owner lives.
+"""Functions to call before and after every step of every optimizer of the process, while their owner lives.
 
 torch goes through one dict of hooks in a step. Taking a hook out of it when a model is collected, which can be at any
 moment, could change that dict meanwhile ("OrderedDict mutated during iteration"). So one hook before and one after

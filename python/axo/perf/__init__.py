@@ -4,7 +4,13 @@
     request  = planner.Request(workload, machine.load("frontier"), gpus=8192, batch_tokens=2**24)
     best     = planner.plan(request).best
 
-`workload` (layers of a model) and `machine` -> `layer_time` (one layer) -> `model` (one step, closed form), `memory`
--> `planner` (all grids); `step_operations` -> `simulator` (one step, event by event); `profile` (measure a machine),
-`output` and `plots` (tables, JSON, CSV, one HTML page). The papers' numbers beside these are in ``bench/papers``.
+    what is asked     readers, workload (the layers of a model), machine, request; profile measures a machine
+    one step          layer_time (one layer), model (a step by closed form), memory, flops, tesseract
+                      step_operations and simulator (a step event by event)
+    with stages       cut (where), pipeline_schedule (who runs what when), stages (one step)
+    all grids         planner, stage_search (a grid with stages), candidate (one row), others (the next best choices),
+                      grid_choice (``--grid auto``), command (the command line of a row)
+    what is printed   output, plots, chrome_trace
+
+The papers' numbers beside these are in ``bench/papers``.
 """

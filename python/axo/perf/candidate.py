@@ -1,4 +1,4 @@
-"""One row of a plan, the ways to run a grid that a search tries, and what stands against a grid."""
+"""One row of a plan (a grid and how it is run), the ways that a search tries, and why a grid is left out."""
 
 from __future__ import annotations
 

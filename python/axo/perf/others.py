@@ -1,7 +1,7 @@
-"""What other choices would cost: of each kind that the best plan is not of, the best plan, and why it loses.
+"""The best plan without what the best plan has (stages, ZeRO, recomputation, ...), and why it is slower.
 
-A grid's best is a bound of every other way to run it, so few grids are asked: in the order of the plan, until the next
-one's best is slower than what was found.
+No way to run a grid is faster than the time that the plan has for it. So grids are asked in the order of the plan, and
+the search ends at the first whose time is longer than what was found.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline against the clock: who runs which micro-batch when, how long all wait, what they hold.
+"""Schedules of a pipeline in time: which rank runs which micro-batch when, how long ranks wait, what they hold.
 
 A pipeline of P ranks (each of them a grid in training) has v stages a rank. A step is M micro-batches: F(s, i) runs
 micro-batch i forward on stage s, B backward, or I its gradients of inputs and W those of weights apart. In which order

@@ -30,7 +30,7 @@ from axo.perf.candidate import MemoryOptions, impossible, needs, run_options, sh
 from axo.perf.layer_time import RunOptions, changed
 from axo.perf.request import ALGORITHMS as ALGORITHMS
 from axo.perf.request import Request as Request
-from axo.perf.staged import consider_stages
+from axo.perf.stage_search import consider_stages
 from axo.perf.stages import Known
 from axo.perf.workload import Workload
 

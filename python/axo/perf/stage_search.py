@@ -1,6 +1,6 @@
-"""The search of a grid with stages: its fastest way, schedule and micro-batches that fit.
+"""For one grid with stages: the fastest schedule, micro-batches and recomputation that fit into memory.
 
-How long each takes is asked first, which is cheap; what it needs only of those that are fast.
+Times are cheap and are computed for every choice; memory is computed only for choices that are fast.
 """
 
 from __future__ import annotations
