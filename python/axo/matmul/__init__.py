@@ -4,6 +4,7 @@
     product, blocks                           the product of a layer over ranks, with autograd: axonn's, and Tesseract's
     products                                  its three products on one rank, as the tuner chose
     fused                                     those that run chunk by chunk with their collective
+    shared_input                              the gradient of an input that several layers take, summed once
     cost, engine_cost                         what a layer sends, counted without running it
 
 What this loads is arithmetic: an algorithm uses the methods of the tensors that it is given; planning needs no torch.

@@ -1,6 +1,13 @@
 """Parallel layers that stand in for those of ``torch.nn``: same names and arguments, this rank's shards inside.
 
 What moves between ranks is in ``axo.matmul``; where a tensor lies is in ``axo.placement``.
+
+    layer                            what all of them share
+    linear, conv, embedding, norm, group_norm, dropout, loss, goldfish    the layers
+    replicated, elsewhere            modules that stay serial, and those that another pipeline stage has
+    init, generator, randomness      first values and random numbers that agree between ranks
+    chain, shared_input, sequence    whether layers fit each other, share an input, or split tokens over x
+    clip, torch_utils, quantize      on the parameters of a model
 """
 
 from axo.nn.clip import clip_grad_norm_

@@ -6,7 +6,8 @@
 
 Files: ``options`` (what a user says; needs no torch until an optimizer is made), ``tier`` (where it lies: mapped files,
 pinned memory), ``lane`` (copies beside the computation), ``optimizer`` (AdamW in pieces), ``parameters`` (and
-gradients), ``activations`` (saved tensors). Names load on first use.
+gradients), ``shards`` (weights on the way to a gather, and their gradients back), ``activations`` (saved tensors).
+Names load on first use.
 """
 
 from __future__ import annotations
