@@ -60,7 +60,8 @@ class Gpu:
 
     def capture(self) -> tuple[AbstractContextManager, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        return torch.cuda.graph(graph, capture_error_mode="thread_local"), graph.replay
+        # torch's own stream for captures is one for all threads, on the GPU of the first
+        return torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"), graph.replay
 
     def rival(self) -> str | None:
         return "nccl"

@@ -1,8 +1,9 @@
 """Everything that waits for a GPU, in one command of under eight minutes.
 
     axo bench gpu --out results                    on a GPU (make gpu)
-    python3 setup.py build_ext --inplace && PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
-                                                   the same on a machine without network or pip: torch and triton only
+    python3 setup.py build_ext --inplace; PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results
+                                                   the same on a machine without network or pip: torch and triton only;
+                                                   the kernels run where the extension could not be built
     python3 -m bench.gpu --walk --out results      the same code on stand-ins and the CPU; its times mean nothing
 
 The parts, most certain first: the kernels (``bench.kernels``; they need no extension), the transport

@@ -135,11 +135,13 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
 
 
 def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
-    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first."""
+    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first, and
+    all of the kernel for Hopper, whose ways of hiding stores the estimate does not know."""
     found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
     if device.type == "cuda" and devices.runs_triton(device):
         tiles = candidates(devices.target_of(device), product, _described(product))
-        found += [Choice("triton", product.layout, config) for config in tiles[:configs]]
+        tiles = tiles[:configs] + [config for config in tiles[configs:] if config.groups]
+        found += [Choice("triton", product.layout, config) for config in tiles]
     return found
 
 

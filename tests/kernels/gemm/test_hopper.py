@@ -171,3 +171,19 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
         "is wrong on cpu and left out" in str(each.message) for each in told
     )
     assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
+
+
+@pytest.mark.parametrize("m", [256, 4096, 16384])
+def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
+    """An estimate of waves and traffic puts the one that stores behind products last, and behind what is timed."""
+    monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
+    for arch in ("sm_90", "sm_100"):
+        monkeypatch.setattr(choice_module.devices, "target_of", lambda device, arch=arch: TARGETS[arch])
+        product = Product("NT", m, 8192, 8192, torch.bfloat16)
+        found = choice_module.plain_choices(product, torch.device("cuda", 0), 8)
+        configs = [choice.config for choice in found if choice.config is not None]
+        grouped = [config for config in configs if config.groups]
+        assert sorted(config.name for config in grouped) == sorted(
+            config.name for config in HOPPER if arch == "sm_90"
+        ), "each once"
+        assert len(configs) - len(grouped) >= 5
