@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import axo
 from axo import launch
@@ -236,6 +238,61 @@ def test_no_signal_raises_within_a_rank() -> None:
     ended, ignored = str(signal.Handlers.SIG_DFL), str(signal.Handlers.SIG_IGN)
     without, with_nohup = run_ranks(launch_one_with_and_without_nohup, 1)[0]
     assert without == [ended, ended, ended, ended] and with_nohup == [ended, ended, ignored, ended]
+
+
+def hang_up_the_launcher() -> None:
+    if os.environ["RANK"] == "0":
+        os.kill(os.getppid(), signal.SIGHUP)
+    time.sleep(60)
+
+
+def lose_what_a_handler_raises() -> list[Any]:
+    """A signal comes while the launcher runs a destructor, out of which Python raises nothing."""
+    monitor = LocalElasticAgent._monitor_workers
+
+    class Slow:
+        def __del__(self) -> None:
+            time.sleep(20)
+
+    def monitor_late(*args: Any) -> Any:
+        LocalElasticAgent._monitor_workers = monitor  # type: ignore[method-assign]
+        Slow()  # freed at once
+        return monitor(*args)
+
+    LocalElasticAgent._monitor_workers = monitor_late  # type: ignore[method-assign]
+    lost: list[Any] = []
+    sys.unraisablehook = lambda found: lost.append(found.exc_type.__name__)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = handlers()
+    try:
+        launch_local(hang_up_the_launcher, 2)
+    except launch.Interrupted as error:
+        return [error.signal, lost, handlers() == before]
+    return ["went on", lost, handlers() == before]
+
+
+def test_a_signal_that_python_loses_ends_the_launch_too() -> None:
+    assert run_ranks(lose_what_a_handler_raises, 1) == [[signal.SIGHUP, ["SignalException"], True]]
+
+
+def ask_on_another_thread() -> list[str]:
+    said: list[str] = []
+
+    def ask() -> None:
+        said.append(str(launch_local(os.getpid, 1) > 0))
+        with pytest.raises(ValueError) as error:
+            launch_local(os.getpid, 1, terminate=True)
+        said.append(str(error.value))
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    thread.join()
+    return said
+
+
+def test_a_launch_on_another_thread_passes_no_signal_on() -> None:
+    ran, refused = run_ranks(ask_on_another_thread, 1)[0]
+    assert ran == "True" and refused.startswith("launch: terminate=True passes on a signal, which only the main thread")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)

@@ -14,6 +14,7 @@ torchrun nothing is launched: the process is a rank already, and the store is wh
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -27,9 +28,10 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -222,7 +224,7 @@ def launch_local(
             the main thread then.
 
     Raises:
-        ValueError: ``ranks`` is no number of ranks.
+        ValueError: ``ranks`` is no number of ranks, or ``terminate`` is asked for on another thread.
         axo.errors.ResourceError: This process may not open the files that it takes.
         RankFailed: A rank raised or died; all others have been ended.
         Interrupted: A signal came, or nobody reads what rank 0 prints; all ranks have been ended.
@@ -234,11 +236,19 @@ def launch_local(
 
     if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
         raise ValueError(f"launch: ranks={ranks!r} is no number of ranks; use a whole number of at least 1")
+    if terminate and threading.current_thread() is not threading.main_thread():
+        raise ValueError("launch: terminate=True passes on a signal, which only the main thread gets; call it there")
     _check_files()
     rendezvous_handler_registry.register(_LOOPBACK, _meet_on_loopback)
     elastic = "torch.distributed.elastic"
     for name in (elastic, f"{elastic}.agent.server.api", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # it would print a traceback a rank; RankFailed says it once
+
+    def end(number: int, frame: Any) -> None:
+        _pass_on(Path(reports), number)  # first: what is raised while a destructor runs is lost
+        if not (terminate and number == signal.SIGTERM):
+            raise SignalException(f"signal {number}", signal.Signals(number))
+
     with tempfile.TemporaryDirectory(prefix="axo-ranks-") as reports:
         config = LaunchConfig(
             min_nodes=1,
@@ -252,12 +262,12 @@ def launch_local(
             monitor_interval=0.1,
             start_method="fork" if fork else "spawn",
             shutdown_timeout=_GRACE_SECONDS,
-            signals_to_handle=",".join(_signals(terminate)),
+            signals_to_handle="",  # they are handled here
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
-        before = signal.signal(signal.SIGTERM, lambda *_: _pass_on(Path(reports))) if terminate else None
         try:
-            return elastic_launch(config, _rank_main)(reports, function, args)[0]
+            with _handled(end):
+                return elastic_launch(config, _rank_main)(reports, function, args)[0]
         except ChildFailedError as error:
             failures = {rank: failure.exitcode for rank, failure in error.failures.items()}
             asked = Path(reports, _ASKED).exists()
@@ -276,9 +286,6 @@ def launch_local(
                     error.errno, f"{error.strerror} (the semaphores of local ranks lie there)", _SHM
                 ) from None
             raise
-        finally:
-            if terminate:
-                signal.signal(signal.SIGTERM, before)
 
 
 def _check_files() -> None:
@@ -291,10 +298,18 @@ def _check_files() -> None:
         )
 
 
-def _signals(terminate: bool) -> list[str]:
-    """Names of the signals that end a launch."""
+@contextlib.contextmanager
+def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+    """Let ``handler`` have the signals that end a launch; those who had them get them back."""
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup's command goes on
-    return ["SIGINT", "SIGQUIT", *(["SIGHUP"] if hangs_up else []), *([] if terminate else ["SIGTERM"])]
+    ending = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
+    on_main = threading.current_thread() is threading.main_thread()  # the others cannot
+    before = {number: signal.signal(number, handler) for number in ending if on_main}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 def _meet_on_loopback(parameters: Any) -> Any:
@@ -319,12 +334,13 @@ def _meet_on_loopback(parameters: Any) -> Any:
     return agent
 
 
-def _pass_on(reports: Path) -> None:
-    """Send SIGTERM to the ranks that live. Each has left its process id in ``reports``; there it is noted, too."""
-    Path(reports, _ASKED).touch()
+def _pass_on(reports: Path, number: int) -> None:
+    """Send a signal to the ranks that live. Each has left its process id in ``reports``; there it is noted, too."""
+    with contextlib.suppress(OSError):  # a full disk
+        Path(reports, _ASKED).write_text(str(number))
     for file in reports.glob("*.pid"):
         try:
-            os.kill(int(file.stem), signal.SIGTERM)
+            os.kill(int(file.stem), number)
             os.kill(int(file.stem), signal.SIGCONT)  # it may be stopped, and its peers would wait for it
         except ProcessLookupError:
             pass
@@ -345,11 +361,11 @@ def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # TorchElastic's handler would raise anywhere in a rank
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # the launcher's handler would raise anywhere in a rank
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     Path(reports, f"{os.getpid()}.pid").touch()
-    if Path(reports, _ASKED).exists():  # SIGTERM came before this rank could be found
-        os.kill(os.getpid(), signal.SIGTERM)
+    if Path(reports, _ASKED).exists():  # the signal came before this rank could be found
+        os.kill(os.getpid(), int(Path(reports, _ASKED).read_text() or signal.SIGTERM))
     try:
         result = function(*args)
         if os.environ["RANK"] != "0":
