@@ -21,7 +21,7 @@ from axo.checkpoint import folder as folders
 from axo.checkpoint import safetensors, state
 from axo.checkpoint.parts import Parts
 from axo.checkpoint.reader import read_head, read_state_dict, shapes_of
-from axo.checkpoint.storage import read_bytes, read_into, read_metadata
+from axo.checkpoint.storage import read_bytes, read_into, read_metadata, save_plain
 from axo.checkpoint.writer import Destination, head, write
 
 
@@ -79,7 +79,7 @@ def _to_pth(path: Path, metadata: Metadata, out: Path, optimizer: bool) -> None:
         plain = _plain_optimizer(found[state.OPTIMIZER], saved)
         whole = {"model": model, "optimizer": plain, "step": about["step"], "extra": about["extra"]}
     with folders.whole_file(out) as unfinished:
-        torch.save(whole, unfinished)
+        save_plain(whole, unfinished)
 
 
 def _plain_optimizer(tensors: dict[str, torch.Tensor], saved: dict[str, Any]) -> dict[str, Any]:

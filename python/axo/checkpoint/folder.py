@@ -2,7 +2,7 @@
 
     FOLDER/step-00000100                  complete: it got this name after every file in it was written and synced
     FOLDER/.step-00000100.TOKEN.part      being written; its writer holds a lock on the marker in it
-    FOLDER/.step-00000100.TOKEN.removed   on its way out
+    FOLDER/.axo.TOKEN.removed             on its way out
     FOLDER/.step-00000100.replaced        the older one of that name while the newer is renamed, on file systems that
                                           cannot swap two names; complete, and taken where the name itself is missing
 
@@ -379,7 +379,7 @@ def remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
         return
-    gone = path.with_name(f".{path.name.lstrip('.')}.{secrets.token_hex(4)}.removed")
+    gone = path.with_name(f".axo.{secrets.token_hex(4)}.removed")  # not longer where a name is as long as it may be
     try:
         os.rename(path, gone)
     except FileNotFoundError:

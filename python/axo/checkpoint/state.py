@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from axo.checkpoint.parts import Parts
@@ -33,6 +34,7 @@ from axo.placement import Placement, placement_of
 MODEL, OPTIMIZER, RNG, HEAD = "model", "optimizer", "rng", "axo"
 FORMAT = 2
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_OF_TORCH = re.compile(r"^\[enforce fail at [^]]*\][^:]*?\. +")  # the place and the condition of a check
 
 
 def check_kinds(model: Any, optimizer: Any) -> None:
@@ -57,7 +59,7 @@ def kind_of(optimizer: Optimizer | None) -> str | None:
 
 def reason(error: BaseException) -> str:
     """Why torch could not read or write something, in a few words: its own texts run over many lines."""
-    text = _COLOUR.sub("", str(error)).strip()
+    text = _OF_TORCH.sub("", _COLOUR.sub("", str(error)).strip())
     if found := re.search(r"GLOBAL (\S+)", text):
         return f"it holds a {found[1]}"
     return re.split(r"\n|(?<=\w)\. ", text)[0].rstrip(". ") or type(error).__name__
@@ -131,6 +133,8 @@ def check_storage(name: str, tensor: torch.Tensor) -> None:
     """
     if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer)):
         what, hint = "has no shape yet", "run the model once"
+    elif isinstance(tensor, DTensor):
+        what, hint = "is a DTensor", "use torch.distributed.checkpoint for it, or call .full_tensor()"
     elif tensor.is_meta:
         what, hint = "has no storage (meta device)", "call model.to_empty(device=...) and fill it"
     elif tensor.layout is not torch.strided:

@@ -56,26 +56,45 @@ class Writer(dcp.FileSystemWriter):
                 results = [_write(file, name, item, planner.resolve_data(item), beside) for item in plan.items]
                 file.flush()
                 os.fsync(file.fileno())
-        except RuntimeError as error:  # torch's, of closing a file after an error: say what the error was
-            cause: BaseException | None = error
-            while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
-                cause = cause.__cause__ or cause.__context__
-            if cause is None:
-                raise
-            raise cause from error  # here, because what is sent to the other ranks loses its causes
+        except RuntimeError as error:
+            raise _first_error(error) from None  # here, because what is sent to the other ranks loses its causes
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
 
 
+def _first_error(error: BaseException) -> BaseException:
+    """What torch's error of closing a file comes from: an error of the file before, or Ctrl-C; else itself."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError | KeyboardInterrupt):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
+def save_plain(value: Any, path: Path) -> None:
+    """``torch.save`` whose errors of the disk are the system's.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with open(path, "wb") as file:
+        passed_on = _Locate(file)
+        try:
+            torch.save(value, passed_on)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise _first_error(error) from None
+        finally:
+            passed_on.ended = True
+
+
 class _Locate:
-    """Passes writes on to a file, and notes where the bytes of one tensor went.
+    """Passes writes on to a file, and notes where the bytes of one tensor, if it is given, went.
 
     Writes after ``ended`` are dropped: torch's writer, when it is freed after an error (Ctrl-C), writes the end of its
     archive, and an error of that write would abort the process.
     """
 
-    def __init__(self, file: BinaryIO, tensor: torch.Tensor) -> None:
+    def __init__(self, file: BinaryIO, tensor: torch.Tensor | None = None) -> None:
         self._file, self._tensor = file, tensor
         self.position: int | None = None
         self.ended = False
@@ -83,8 +102,10 @@ class _Locate:
     def write(self, data: memoryview) -> int:
         if self.ended:
             return len(data)
-        if len(data) == self._tensor.nbytes and np.frombuffer(data, np.uint8).ctypes.data == self._tensor.data_ptr():
-            self.position = self._file.tell()
+        tensor = self._tensor
+        if tensor is not None and len(data) == tensor.nbytes:
+            if np.frombuffer(data, np.uint8).ctypes.data == tensor.data_ptr():
+                self.position = self._file.tell()
         return self._file.write(data)
 
     def flush(self) -> None:
@@ -347,6 +368,8 @@ def _read(
         whole = len(items) == 1 and target.shape == sizes and target.is_contiguous()
         whole = whole and not target.is_conj() and not target.is_neg()  # whose bytes are others
         if whole and target.device.type == "cpu" and target.dtype == saved.properties.dtype:
+            if not target.is_inference():  # what autograd has kept of it, and copies elsewhere, are of other values
+                torch.autograd.graph.increment_version(target)
             reader.fill(file, position, _bytes_of(target), expected)
             return
         value = torch.empty(sizes, dtype=saved.properties.dtype, device="cpu")  # whatever torch's default device is

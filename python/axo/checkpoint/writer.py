@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from axo.checkpoint import folder as folders
 from axo.checkpoint import state
@@ -181,12 +182,16 @@ def _stage(entries: dict[str, Any]) -> str:
     """Replace the entries by copies in host memory. Returns what went wrong, "" where nothing did."""
     try:
         for key, value in entries.items():
-            entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(value)
+            entries[key] = value.staged() if isinstance(value, Parts) else deepcopy(_without_graphs(value))
     except (MemoryError, RuntimeError) as error:
         entries.clear()
-        why = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"checkpoint: async_=True has no memory for a copy ({why}); save without it"
+        return f"checkpoint: async_=True has no memory for a copy ({state.reason(error)}); save without it"
     return ""
+
+
+def _without_graphs(value: Any) -> Any:
+    """The value, its tensors cut off from what computed them: a loss in ``extra`` would not be copied."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor if tensor.is_leaf else tensor.detach(), value)
 
 
 def _check_arguments(folder: Any, name: Any, step: Any, extra: Any, keep: Any, run: Any) -> None:
