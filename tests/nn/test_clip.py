@@ -77,14 +77,22 @@ def clip(grid):
     expected = torch.nn.utils.clip_grad_norm_(serial.parameters(), 1.0)
     norm = axo.clip_grad_norm_(list(layers.parameters()), 1.0)
     assert_close(norm, expected, 1e-5 * float(expected), "a parameter without a gradient")
-    with pytest.raises(ValueError, match=r"norm_type=0.0 is not supported; use a positive number or inf"):
+    with pytest.raises(ValueError, match=r"norm_type=0 is not supported; use a positive number or inf"):
         axo.clip_grad_norm_(layers.parameters(), 1.0, 0)
-    for wrong in (math.nan, -1.0, "1", None):  # nan and -1 would go into every gradient
+    for wrong in ("x", None):
+        with pytest.raises(ValueError, match=rf"norm_type={wrong!r} is not supported; use a positive number or inf"):
+            axo.clip_grad_norm_(layers.parameters(), 1.0, wrong)
+    as_tensors = torch.tensor(-1.0), torch.tensor(math.nan), torch.ones(2)
+    for wrong in (math.nan, -1.0, "1", None, *as_tensors):  # nan and -1 would go into every gradient
         with pytest.raises(ValueError, match=r"max_norm=.* is not a number of at least 0; inf measures"):
             axo.clip_grad_norm_(layers.parameters(), wrong)
     for wrong in (layers, layers.named_parameters(), layers[0]):
         with pytest.raises(ValueError, match=r"is no parameter; pass model.parameters\(\)"):
             axo.clip_grad_norm_(wrong, 1.0)
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="a gradient is sparse, and only dense ones are clipped"):  # on every rank
+        axo.clip_grad_norm_([*layers.parameters(), *table.parameters()], 1.0)
     return found
 
 

@@ -166,3 +166,12 @@ def refused(grid: str) -> str:
 
 def test_other_dtypes_are_refused() -> None:
     assert "use one of (None, torch.float32, torch.bfloat16)" in run_ranks(refused, 1, "1x1x1x1")[0]
+
+
+def test_what_is_no_grid_and_no_model_is_named() -> None:
+    with pytest.raises(ValueError, match=r"GradScaler: comms=None is not what axo.connect returns"):
+        axo.GradScaler(comms=None)  # type: ignore[arg-type]
+    for wrong in (None, nn.Linear(2, 2).parameters()):
+        with pytest.raises(ValueError, match=r"no_sync: a .* is no model; pass the model that axo.para"):
+            with axo.no_sync(wrong):  # type: ignore[arg-type]
+                pass

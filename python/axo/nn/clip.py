@@ -47,7 +47,9 @@ def clip_grad_norm_(
             what is given are not parameters, or parameters of two grids.
         RuntimeError: The norm is not finite and error_if_nonfinite is set.
     """
-    if not isinstance(max_norm, torch.Tensor) and not (isinstance(max_norm, Real) and max_norm >= 0):
+    on_gpu = isinstance(max_norm, torch.Tensor) and max_norm.device.type != "cpu"  # to look would wait for it
+    one = max_norm.numel() == 1 if isinstance(max_norm, torch.Tensor) else isinstance(max_norm, Real)
+    if not one or not (on_gpu or max_norm >= 0):
         raise ValueError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not a number of at least 0; inf measures and clips nothing"
         )
@@ -56,6 +58,11 @@ def clip_grad_norm_(
     for parameter in parameters:
         if not isinstance(parameter, torch.Tensor):
             raise ValueError(f"clip_grad_norm_: a {type(parameter).__name__} is no parameter; pass model.parameters()")
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise ValueError(
+                "clip_grad_norm_: a gradient is sparse, and only dense ones are clipped; use sparse=False where it"
+                " comes from (an embedding, for example)"
+            )
     norm = total_norm(
         [(p, p.grad) for p in parameters if p.grad is not None],
         norm_type,
@@ -90,9 +97,13 @@ def total_norm(
             of this rank alone.
         max_norm: What it is compared with: on CPU ranks an error, on all of them, where it is not the same on all.
     """
-    norm_type = float(norm_type)
-    if not norm_type > 0:
-        raise ValueError(f"{caller}: norm_type={norm_type} is not supported; use a positive number or inf")
+    try:
+        p = float(norm_type)
+    except (TypeError, ValueError):
+        p = math.nan
+    if not p > 0:
+        raise ValueError(f"{caller}: norm_type={norm_type!r} is not supported; use a positive number or inf")
+    norm_type = p
     comms = comms or _communicators([parameter for parameter, _ in owned], caller)
     if comms is None:
         return torch.nn.utils.get_total_norm([tensor for _, tensor in owned], norm_type, error_if_nonfinite)

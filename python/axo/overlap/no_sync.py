@@ -31,7 +31,12 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     the gradient of whole gathered weights; the gather cache keeps its weights for the next micro-batch too. All ranks
     must enter and leave it together; what counts is where backward is called. Sums that are part of a product, as
     Tesseract's over x, are made all the same.
+
+    Raises:
+        ValueError: ``model`` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"no_sync: a {type(model).__name__} is no model; pass the model that axo.parallelize returned")
     found = [engine for engine in engines(model) if engine.synchronizing]
     for engine in found:
         engine.synchronizing = False

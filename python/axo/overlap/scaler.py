@@ -11,7 +11,7 @@ from typing import cast
 
 import torch
 
-from axo.comm.connect import Communicators
+from axo.comm.connect import Communicators, check_comms
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -34,6 +34,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         comms: Communicators,
     ) -> None:
+        check_comms("GradScaler", comms)
         device = comms.device.type if device is None else device
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._comms = comms
