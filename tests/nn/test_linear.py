@@ -1,6 +1,7 @@
 """Linear against serial nn.Linear: values, gradients, first values, collectives, and what it refuses."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -22,18 +23,25 @@ def serial_linear(*args, **kwargs):
         return nn.Linear(*args, **kwargs)
 
 
-def compare_with_serial(comms, transposed, grad_reduce="mean", shape=(48, 80, 32, 3), limit=LIMIT):
+@functools.cache
+def serial_results(shape, grad_reduce):
+    """The oracle of all grids: the layer and its input, with their gradients; what weights the output; the output."""
     k, n, batch, tokens = shape
-    what = f"{comms.grid} {'transposed' if transposed else 'normal'} {grad_reduce}"
-    seed_apart(comms)
-    layer = axo.nn.Linear(k, n, comms=comms, transposed=transposed, grad_reduce=grad_reduce)
     serial = serial_linear(k, n)
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(tokens, batch, k, generator=generator).transpose(0, 1).requires_grad_()  # not contiguous
     weights = torch.randn(batch, tokens, n, generator=generator)
-    scale = batch * tokens if grad_reduce == "mean" else 1
     expected = serial(x)
-    ((expected * weights).sum() / scale).backward()
+    ((expected * weights).sum() / (batch * tokens if grad_reduce == "mean" else 1)).backward()
+    return serial, x, weights, expected.detach()
+
+
+def compare_with_serial(comms, transposed, grad_reduce="mean", shape=(48, 80, 32, 3), limit=LIMIT):
+    k, n, _, tokens = shape
+    what = f"{comms.grid} {'transposed' if transposed else 'normal'} {grad_reduce}"
+    seed_apart(comms)
+    layer = axo.nn.Linear(k, n, comms=comms, transposed=transposed, grad_reduce=grad_reduce)
+    serial, x, weights, expected = serial_results(shape, grad_reduce)
 
     mine = axo.shard_input(layer, x.detach())
     mine = mine.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_()
