@@ -18,7 +18,7 @@ from axo.checkpoint.ranks import pending
 from axo.grid import Grid
 from axo.train import TrainConfig, loop, models, runner
 from axo.train.log import TrainLog
-from tests.launcher import Command, run_ranks
+from tests.launcher import Command, rank_outcomes, run_ranks
 from tests.train.test_train import SMALL, small, text
 
 __all__ = ["text"]  # a fixture
@@ -46,6 +46,38 @@ def test_a_resumed_run_goes_on_with_the_same_batches(text: str, tmp_path: Path) 
     lines = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if line["kind"] == "step"] == list(range(6))
     assert [line["start"] for line in lines if line["kind"] == "header"] == [0, 3, 3]
+
+
+def options_of(config: TrainConfig) -> list[tuple[Any, ...]]:
+    """What the optimizer's groups are told in the last step."""
+    step, seen = loop.Trainer.step, list[tuple[Any, ...]]()
+
+    def look(self: loop.Trainer, index: int) -> Any:
+        seen[:] = [(group["betas"], group["weight_decay"]) for group in self.optimizer.param_groups]
+        return step(self, index)
+
+    loop.Trainer.step = look  # type: ignore[method-assign]
+    runner.train_rank(config)
+    return seen
+
+
+def test_options_of_the_optimizer_are_those_of_the_command_that_resumes(text: str, tmp_path: Path) -> None:
+    """Those of the checkpoint were taken, without a word."""
+    config = small(text, steps=1, save_every=1)
+    assert run_ranks(options_of, 1, config)[0] == [((0.9, 0.95), 0.1), ((0.9, 0.95), 0.0)]
+    other = dataclasses.replace(config, steps=2, resume="auto", beta1=0.5, weight_decay=0.7)
+    assert run_ranks(options_of, 1, other)[0] == [((0.5, 0.95), 0.7), ((0.5, 0.95), 0.0)]
+
+
+def test_where_a_run_goes_on_is_said(text: str, tmp_path: Path) -> None:
+    """Also that it does not: with the checkpoints gone, it began again without a word."""
+    config = small(text, steps=1, save_every=1, resume="auto")
+    begun, gone_on = (
+        rank_outcomes(losses_of, 1, dataclasses.replace(config, steps=steps))[0].output.splitlines()[0]
+        for steps in (1, 2)
+    )
+    assert begun == f"axo train: goes on in {config.out} from the start: no checkpoint there"
+    assert gone_on == f"axo train: goes on in {config.out} from {config.out}/checkpoints/step-00000001, after step 1"
 
 
 def go_on_with_a_full_disk(config: TrainConfig) -> list[str]:
@@ -107,6 +139,9 @@ def errors_of(configs: list[TrainConfig], by_hand: str) -> list[str]:
     checkpoint.save = lambda *args, **options: save(*args, **options | {"extra": 5})  # type: ignore[assignment]
     runner.train_rank(dataclasses.replace(configs[0], out=by_hand))
     checkpoint.save = save
+    renamed = Path(by_hand).with_name("renamed")
+    runner.train_rank(dataclasses.replace(configs[0], out=str(renamed)))
+    (renamed / "checkpoints" / "step-00000002").rename(renamed / "checkpoints" / "step-00000009")
     damaged = Path(configs[0].out, "checkpoints", "step-00000004")
     damaged.mkdir(parents=True)
     for name in ("axo.json", ".metadata"):
@@ -127,6 +162,10 @@ def test_what_cannot_be_resumed_is_named(text: str, tmp_path: Path) -> None:
         "checkpoint: /nowhere does not exist": {"resume": "/nowhere"},
         "was not saved by axo train: of its 2 steps it has 0 losses": {"resume": f"{by_hand}/checkpoints"},
         "is of another model": {"model_overrides": SMALL | {"n_layer": 1}},
+        "was saved with n_head=8, now it is 4, and the model would be": {
+            "model_overrides": SMALL | {"n_head": 4, "n_query_groups": 2}  # of the same shapes
+        },
+        "checkpoints/step-00000009 is of step 2; rename it to step-00000002": {"out": f"{tmp_path}/renamed"},
         "this run has later checkpoints than": {"resume": f"{Path(text).parent}/out/checkpoints/step-00000001"},
         "that axo.checkpoint.save did not write (it has an axo.json that cannot be read)": {"steps": 4},
         "keep=0 is out of range": {"keep": 0},

@@ -142,7 +142,7 @@ class TrainConfig:
     resume: str | None = _option(
         None, OUTPUT, "Go on from the newest checkpoint of --out, or DIR.", metavar="[auto|DIR]"
     )
-    allow_new_data: bool = _option(False, OUTPUT, "Resume although seed, batch or text are others now.")
+    allow_new_data: bool = _option(False, OUTPUT, "Resume although seed, batch, text or model options are others now.")
     overwrite: bool = _option(False, OUTPUT, "Start again in --out; remove an earlier run's checkpoints in it.")
     trace: str | None = _option(None, OUTPUT, "Write a chrome trace of a step, and a PNG.", metavar="FILE")
     peak_tflops: float | None = _option(

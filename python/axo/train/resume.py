@@ -1,25 +1,30 @@
 """Checkpoints of a training run: when they are saved, and how a run goes on from one.
 
 A checkpoint of step s holds everything after s steps; step s is the next. The batches are a function of (seed, step,
-row), so the step is the data's position; what that function depends on is kept beside it and compared. A run may go on
-on another grid, for more steps, or with another rate; with another order of the data only where that is asked for.
+row), so the step is the data's position; what that function depends on is kept beside it and compared, and so are the
+model's options: a checkpoint of other heads may have the same shapes. A run may go on on another grid, for more steps,
+or with other options of the optimizer; with another order of the data or model only where that is asked for.
 A run has an identity (``axo.checkpoint.Run``): it loads, replaces and removes its own checkpoints only.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from axo import checkpoint
-from axo.checkpoint.folder import check_place, number_of, step_of
+from axo.checkpoint.folder import check_place, name_of, number_of, step_of
 from axo.checkpoint.ranks import agree, checkpoint_group
 from axo.launch import Termination
 from axo.offload import OffloadedAdamW
+from axo.train import models
 from axo.train.config import CHECKPOINTS, TrainConfig
 from axo.train.loop import Step, Trainer
 
 _ORDER = ("seed", "batch_size", "seq_len", "tokenizer")  # with the text: what the order of the data depends on
+_NOT_OF_MODEL = ("name", "hf_config", "block_size", "vocab_size", "padding_multiple")  # change no logit
+_OF_OPTIMIZER = ("betas", "weight_decay")  # its options on the command line, beside the rate
 
 
 class Checkpoints:
@@ -32,6 +37,7 @@ class Checkpoints:
 
     Attributes:
         last: The newest checkpoint that this run wrote; None: none yet.
+        origin: The one that it went on from; None: none.
     """
 
     def __init__(self, config: TrainConfig, trainer: Trainer, run: checkpoint.Run) -> None:
@@ -39,6 +45,7 @@ class Checkpoints:
         self._folder = Path(config.out) / CHECKPOINTS
         self._termination = Termination() if config.saves else None
         self.last: Path | None = None
+        self.origin: Path | None = None
 
     def __enter__(self) -> Checkpoints:
         if self._termination is not None:
@@ -84,7 +91,12 @@ class Checkpoints:
                     f" --resume {others}"
                 )
             asked = str(newest)
+        groups = self._trainer.optimizer.param_groups
+        asked_for = [{name: group[name] for name in _OF_OPTIMIZER} for group in groups]
         loaded = checkpoint.load(asked, self._trainer.model, self._trainer.optimizer)
+        self.origin = loaded.path
+        for group, options in zip(self._trainer.optimizer.param_groups, asked_for, strict=True):
+            group.update(options)  # this command's: those of the checkpoint were loaded with it
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         losses = list(extra.get("losses", []))
         if len(losses) != loaded.step:
@@ -92,18 +104,23 @@ class Checkpoints:
                 f"train: {loaded.path} was not saved by axo train: of its {loaded.step} steps it has {len(losses)}"
                 " losses; name one that was"
             )
-        for name, value in self._position().items():
-            if name in extra and extra[name] != value and not self._config.allow_new_data:
-                option = name.replace("_", "-")
+        saved, now = (each | each.get("model", {}) for each in (extra, self._position()))
+        for name, value in now.items():
+            if name in saved.keys() - {"model"} and saved[name] != value and not self._config.allow_new_data:
+                of_data = name in extra
+                option = name.replace("_", "-") if of_data else name
                 raise ValueError(
-                    f"train: {loaded.path} was saved with {option}={extra[name]}, now it is {value}, and the order of"
-                    " the data would be another: use the same, or say --allow-new-data"
+                    f"train: {loaded.path} was saved with {option}={saved[name]}, now it is {value}, and"
+                    f" {'the order of the data' if of_data else 'the model'} would be another: use the same, or say"
+                    " --allow-new-data"
                 )
         if loaded.step > self._config.steps:
             raise ValueError(
                 f"train: {loaded.path} is of step {loaded.step}, beyond steps={self._config.steps}; ask for more steps"
             )
         if newest is not None and number_of(newest) > loaded.step and self._config.saves:
+            if newest == loaded.path:
+                raise ValueError(f"train: {newest} is of step {loaded.step}; rename it to {name_of(loaded.step)}")
             raise ValueError(
                 f"train: this run has later checkpoints than {loaded.path}, the newest {newest}, and the next --resume"
                 " would take that: go on from it with --resume auto, remove the later ones, or give another --out"
@@ -143,4 +160,8 @@ class Checkpoints:
             handle.wait()
 
     def _position(self) -> dict[str, Any]:
-        return {name: getattr(self._config, name) for name in _ORDER} | {"text": self._trainer.batches.text}
+        """What a step depends on beside the weights: the data, and what the model makes of them."""
+        model = asdict(models.resolve(self._config.model, self._config.model_overrides))
+        known = {name: value for name, value in model.items() if name not in _NOT_OF_MODEL}
+        order = {name: getattr(self._config, name) for name in _ORDER}
+        return order | {"text": self._trainer.batches.text, "model": known}
