@@ -355,8 +355,8 @@ C10dBackend::WorkHandle C10dBackend::reduce_scatter_tensor_coalesced(Tensors& ou
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     parts_of("reduce_scatter_tensor_coalesced", inputs[i], outputs[i], getSize());
   }
-  Launch launch(*this, c10d::OpType::REDUCE_SCATTER_TENSOR_COALESCED, "axo:reduce_scatter_tensor_coalesced", inputs,
-                opts, Launch::grouped_launch);
+  Launch launch(*this, c10d::OpType::COALESCED, "axo:reduce_scatter_tensor_coalesced", inputs, opts,
+                Launch::grouped_launch);
   for (std::size_t i = 0; i < inputs.size(); ++i) scatter_from(launch, outputs[i], inputs[i], opts.reduceOp);
   return launch.end(outputs);
 }
