@@ -32,7 +32,7 @@ def check_device(what: str, device: str | torch.device) -> tuple[str, int | None
         torch.device(device)
     except RuntimeError:
         raise unknown from None
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)  # else what torch is built for
     if accelerator is None or accelerator.type != kind:
         found = "none" if accelerator is None else f"{accelerator.type!r}"
         raise ValueError(
