@@ -89,6 +89,7 @@ def pretrain(folder, out, options, grid=None):
                 lr_warmup_steps=2,
                 save_interval=options.get("save_interval", 1000),
                 min_lr=options.get("min_lr", 4e-5),
+                tie_embeddings=options.get("tie_embeddings", False),
             ),
             eval=EvalArgs(interval=1000, max_iters=2),
             optimizer={

@@ -79,6 +79,18 @@ def test_the_vocabulary_parallel_loss_equals_stock_litgpt(folder, serial):
     assert distance(state["model"], serial[2]["model"]) < 1e-5
 
 
+@pytest.mark.parametrize(
+    ("grid", "stages"), [("2x1x2x1", 1), ("1x1x2x1", 2), pytest.param("2x2x1x1", 1, marks=pytest.mark.soak)]
+)
+def test_tied_embeddings_equal_stock_litgpt(folder, grid, stages):
+    """LitGPT ties head and embedding once it has drawn both: what comes behind them is drawn from there on."""
+    stock = run(folder, "stock-tied", tie_embeddings=True, steps=3)
+    losses, sums, state = run(folder, f"tied-{stages}", grid, pipeline=stages, tie_embeddings=True, steps=3)
+    assert losses == pytest.approx(stock[0], abs=1e-4) and sums == stock[1]
+    assert distance(state["model"], stock[2]["model"]) < 1e-5
+    assert torch.equal(state["model"]["lm_head.weight"], state["model"]["transformer.wte.weight"])
+
+
 @pytest.mark.soak
 def test_pretraining_with_tesseract_equals_stock_litgpt(folder, serial):
     losses, sums, state = run(folder, "tesseract", "2x2x1x1", algorithm="tesseract", vocab_loss=True)

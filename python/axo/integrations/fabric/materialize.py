@@ -4,7 +4,8 @@ Trainers build an empty model and then say how each layer is to be filled, by ``
 replaces that method on single layers). The layers are gone once the model is parallel, so they are kept, still without
 storage: each in turn gets storage, fills itself, hands this rank its shards, and is emptied again. All of it runs under
 rank 0's generator, in the order of ``Module.modules``: the values are those of one rank that calls every
-``reset_parameters`` in turn, and no rank ever holds more than one whole layer.
+``reset_parameters`` in turn and ties parameters then (LitGPT's ``tie_embeddings``: of those that share one the first
+gives its values, the others draw theirs in vain), and no rank ever holds more than one whole layer.
 """
 
 from __future__ import annotations
@@ -42,13 +43,16 @@ def materialize(
         ValueError: A module has no ``reset_parameters``.
     """
     ties = tied_parameters(model)
-    drawn: set[int] = set()  # whole parameters that have their values: of a tied one only the first layer draws
+    drawn: set[int] = set()  # whole parameters that have their values
     with source_generator(comms, comms.device, all_stages=True), torch.no_grad():
         for name, module in model.named_modules():
             if isinstance(module, Elsewhere):
                 _draw_elsewhere(model, name, originals, comms, recorded, drawn)
                 continue
             if not holds_meta(module):
+                if name in originals and _has_drawn(originals[name], drawn):
+                    _fill(originals[name], name, comms, recorded)
+                    originals[name].to("meta")
                 continue
             dtypes = {key: buffer.dtype for key, buffer in module.named_buffers(recurse=False)}
             make_room(module, comms.device, ties)
@@ -65,6 +69,11 @@ def materialize(
     mask: Any = getattr(model, "mask_cache", None)
     if mask is not None and mask.is_meta:  # litgpt's, of a KV cache that was set on the meta device; no buffer
         model.mask_cache = torch.ones(mask.shape, dtype=torch.bool, device=comms.device).tril()  # type: ignore[assignment]
+
+
+def _has_drawn(serial: nn.Module, drawn: set[int]) -> bool:
+    whole = {id(parameter) for parameter in serial.parameters(recurse=False)}
+    return bool(whole) and whole <= drawn
 
 
 def _fill(serial: nn.Module, name: str, comms: Communicators, recorded: RecordedInit | None) -> None:
@@ -88,11 +97,12 @@ def _draw_elsewhere(
         if below != name and not below.startswith(f"{name}."):
             continue
         whole = dict(serial.named_parameters(recurse=False))
-        if not whole or {*map(id, whole.values())} <= drawn:
+        if not whole:
             continue
+        tied = _has_drawn(serial, drawn)
         drawn.update(map(id, whole.values()))
         _fill(serial, below, comms, recorded)
-        for key in whole:
+        for key in () if tied else whole:
             owner, _, child = shared(model).get(f"{below}.{key}", "").rpartition(".")
             if owner:
                 layer = model.get_submodule(owner)
