@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from axo.grid import Grid
-from axo.train import data
+from axo.train import TrainConfig, data, runner
 from tests.launcher import run_ranks
 
 
@@ -57,9 +58,12 @@ def test_corpus_reads_across_files_and_empty_files(tmp_path: Path) -> None:
         tokens = corpus.read(start, count)
         assert tokens.dtype == np.int64
         assert np.array_equal(tokens, expected[start : start + count]), (start, count)
+    (tmp_path / "new").write_bytes(bytes(300))
+    os.replace(tmp_path / "new", files[-2])  # as long as the one before, and its bytes are others
     os.truncate(files[-1], 1)
-    with pytest.raises(ValueError, match="became shorter"):
-        corpus.read(310, 5)
+    for start in (100, 314):
+        with pytest.raises(ValueError, match=r"bin was changed or replaced while the run reads it; leave it as it was"):
+            corpus.read(start, 1)
 
 
 def test_texts_are_told_apart_by_their_contents_not_by_their_place(tmp_path: Path) -> None:
@@ -198,6 +202,8 @@ def test_tokenizer_ids_are_written_once_and_mapped(tmp_path: Path) -> None:
     again = data.encode(files, tokenizer, tmp_path / "cache")
     assert again.read(0, 10).tolist() == expected[:10]
     assert list((tmp_path / "cache").glob("tokens-*")) == stored and len(stored) == 1
+    sent = pickle.dumps(corpus)  # to a rank that is spawned
+    assert len(sent) < 1000 and pickle.loads(sent).read(0, 10).tolist() == expected[:10]
     (tmp_path / "b.txt").write_text("changed", encoding="utf-8")
     assert len(data.encode(files, tokenizer, tmp_path / "cache")) == len(expected) + 4
 
@@ -211,6 +217,35 @@ def test_ranks_that_encode_at_the_same_time_share_one_file(tmp_path: Path) -> No
     tokenizer = byte_tokenizer(tmp_path / "tokenizer.json")
     assert run_ranks(encoded, 2, [tmp_path / "a.txt"], tokenizer, tmp_path / "cache") == [20000, 20000]
     assert len([path for path in (tmp_path / "cache").iterdir() if path.name != ".lock"]) == 1
+
+
+def opened(tokenizer: str | None, text: str, out: str) -> list[str]:
+    """What a run of two ranks reads of its text, and by what."""
+    seen = Path(out).with_name("seen")
+    read, load = data.digest, data._load_tokenizer
+
+    def note(what: str) -> None:
+        with open(seen, "a") as file:
+            file.write(f"{what}\n")
+
+    data.digest = lambda files: (note("text"), read(files))[1]
+    data._load_tokenizer = lambda path: (note("tokenizer"), load(path))[1]
+    sizes = {"n_layer": 1, "n_embd": 32, "intermediate_size": 64, "n_head": 8, "n_query_groups": 4}
+    config = TrainConfig(
+        model_overrides=sizes, data=(text,), tokenizer=tokenizer, steps=1, batch_size=4, seq_len=16,
+        precision="32-true", grid=Grid(1, 1, 2, 1), out=out,
+    )  # fmt: skip
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]  # it starts ranks of its own
+    runner.run(config)
+    return seen.read_text().split()
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_the_ranks_of_a_launch_take_the_text_that_was_opened_before_them(tokenizer: bool, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 2000)
+    path = str(byte_tokenizer(tmp_path / "tokenizer.json")) if tokenizer else None
+    found = run_ranks(opened, 1, path, str(tmp_path / "a.txt"), str(tmp_path / "out"))[0]
+    assert found == (["tokenizer", "tokenizer", "text"] if tokenizer else ["text"])  # its vocabulary, and to encode
 
 
 def test_a_bad_tokenizer_is_named(tmp_path: Path) -> None:

@@ -8,25 +8,23 @@ them without their thread pool).
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from axo.arrangement import arrangement_of
 from axo.plans.litgpt import plan as litgpt_plan
 from axo.train import early, models
 from axo.train.config import TrainConfig
 
 
-def check(config: TrainConfig, found: early.Checked | None = None) -> list[Path]:
-    """Check everything that can be known before ranks exist. Returns the files of the text.
+def check(config: TrainConfig, found: early.Checked | None = None) -> early.Checked:
+    """Check everything that can be known before ranks exist. Returns what ``early.check`` has found.
 
     Args:
         config: The options.
-        found: What ``early.check`` has found of them; None: it is asked here.
+        found: That, where it is known; None: it is asked here.
 
     Raises:
         ValueError: An option is wrong; the message names it, its value and what would work.
     """
-    model, files = found or early.check(config)
+    found = found or early.check(config)
     arrangement = arrangement_of("train", config.algorithm)
-    litgpt_plan.check(models.build_empty(model), config.grid, arrangement, config.sequence_parallel)
-    return files
+    litgpt_plan.check(models.build_empty(found.model), config.grid, arrangement, config.sequence_parallel)
+    return found

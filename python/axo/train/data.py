@@ -25,6 +25,7 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -118,10 +119,11 @@ class ByteCorpus:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = tuple(files)
-        self._starts = [0]
+        self._starts, self._stamps = [0], list[tuple[int, int]]()
         for file in self._files:
             if not os.access(file, os.R_OK):
                 raise ValueError(f"data: {file} cannot be read; check its permissions")
+            self._stamps.append(_stamp(file.stat()))
             self._starts.append(self._starts[-1] + file.stat().st_size)
         self.digest = digest(files)
 
@@ -129,22 +131,30 @@ class ByteCorpus:
         return self._starts[-1]
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return tokens ``[start, start + count)`` as int64 ``(count,)``."""
+        """Return tokens ``[start, start + count)`` as int64 ``(count,)``.
+
+        Raises:
+            ValueError: A file is not what it was when the corpus was opened.
+        """
         pieces, index = [], bisect.bisect_right(self._starts, start) - 1
         end = start + count
         while start < end:
             stop = min(end, self._starts[index + 1])
             if stop > start:
                 with open(self._files[index], "rb") as file:
+                    if _stamp(os.fstat(file.fileno())) != self._stamps[index]:
+                        raise ValueError(
+                            f"data: {self._files[index]} was changed or replaced while the run reads it; leave it as it"
+                            " was"
+                        )
                     file.seek(start - self._starts[index])
-                    piece = file.read(stop - start)
-                if len(piece) != stop - start:
-                    raise ValueError(
-                        f"data: {self._files[index]} became shorter while the run reads it; leave it as it is"
-                    )
-                pieces.append(piece)
+                    pieces.append(file.read(stop - start))
             start, index = stop, index + 1
         return np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.int64)
+
+
+def _stamp(status: os.stat_result) -> tuple[int, int]:
+    return status.st_size, status.st_mtime_ns
 
 
 class TokenCorpus:
@@ -159,6 +169,7 @@ class TokenCorpus:
 
     def __init__(self, path: Path, dtype: str, vocab_size: int, digest: str = "") -> None:
         self.vocab_size, self.digest = vocab_size, digest
+        self._opened = path, dtype, vocab_size, digest
         empty = path.stat().st_size == 0
         self._tokens = (
             np.empty(0, dtype) if empty else np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
@@ -170,6 +181,10 @@ class TokenCorpus:
     def read(self, start: int, count: int) -> np.ndarray:
         """Return tokens ``[start, start + count)`` as int64 ``(count,)``."""
         return self._tokens[start : start + count].astype(np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To a rank that is spawned its file goes, not what is in it."""
+        return TokenCorpus, self._opened
 
 
 Corpus = ByteCorpus | TokenCorpus

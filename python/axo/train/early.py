@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 
 class Checked(NamedTuple):
-    """What the checks found: the model's configuration, and the files of the text."""
+    """What the checks found: the model's configuration, and what opens the text (and encodes it first, if need be)."""
 
     model: Config
-    files: list[Path]
+    batches: Callable[[], data.Batches]
 
 
 def check(config: TrainConfig) -> Checked:
@@ -58,9 +58,10 @@ def check(config: TrainConfig) -> Checked:
             f"train: {source} has {vocabulary} tokens, more than the vocabulary of model {model.name!r} "
             f"({model.padded_vocab_size}); use --model-override padded_vocab_size=... of at least {vocabulary}"
         )
-    if config.tokenizer is None:
-        open_batches(config, open_corpus(config, files))
-    return Checked(model, files)
+    if config.tokenizer is not None:
+        return Checked(model, lambda: open_batches(config, open_corpus(config, files)))
+    batches = open_batches(config, open_corpus(config, files))
+    return Checked(model, lambda: batches)
 
 
 def check_here(config: TrainConfig) -> Checked:

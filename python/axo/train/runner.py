@@ -25,7 +25,7 @@ from axo.launch import Rank, launch_local, set_threads
 from axo.train import data, models, parity, plot
 from axo.train.check import check
 from axo.train.config import CHECKPOINTS, LOG_NAME, PLOT_NAME, TrainConfig
-from axo.train.early import Checked, check_here, open_batches, open_corpus
+from axo.train.early import Checked, check_here
 from axo.train.log import TrainLog
 from axo.train.loop import Trainer
 from axo.train.progress import Display
@@ -81,15 +81,13 @@ def run(config: TrainConfig, found: Checked | None = None) -> Outcome | None:
     rank = Rank.from_environment()
     if rank is not None:
         return train_rank(config)
-    files = check(config, found or check_here(config))
+    found = check(config, found or check_here(config))
     check_devices(config)
-    if config.tokenizer is not None:  # encode the text, once, before there are ranks to wait for it
-        open_batches(config, open_corpus(config, files))
     return launch_local(
         train_rank,
         config.ranks,
         config,
-        files,
+        found.batches(),  # opened, and encoded, once, before there are ranks to wait for it
         fork=check_device("train", config.device)[0] == "cpu",
         terminate=config.saves,
     )
@@ -111,12 +109,12 @@ def check_devices(config: TrainConfig) -> None:
         )
 
 
-def train_rank(config: TrainConfig, files: list[Path] | None = None) -> Outcome | None:
+def train_rank(config: TrainConfig, batches: data.Batches | None = None) -> Outcome | None:
     """What each rank runs. Returns the outcome on rank 0, None elsewhere.
 
     Args:
         config: The options.
-        files: Those of the text, where all was checked before this rank began.
+        batches: The run's, where all was checked before this rank began.
 
     Raises:
         ValueError: The grid does not match the ranks, or some rank cannot take part; the same on every rank.
@@ -125,7 +123,12 @@ def train_rank(config: TrainConfig, files: list[Path] | None = None) -> Outcome 
     assert rank is not None
     check_ranks("train", config.grid, config.pipeline, rank.world_size)
     set_threads(config.threads, rank.local_world_size)
-    batches, problem = _prepare(config, files)
+    problem = ""
+    if batches is None:
+        try:
+            batches = check(config).batches()
+        except (ValueError, OSError) as error:
+            problem = str(error)
     with ExitStack() as held:
         # Closed on success only: a rank that fails must not wait for what is pending; its peers see it die.
         with axo.connect(config.grid, device=config.device, pipeline=config.pipeline) as comms:
@@ -136,13 +139,6 @@ def train_rank(config: TrainConfig, files: list[Path] | None = None) -> Outcome 
             held.callback(run.close)
             outcome = _train(config, comms, batches, run)
         return _finish(config, batches, outcome) if rank.rank == 0 else None
-
-
-def _prepare(config: TrainConfig, files: list[Path] | None) -> tuple[data.Batches | None, str]:
-    try:
-        return open_batches(config, open_corpus(config, check(config) if files is None else files)), ""
-    except (ValueError, OSError) as error:
-        return None, str(error)
 
 
 def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches, run: Run) -> Outcome:
