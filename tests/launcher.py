@@ -451,6 +451,11 @@ def _make_forks_cheap() -> None:
     _use_huge_pages()
     weakref.finalize._registry.clear()  # type: ignore[attr-defined]  # of torch's operators; a rank's own do run
     atexit.unregister(dump_compile_times)
+    with contextlib.suppress(ImportError):
+        from lightning.fabric.plugins.environments import mpi
+
+        # mpi4py is there for the benches: else each rank of Fabric starts MPI, to ask whether MPI has started it.
+        mpi._MPI4PY_AVAILABLE.available = False
     dynamic_rendezvous.get_method_name = lambda *_: "?"  # for a log; it reads the sources of all modules
     logging._at_fork_reinit_lock_weakset.clear()  # type: ignore[attr-defined]  # no other thread holds these locks
 
