@@ -13,8 +13,9 @@
 
 Sections get shares of the time and say what they left out; the same command again measures that alone. A product or
 case that raises is a verdict, and is not tried again; one after which the GPU does nothing more leaves the rest to the
-next run. The last lines are the verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean
-nothing.
+next run. Nor is what a run was killed in the middle of, since it may hang. The kernel for Hopper, whose waits have no
+bound, is tried in processes of its own first. The last lines are the verdicts. ``--dry`` walks through the same code on
+a CPU at toy sizes; its times mean nothing.
 """
 
 from __future__ import annotations

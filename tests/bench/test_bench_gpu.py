@@ -417,6 +417,17 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
     assert "gpt h=32 recomputed, losses apart (at most 0.02): 0.0e+00: True" in notes
 
 
+def test_the_host_has_a_head_start_in_the_step(monkeypatch):
+    """Each contestant its own: else a layer's time would be that of the Python before its first kernel."""
+    gpu_device, given = torch.device("cuda"), []
+    issue = {"slow": 4e-3, "quick": 1e-3}
+    runs = {name: (lambda name=name: name) for name in issue}
+    monkeypatch.setattr(gpu_step, "issue_time", lambda run, device: issue[run()])
+    monkeypatch.setattr(gpu_step, "once", lambda run, *rest: (given.append((run(), *rest)), 0.5)[1])
+    assert gpu_step.in_turns(runs, 3, gpu_device) == {name: (0.5, host) for name, host in issue.items()}
+    assert given == [(name, gpu_device, host) for name, host in issue.items()] * 3
+
+
 def test_weights_are_drawn_on_the_device():
     """Billions of numbers of a CPU's generator take longer than what is measured with them."""
     sizes = gpu_step.TOY_STEPS["gpt h=32"]
