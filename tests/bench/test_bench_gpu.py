@@ -373,6 +373,32 @@ def test_the_kernel_for_hopper_is_tried_in_processes_of_its_own(monkeypatch, tmp
     assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
 
 
+def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
+    """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    started, seen = [], []
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "works", lambda device: True)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
+    monkeypatch.setattr(kernels, "_started", lambda *given: started.append(given))
+    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
+    monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
+    for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
+        monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)
+    monkeypatch.setattr(kernels.fp8, "right", lambda *_: None)
+    for times in (1, 2):
+        kernels.main(["--out", str(tmp_path)])
+        assert started == [("--grouped", layout) for layout in kernels.LAYOUTS] * times
+        assert seen == [set(kernels.LAYOUTS)] * times
+    lines = (tmp_path / "kernels.jsonl").read_text()
+    failed = json.dumps({"note": "hangs", "failed": kernels.HOPPER_SECTION})
+    (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.tiles.HOPPER)
+    kernels.main(["--out", str(tmp_path)])
+    assert len(started) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
+
+
 def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tmp_path):
     """What raises is a verdict; the rest is measured. A case begins when the model of the one before is gone."""
     calls, alive = [], []
