@@ -73,6 +73,21 @@ def test_torch_without_memory_says_that_and_not_where() -> None:
     assert reason(RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64")) == "unexpected pos 64"
 
 
+def end_during_a_save(folder: str) -> list[str]:
+    dist.init_process_group("axo")
+    comms = axo.connect("2x1x1x1")
+    model = nn.Sequential(axo.nn.Linear(1024, 1024, comms=comms))
+    for step in (1, 2):
+        handle = save(folder, model, step=step, async_=True)
+    dist.destroy_process_group()
+    return [handle.wait().name, load(folder, nn.Sequential(nn.Linear(1024, 1024))).path.name]
+
+
+def test_a_save_under_way_ends_before_the_process_group_does(tmp_path: Path) -> None:
+    """A program that ends with destroy_process_group lost its last checkpoint."""
+    assert run_ranks(end_during_a_save, 2, str(tmp_path)) == [["step-00000002"] * 2] * 2
+
+
 def save_a_model_of_fsdp2(folder: str) -> list[str]:
     dist.init_process_group("axo")
     model = fully_shard(nn.Linear(4, 4))

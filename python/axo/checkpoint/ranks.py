@@ -30,6 +30,11 @@ class PendingSave:
         if save is not None:
             save.wait()
 
+    def finish(self) -> None:
+        """Block until it has ended; an error is kept."""
+        if self.save is not None:
+            self.save.finish()
+
 
 pending = PendingSave()
 
@@ -43,8 +48,7 @@ def checkpoint_group(comms: Communicators | None) -> dist.ProcessGroup | None:
         ValueError: Several ranks, and no communicators.
         axo.PeerLost, axo.Timeout: On its first use: a rank has died, or does not come.
     """
-    if pending.save is not None:
-        pending.save.finish()
+    pending.finish()
     if comms is None:
         if dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(

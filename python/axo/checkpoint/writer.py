@@ -174,7 +174,7 @@ def save(
         work()
     pending.save = handle  # not earlier: another thread's save waits for it
     if comms is not None:
-        comms.before_close(handle.finish)
+        comms.before_close(pending.finish)
     return handle
 
 

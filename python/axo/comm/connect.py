@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -274,8 +274,16 @@ class Communicators:
         return self._mesh(ranks.permute(0, 1, 3, 4, 2), ("pipeline", *names))[names]  # this rank's part of all stages'
 
     def before_close(self, callback: Callable[[], object]) -> None:
-        """Have ``close`` call this first: for what still communicates on another thread."""
+        """Have ``close``, and torch's ``destroy_process_group``, call this first: for what another thread does.
+
+        Once, however often it is asked for.
+        """
+        if callback in self._before_close:
+            return
         self._before_close.append(callback)
+        asked_to_end = getattr(dist.distributed_c10d._world, "comms", None)  # private; where torch has none, by close
+        if isinstance(asked_to_end, list):
+            asked_to_end.append(SimpleNamespace(finalize=callback))
 
     @cached_property
     def checkpoint_group(self) -> dist.ProcessGroup:
