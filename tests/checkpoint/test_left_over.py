@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from axo.checkpoint import latest, load, save
+from axo.checkpoint import folder, latest, load, save
 from axo.checkpoint.folder import name_of, whole_file
 from tests.checkpoint.test_checkpoint_safety import filled, names_in, value_of
 from tests.launcher import rank_outcomes
@@ -87,6 +87,23 @@ def test_a_save_that_is_about_to_begin_is_not_waited_for(tmp_path: Path, monkeyp
         model = filled(0.0)
         load(tmp_path / name, model)
         assert value_of(model) == value
+
+
+def test_a_look_into_a_folder_that_a_save_prunes_meanwhile_finds_what_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With keep=1 it found none: the newer was not listed yet, and the older was there no more."""
+    looked, real = [], folder.is_checkpoint
+    save(tmp_path, filled(1.0), step=1)
+
+    def save_before_the_look(path: Path) -> bool:
+        if not looked:
+            looked.append(path)
+            save(tmp_path, filled(2.0), step=2, keep=1)
+        return real(path)
+
+    monkeypatch.setattr(folder, "is_checkpoint", save_before_the_look)
+    assert latest(tmp_path) == tmp_path / name_of(2) and looked == [tmp_path / name_of(1)]
 
 
 def die_in_a_file(path: Path) -> None:

@@ -92,12 +92,16 @@ def is_checkpoint(path: Path) -> bool:
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete checkpoints in ``folder`` that Axo wrote, of any run, oldest step first."""
     folder = Path(folder)
-    found: dict[int, Path] = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # ".step-1.replaced" comes before "step-1"
-        match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
-        if match and is_checkpoint(path) and read_marker(path) is not None:
-            found[int(match[1])] = path
-    return [path for _, path in sorted(found.items())]
+    while True:
+        found: dict[int, Path] = {}
+        gone = False
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # ".step-1.replaced" comes before "step-1"
+            match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
+            if match and is_checkpoint(path) and read_marker(path) is not None:
+                found[int(match[1])] = path
+            gone |= match is not None and not os.path.lexists(path)
+        if not gone:  # else a save has removed it since, and what it saved before that was not listed yet
+            return [path for _, path in sorted(found.items())]
 
 
 def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:
