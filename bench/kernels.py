@@ -55,7 +55,7 @@ from .lib import fp8
 from .lib import verdicts as judge
 from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import works
+from .lib.attempts import end_with_parent, works
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with
 
@@ -80,6 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is visible; --dry walks through on a CPU")
     device = torch.device("cpu") if options.dry else torch.device("cuda", torch.cuda.current_device())
+    if options.compile or options.grouped:
+        end_with_parent()
     if options.compile:
         part, parts = (int(number) for number in options.compile.split("/"))
         compile_part(device, part, parts)
@@ -94,11 +96,11 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     torch.manual_seed(20)
     verdicts: dict[str, bool | str] = {}
-    patience, trials = 0.25 * options.seconds, {}
+    trials: dict[str, subprocess.Popen[bytes]] = {}
     if not options.dry:
         if not any(row.get("failed") == HOPPER_SECTION for row in earlier):  # in each run: they fill the cache as well
             trials = {layout: _started("--grouped", layout) for layout in LAYOUTS}
-        compile_ahead(options.jobs, patience)
+        compile_ahead(options.jobs, 0.25 * options.seconds)
         print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
@@ -107,14 +109,14 @@ def main(arguments: list[str] | None = None) -> int:
     left: list[str] = []
     sections: dict[str, Callable[[], object]] = {
         "numerics": partial(numerics, device, table, options.dry),
-        HOPPER_SECTION: partial(grouped, device, table)
-        if options.dry
-        else partial(tried, trials, started + 1.2 * patience, table),
         "strategies": partial(strategies, device, table, options.dry),
         "rounds": partial(rounds, device, table, options.dry),
         "graphs": partial(graphs, device, table),
         "silence": partial(silence, device, table),
         "fp8": partial(fp8.right, device, table, options.dry),
+        HOPPER_SECTION: partial(grouped, device, table)
+        if options.dry
+        else partial(tried, trials, started + 0.45 * options.seconds, table),  # late: it is to tell slow from hanging
     }
     for name, call in sections.items():
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
@@ -126,6 +128,8 @@ def main(arguments: list[str] | None = None) -> int:
             table.note(f"{name}: ended", section=name)
         else:
             left.append(name)
+    for trial in trials.values():
+        trial.kill()  # where the section had no turn
     if HOPPER_SECTION in table.failed:
         tiles.HOPPER = ()  # the tuner would hang where it did
     latest = {row["check"]: row for row in table.rows}.values()

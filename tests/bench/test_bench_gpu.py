@@ -373,6 +373,23 @@ def test_the_kernel_for_hopper_is_tried_in_processes_of_its_own(monkeypatch, tmp
     assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
 
 
+def test_a_process_that_ends_with_its_parent():
+    """Else one that hangs inside a kernel would have half of the GPU's time for as long as the machine runs."""
+    held, open_there = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            attempts.end_with_parent()
+            os.write(open_there, b"here")
+            kernels.time.sleep(600)
+        os.read(held, 4)
+        os._exit(0)
+    os.close(open_there)
+    assert os.waitpid(parent, 0)[1] == 0
+    assert os.read(held, 1) == b"", "the pipe ends with its last holder"
+    os.close(held)
+
+
 def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
     """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
     measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
@@ -381,7 +398,9 @@ def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tm
     monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(kernels, "works", lambda device: True)
     monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
-    monkeypatch.setattr(kernels, "_started", lambda *given: started.append(given))
+    killed = []
+    process = SimpleNamespace(kill=lambda: killed.append(True))
+    monkeypatch.setattr(kernels, "_started", lambda *given: (started.append(given), process)[1])
     monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
     monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
     for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
@@ -396,7 +415,7 @@ def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tm
     (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
     monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.tiles.HOPPER)
     kernels.main(["--out", str(tmp_path)])
-    assert len(started) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
+    assert len(started) == len(killed) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
 
 
 def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tmp_path):
