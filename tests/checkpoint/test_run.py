@@ -148,6 +148,30 @@ def go_on_beside_a_worker(folder: Path) -> str:
         os.kill(int(worker), signal.SIGKILL)
 
 
+def leave_in_a_child(folder: Path) -> tuple[int, str, str]:
+    """A forked child leaves the run's block, and its own file has the number that the lock had."""
+    with axo.checkpoint.Run(folder) as run:
+        child = os.fork()
+        if child == 0:
+            try:
+                with open(folder / "results", "w") as results:
+                    assert results.fileno() == run._lock
+                    results.write("results")
+                    results.flush()
+                    run.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return code, (folder / "results").read_text(), tell(lambda: axo.checkpoint.Run(folder, resume=True))
+
+
+def test_a_child_that_leaves_the_run_touches_no_other_file(tmp_path: Path) -> None:
+    """It had truncated its own results."""
+    code, results, message = run_ranks(leave_in_a_child, 1, tmp_path)[0]
+    assert (code, results) == (0, "results") and "is in use by process" in message
+
+
 def test_the_lock_on_a_folder_names_its_holder_and_ends_with_it(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     holder, other = rank_outcomes(hold_or_ask, 2, folder)

@@ -59,6 +59,7 @@ class Run:
         overwrite: bool = False,
     ) -> None:
         self._lock, self._folder, self._comms = -1, folder, comms
+        self._holder = os.getpid()
         group = checkpoint_group(comms)
 
         def claim() -> str:
@@ -125,12 +126,12 @@ class Run:
         self.close()
 
     def close(self) -> None:
-        """Release the lock. May be called again."""
-        if self._lock >= 0:
+        """Release the lock. May be called again, and in a forked child, which has none."""
+        if self._lock >= 0 and self._holder == os.getpid():  # else another file may have the number by now
             os.ftruncate(self._lock, 0)
             os.close(self._lock)
             _held.discard(self._lock)
-            self._lock = -1
+        self._lock = -1
 
     def _claim(self, folder: Path, checkpoints: Path, resume: bool, overwrite: bool) -> str:
         folders.make_folder(folder)
