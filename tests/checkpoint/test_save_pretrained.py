@@ -96,6 +96,8 @@ def litgpt_model(grid, folder):
         lambda: save_odd(other, folder, odd=torch.zeros(3, device="meta")),
         lambda: save_odd(other, folder, odd=torch.eye(3).to_sparse()),
         lambda: save_odd(other, folder),
+        lambda: axo.checkpoint.save_pretrained(other, None),
+        lambda: axo.checkpoint.save_pretrained(other, f"s3:/{folder}"),  # it had been a folder "s3:" here
     ):
         try:
             action()
@@ -116,11 +118,13 @@ def test_state_dict_is_whole_and_pickles_are_refused(tmp_path):
         assert "is not pickled; every rank calls model.state_dict()" in said[0]
         assert "is not pickled; of a parallel model every rank calls model.state_dict()" in said[1]  # from its hooks
         assert said[2].startswith("ValueError: save_pretrained: GPT has no config of Hugging Face's; use axo.checkp")
-        assert "cannot be written: Not a directory" in said[3] and len(said) == 9
+        assert "cannot be written: Not a directory" in said[3] and len(said) == 11
         assert said[5] == "ValueError: checkpoint: model is a str, not an nn.Module; give the model itself"
         assert "'odd' has no storage (meta device) and cannot be saved" in said[6]
         assert "'odd' is sparse_coo and cannot be saved" in said[7]
         assert said[8].startswith("ValueError: rank 0: save_pretrained: ") and "not JSON serializable" in said[8]
+        assert said[9] == "ValueError: save_pretrained: folder=None names no folder; give one"
+        assert "is an address, not a folder; mount it" in said[10]
         assert "max_file_bytes='5GB' is no size; use a number" in said[4]
 
 

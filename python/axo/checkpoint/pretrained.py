@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from axo.checkpoint import safetensors
-from axo.checkpoint.folder import whole_file
+from axo.checkpoint.folder import check_local, whole_file
 from axo.checkpoint.ranks import agree, checkpoint_group, rank_in
 from axo.checkpoint.state import check_kinds, check_storage, communicators
 from axo.nn.elsewhere import is_stage
@@ -54,14 +54,17 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
             could not write; the same on every rank.
     """
     check_kinds(model, None)
-    given, folder = os.fspath(folder), Path(folder).absolute()
     group = checkpoint_group(communicators(model))
     tensors = _tensors(model)
-    problem = _problem(model, tensors) if given else "save_pretrained: the folder is empty; name one"
+    problem = f"save_pretrained: folder={folder!r} names no folder; give one"
+    if isinstance(folder, str | os.PathLike) and os.fspath(folder):
+        problem = _problem(model, tensors, folder)
+        folder = Path(folder).absolute()
     number = isinstance(max_file_bytes, Real) and not isinstance(max_file_bytes, bool)
     if not problem and not (number and max_file_bytes >= 1):
         problem = f"save_pretrained: max_file_bytes={max_file_bytes!r} is no size; use a number of at least 1"
     agree(group, problem, folder=str(folder), max_file_bytes=max_file_bytes)
+    folder = Path(folder)
     files = _split(tensors, max_file_bytes)
     writes, problem = rank_in(group) == 0, ""
 
@@ -89,7 +92,7 @@ def save_pretrained(model: nn.Module, folder: str | os.PathLike[str], *, max_fil
     return folder
 
 
-def _problem(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
+def _problem(model: nn.Module, tensors: dict[str, torch.Tensor], folder: str | os.PathLike[str]) -> str:
     if is_stage(model):
         return (
             "save_pretrained: this model is one stage of a pipeline; save a checkpoint (axo.checkpoint.save), and load"
@@ -101,6 +104,7 @@ def _problem(model: nn.Module, tensors: dict[str, torch.Tensor]) -> str:
             " for a model of LitGPT's, axo consolidate and litgpt convert_from_litgpt"
         )
     try:
+        check_local(folder)
         for name, tensor in tensors.items():
             check_storage(name, tensor)
             safetensors.check_dtype(name, tensor.dtype)
