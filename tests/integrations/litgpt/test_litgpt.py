@@ -364,6 +364,8 @@ EARLY = {
     "finetune_lora . --data JSON --data.json_path key.json": "key.json: record 0 has no 'output', but instruction",
     "finetune_lora . --data JSON --data.json_path null.json": "null.json: record 0: instruction is 'None', which is no",
     "finetune_lora . --data litgpt.data.JSON --data.json_path lines.jsonl": "lines.jsonl: record 1 has no",
+    "convert_from_litgpt sharded out": "sharded holds a sharded checkpoint; make it whole: axo consolidate sharded",
+    "convert_pretrained_checkpoint --checkpoint_dir=sharded out": "sharded holds a sharded checkpoint; make it whole",
     "chat run.yaml": "checkpoint_dir run.yaml is not a checkpoint directory",
 }
 
@@ -419,6 +421,8 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
     for name, content in records.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
     (tmp_path / "torn.json").write_text("[{")
+    (tmp_path / "sharded" / "lit_model.pth").mkdir(parents=True)
+    (tmp_path / "sharded" / "lit_model.pth" / ".metadata").touch()
     (tmp_path / "lines.jsonl").write_text(
         json.dumps({**good, "output": "a\u2028b"}, ensure_ascii=False) + '\n{"x": 1}\n'
     )

@@ -105,19 +105,21 @@ def _check_paths(options: Any, ranks: int, reads_sharded: bool) -> None:
     resume = options.get("resume")
     if isinstance(resume, str | Path) and str(resume) != "auto" and not Path(str(resume)).exists():
         raise ValueError(f"litgpt: --resume {resume} does not exist; name a lit_model.pth, or say --resume auto")
-    if not reads_sharded and _holds_sharded(folder_of(options.checkpoint_dir)):
-        folder = folder_of(options.checkpoint_dir)
+    if not reads_sharded:
+        refuse_sharded(options.checkpoint_dir)
+
+
+def refuse_sharded(given: Any) -> None:
+    """Refuse a folder whose ``lit_model.pth`` is a sharded checkpoint, which the command cannot read.
+
+    Raises:
+        ValueError: It is.
+    """
+    folder = folder_of(given)
+    if folders.is_checkpoint(folder / "lit_model.pth"):
         raise ValueError(
             f"litgpt: {folder} holds a sharded checkpoint; make it whole: axo consolidate {folder} {folder}-whole"
         )
-
-
-def _holds_sharded(folder: Path) -> bool:
-    if not (folder / "lit_model.pth").is_dir():  # a file, as mostly: nothing need be imported to know
-        return False
-    from axo.integrations.fabric.sharded_checkpoint import holds_sharded
-
-    return holds_sharded(folder)
 
 
 def _check_model(options: Any) -> None:

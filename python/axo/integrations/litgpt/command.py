@@ -126,6 +126,10 @@ def run(arguments: list[str]) -> None:
         _tell_architectures(arguments[1:], options)
         return
     if name not in PARALLEL or (options == Options(Grid()) and _is_litgpts_alone(name, arguments[1:])):
+        from axo.integrations.litgpt import checks
+
+        for argument in arguments[1:]:
+            checks.refuse_sharded(argument.partition("=")[2] or argument)
         _stock(arguments)
         return
     _tell_rank_of_slurm()
