@@ -3,6 +3,7 @@
 Each row of the table in docs/overlap.md has its part here.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -118,6 +119,40 @@ def one_parameter(grid):
     for parameter, each in zip(model.parameters(), serial.parameters(), strict=True):
         assert_close(axo.unshard_grad(parameter), each.grad, 1e-5, "clipped by value")
         assert_close(axo.unshard(parameter.detach(), parameter.placement), each, 1e-4, "decayed")
+
+
+def scaler_and_first_values(grid):
+    comms = axo.connect(grid)
+    serial, model = models(comms)
+    split = comms.grid.x * comms.grid.z > 1
+    refused = pytest.raises(ValueError, match=r"axo\.GradScaler") if split else contextlib.nullcontext()
+    backward(serial, model, comms)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    with refused:
+        scaler.step(optimizer)
+    own = axo.GradScaler(init_scale=1.0, comms=comms)
+    own.scale(torch.ones(()))
+    own.step(optimizer)
+    for draw in (nn.init.xavier_uniform_, nn.init.xavier_normal_, nn.init.kaiming_uniform_, nn.init.kaiming_normal_):
+        with pytest.raises(ValueError, match=r"shape \(16, 8\) is split .*axo.init_weights") if split else refused:
+            draw(model[0].weight)
+
+    def fill(module):
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_normal_(module.weight)
+
+    torch.manual_seed(3)
+    serial.apply(fill)
+    torch.manual_seed(3)
+    axo.init_weights(model, fill)
+    assert_close(axo.unshard(model[0].weight.detach(), model[0].weight.placement), serial[0].weight, 1e-6, "as told")
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])
+def test_torchs_scaler_and_fans_of_shards_are_refused(grid):
+    run_ranks(scaler_and_first_values, 2, grid)
 
 
 class Double(nn.Module):

@@ -1,4 +1,6 @@
-"""Steps that cannot be right are refused: an optimizer of the serial model, and rows that differ along x or y."""
+"""Steps that cannot be right are refused: of an optimizer of the serial model, of one that looks at whole tensors, on
+rows that differ along x or y. Those that may not be right are told.
+"""
 
 import os
 import warnings
@@ -68,6 +70,79 @@ def accumulate_by_closure(grid, zero):
 def test_the_last_micro_batch_may_be_the_closures(zero):
     """Oracle: the same step without a closure, bit by bit."""
     run_ranks(accumulate_by_closure, 2, "1x1x2x1" if zero == 0 else "1x1x1x2", zero)
+
+
+class Lamb(torch.optim.SGD):
+    """As many write it: its step depends on a whole tensor's norm."""
+
+
+def whole_tensors(grid):
+    comms = axo.connect(grid)
+    split = comms.grid.x * comms.grid.z > 1
+    for kind in (torch.optim.Adafactor, torch.optim.Muon, torch.optim.LBFGS, Lamb):
+        model = axo.parallelize(model_of(), comms, plan="auto")
+        parameters = [p for p in model.parameters() if p.dim() == 2]
+        before = [p.detach().clone() for p in parameters]
+
+        def loss(model=model):
+            value = model(torch.ones(4, 8)).sum()
+            value.backward()
+            return value
+
+        optimizer = kind(parameters, lr=0.1)
+        if split:
+            with pytest.raises(axo.Refused, match=rf"{kind.__name__} does not update .* are split over ranks"):
+                optimizer.step(loss)
+        else:
+            optimizer.step(loss)
+        assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True)) is split, kind
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])
+def test_steps_that_look_at_whole_tensors_are_refused_where_they_are_split(grid):
+    """In a loop of one's own, and so in Hugging Face's Trainer (optim="adafactor") and under accelerate."""
+    run_ranks(whole_tensors, 2, grid)
+
+
+def other_parameters(grid):
+    """Of the optimizers of four models, those whose parameters are not all the grid's."""
+    comms, found = axo.connect(grid), []
+    for where in ("inside", "beside", "frozen", "alone"):
+        model = axo.parallelize(model_of(), comms, plan="auto")
+        scale = nn.Parameter(torch.ones(8), requires_grad=where != "frozen")
+        if where == "inside":
+            model.register_parameter("scale", scale)
+        held = [*model.parameters(), *([scale] if where in ("beside", "frozen") else [])]
+        optimizer = torch.optim.SGD(held, lr=0.1)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                (model(torch.ones(4, 8)) * scale).sum().backward()
+                optimizer.step()
+        found.append([str(each.message) for each in told])
+    return found
+
+
+@pytest.mark.parametrize(("grid", "told"), [("1x1x2x1", True), ("1x1x1x2", True), ("2x1x1x1", False)])
+def test_parameters_that_nobody_reduces_are_told_once(grid, told):
+    for inside, beside, frozen, alone in run_ranks(other_parameters, 2, grid):
+        for messages in (inside, beside):
+            assert len(messages) == told, messages
+            assert all("1 parameters of this optimizer, of shape (8,), are not the grid's" in each for each in messages)
+        assert frozen == alone == []
+
+
+def wrapped():
+    comms = axo.connect("1x1x2x1")
+    model = axo.parallelize(model_of(), comms, plan="auto")
+    with pytest.raises(axo.Refused, match="DistributedDataParallel: it has given every rank the shards of rank 0"):
+        nn.parallel.DistributedDataParallel(model)(torch.ones(4, 8))
+    serial = nn.parallel.DistributedDataParallel(model_of())  # one beside it is none of ours
+    serial(torch.ones(4, 8)).sum().backward()
+
+
+def test_a_parallel_model_in_torchs_data_parallel_is_refused():
+    run_ranks(wrapped, 2)
 
 
 def rows_that_differ(grid, always):

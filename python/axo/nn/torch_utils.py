@@ -2,8 +2,9 @@
 
 docs/overlap.md has the table. They are functions of plain tensors, so what they call is replaced, once a process, when
 the first layer on more than one rank is made: ``torch.nn.utils.clip_grad._get_total_norm`` (gradients and parameters of
-parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device`` and
-``parametrize.ParametrizationList.__init__``. Pruning and the old norms of weights register parameters under other
+parallel layers are found by identity, all else goes to torch's own), ``convert_parameters._check_param_device``,
+``parametrize.ParametrizationList.__init__``, ``init._calculate_fan_in_and_fan_out`` (of Xavier's and Kaiming's values)
+and ``torch.amp.GradScaler._unscale_grads_``. Pruning and the old norms of weights register parameters under other
 names, which the layers refuse (``refuse_derived``).
 
 Not here: methods of a parameter itself. ``p.norm()`` is its shard's: a subclass that knew better would cost every use.
@@ -82,6 +83,30 @@ def _check_param_device(param: torch.Tensor, old_param_device: int | None) -> in
     return _torchs_check(param, old_param_device)
 
 
+def _calculate_fan_in_and_fan_out(tensor: torch.Tensor) -> tuple[int, int]:
+    placement = placement_of(tensor)
+    if placement is not None and is_split(placement):
+        raise ValueError(
+            f"torch.nn.init: a parameter of shape {placement.global_shape} is split over ranks, so its fans would be of"
+            " this rank's part; set first values before axo.parallelize, or by axo.init_weights(model, function)"
+        )
+    return _torchs_fans(tensor)
+
+
+def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
+    # axo.GradScaler calls this with what is no optimizer.
+    if isinstance(optimizer, torch.optim.Optimizer) and any(
+        is_split(placement_of(p)) for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise ValueError(
+            "torch.amp.GradScaler: parameters are split over ranks, so an overflow may show on one rank, which alone"
+            " would leave its step out; use axo.GradScaler(comms=comms)"
+        )
+    return _torchs_unscale(self, optimizer, *args)
+
+
+_torchs_fans = nn.init._calculate_fan_in_and_fan_out
+_torchs_unscale: Any = torch.amp.GradScaler._unscale_grads_
 _torchs_check = convert_parameters._check_param_device
 _torchs_start: Any = parametrize.ParametrizationList.__init__
 
@@ -93,4 +118,7 @@ def know(layer: nn.Module) -> None:
         norm = clip_grad._get_total_norm = nn.utils.get_total_norm = _TotalNorm()
         convert_parameters._check_param_device = _check_param_device
         parametrize.ParametrizationList.__init__ = _start_parametrizations  # type: ignore[method-assign]
+        nn.init._calculate_fan_in_and_fan_out = _calculate_fan_in_and_fan_out
+        scaler: Any = torch.amp.GradScaler
+        scaler._unscale_grads_ = _unscale_grads_
     norm.layers.add(layer)

@@ -31,7 +31,7 @@ from axo.overlap.gathers import BACKWARD, EVALUATION, TRAINING, Gathers, in_back
 from axo.overlap.gradients import Gradients
 from axo.overlap.options import Overlap, cache_limits, idle_limit
 from axo.overlap.pool import Pool
-from axo.overlap.step_check import check_same_inputs, refuse_compiled
+from axo.overlap.step_check import check_same_inputs, refuse_wrapped
 from axo.overlap.zero import Zero
 from axo.settings import is_on
 
@@ -132,7 +132,7 @@ class Engine:
         return iter(()) if root is None else root.parameters()
 
     def _before_forward(self, model: torch.nn.Module, inputs: Any, named: Any) -> None:
-        refuse_compiled()
+        refuse_wrapped()
         if self.zero is not None:
             self.zero.restore()
         if not in_backward():

@@ -6,8 +6,9 @@ of ``axo.no_sync``. The check is called before each step, or after its closure, 
 After a step no weight that was gathered before is used again, since a change may not show in its version
 (``p.data.add_(...)``).
 
-The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``). Every optimizer of the
-process is asked, since a model may be made by hand.
+The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), and its update must be
+one of single elements where tensors are split. Every optimizer of the process is asked, since a model may be made by
+hand. One that also holds parameters which are not the grid's gets a warning: nobody reduces their gradients.
 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
@@ -16,18 +17,22 @@ A model made by a plan takes the same input on all ranks along x and y (with Tes
 be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
 
 A compiled model is refused unless ``keep_out_of_graphs`` was called: to trace its communication takes minutes a layer.
+So is one inside of torch's DistributedDataParallel, which gives every rank the shards of the first.
 """
 
 from __future__ import annotations
 
 import hashlib
+import warnings
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from axo.comm.connect import Communicators
@@ -35,14 +40,21 @@ from axo.comm.counting import active as counting
 from axo.errors import Refused
 from axo.overlap import optimizer_state
 from axo.overlap.step_hooks import Arguments, after_steps, before_steps, closure_of, with_closure
+from axo.placement import placement_of
 
 if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
 
+# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it.
+NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
+
+
 def watch(engine: Engine) -> None:
     """Check each optimizer step on parameters of the model of ``engine`` against what the engine has seen."""
     before_steps(engine, _check_gradients)
+    if engine.comms.data_ranks > 1:
+        before_steps(engine, partial(_warn_of_others, weakref.WeakSet()))
     after_steps(engine, lambda engine, *_: engine.gathers.outdate())
 
 
@@ -80,7 +92,28 @@ def _check_those_there(engine: Engine, optimizer: Optimizer) -> None:
         )
 
 
+def _warn_of_others(asked: weakref.WeakSet[Optimizer], engine: Engine, optimizer: Optimizer, _: Arguments) -> None:
+    if optimizer in asked:
+        return
+    asked.add(optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [tuple(p.shape) for p in held if p.requires_grad and placement_of(p) is None]
+    if others and not {id(p) for p in held}.isdisjoint(id(p) for p in engine.parameters()):
+        warnings.warn(
+            f"axo: step(): {len(others)} parameters of this optimizer, of shape {others[0]}, are not the grid's."
+            " Nothing reduces their gradients over z and data, so they drift apart: put them into the model before"
+            " axo.parallelize, or reduce their gradients before the step",
+            stacklevel=2,
+        )
+
+
 def _check_state(owner: object, optimizer: Optimizer, arguments: Arguments) -> None:
+    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
+    if kinds & NOT_ELEMENTWISE and optimizer_state.shards_of(optimizer):
+        raise Refused(
+            f"step(): {type(optimizer).__name__} does not update element by element, and its parameters are split over"
+            " ranks; use an optimizer such as AdamW or SGD, or a grid with data ranks only and zero=0"
+        )
     optimizer_state.check(optimizer)
     optimizer_state.mark(optimizer)
 
@@ -117,12 +150,17 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
     before_steps(model, check)
 
 
-def refuse_compiled() -> None:
-    """Refuse a forward pass that a compiler traces, or calls between two graphs.
+def refuse_wrapped() -> None:
+    """Refuse a forward pass that a compiler traces, or calls between two graphs, and one of DistributedDataParallel.
 
     Raises:
         Refused: It is one. Who has called ``keep_out_of_graphs`` runs without a compiler here.
     """
+    if DistributedDataParallel._get_active_ddp_module() is not None:
+        raise Refused(
+            "DistributedDataParallel: it has given every rank the shards of rank 0; make the model anew and train what"
+            " axo.parallelize returns as it is, which reduces gradients over z and data itself"
+        )
     if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         raise Refused(
             "torch.compile: it would trace this model's communication; call"

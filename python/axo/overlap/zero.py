@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
 STAGES = (0, 1, 2)
-# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it.
-NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
 _UNDER_WAY = 2  # buckets that are gathered at a time
 
 
@@ -86,12 +84,6 @@ class Zero:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if self.mine(p)]
         if not parameters:
             return None
-        kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-        if kinds & NOT_ELEMENTWISE:
-            raise ValueError(
-                f"ZeRO: {type(optimizer).__name__} does not update element by element, and ZeRO gives each data rank"
-                " some rows of each parameter; use zero=0, or an optimizer such as AdamW or SGD"
-            )
         closure = closure_of(arguments)
         if closure is None:
             self._narrow(parameters)
