@@ -3,6 +3,7 @@
 Oracle: the module itself before ``parallelize``, all rows on one rank.
 """
 
+import contextlib
 import warnings
 
 import pytest
@@ -134,6 +135,107 @@ def compare(grid):
     hooked[0].weight.register_hook(lambda grad: grad)
     with pytest.raises(ValueError, match=r"Linear '0': its weight has gradient hooks.*after parallelize"):
         axo.parallelize(hooked, comms, plan="auto")
+
+
+class Counts(nn.Module):
+    """State that forward changes: a buffer in place, an attribute, a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.calls, self.kept = 0, []
+
+    def forward(self, x):
+        self.seen += 1
+        self.calls += 1
+        x = self.b(torch.relu(self.a(x)))
+        self.kept.append(x)
+        return x
+
+
+class SkipsExperts(nn.Module):
+    """A mixture of experts that calls those only that some row here has chosen."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x):
+        chosen, y = (x[:, 0] > 0).long(), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero().flatten()
+            if rows.numel():
+                y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+class KeepsMean(SkipsExperts):
+    """Calls all of them, and keeps a mean of its own rows."""
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.mean(0), 0.5)
+        return sum(expert(x - self.mean) for expert in self.experts)
+
+
+def by_rows(grid):
+    """What depends on the rows of a rank: refused before, or in the first step, or told."""
+    comms = axo.connect(grid)
+    parts = comms.grid.z * comms.grid.data
+    counts = axo.parallelize(Counts(), comms, plan="auto")
+    assert (counts.seen.item(), counts.calls, counts.kept) == (0, 0, []), "tracing leaves its traces"
+    counts(torch.ones(2, 8))
+    assert (counts.seen.item(), counts.calls, len(counts.kept)) == (1, 1, 1)
+
+    x = axo.shard_batch(torch.tensor([[-1.0], [1.0]]).repeat_interleave(4, 0).expand(8, 8), comms)
+    for by_closure in (False, True):
+        model = axo.parallelize(SkipsExperts(), comms, plan="auto")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model=model):
+            value = model(x).square().sum()
+            value.backward()
+            return value
+
+        before = [p.detach().clone() for p in model.parameters()]
+        with (
+            pytest.raises(RuntimeError, match=r"gradients of other parameters than rank 0.*call a layer that no row")
+            if parts > 1
+            else contextlib.nullcontext()
+        ):
+            optimizer.step(loss) if by_closure else (loss(), optimizer.step())
+        same = [torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert all(same) if parts > 1 else not any(same)
+
+    model = axo.parallelize(KeepsMean(), comms, plan="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(x).square().sum().backward()
+            optimizer.step()
+    assert [str(each.message)[:44] for each in told] == ["axo: buffers differ between ranks: mean; the"] * (parts > 1)
+
+    for module, what in (
+        (nn.InstanceNorm2d(4, track_running_stats=True), "InstanceNorm2d, whose running statistics would be"),
+        (nn.Embedding(8, 4, max_norm=1.0), "Embedding, whose max_norm would cut"),
+        (nn.EmbeddingBag(8, 4, max_norm=1.0), "EmbeddingBag, whose max_norm would cut"),
+        (nn.Embedding(8, 4, scale_grad_by_freq=True), "Embedding, whose scale_grad_by_freq would count"),
+        (nn.Embedding(8, 4, sparse=True), "Embedding, whose sparse=True gives"),
+    ):
+        with (
+            warnings.catch_warnings(),
+            pytest.raises(axo.Refused, match=f"'0' is a {what}.* on z=") if parts > 1 else contextlib.nullcontext(),
+        ):
+            warnings.simplefilter("ignore")
+            axo.parallelize(nn.Sequential(module), comms, plan="auto")
+
+
+@pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])
+def test_what_depends_on_the_rows_of_a_rank_is_not_silent(grid):
+    run_ranks(by_rows, 2, grid)
 
 
 @pytest.mark.parametrize("grid", ["2x2x1x1", "2x1x1x2"])

@@ -5,5 +5,6 @@ patterns       what the user says of single layers
 hugging_face   attention that is known by class
 by_heads       attention of any class: the proof (``heads_interpreter``), and the code that runs then (``heads_code``)
 regions        which activations may stay split, by tracing
+alike          what ranks with other rows must have alike, compared in steps
 decide         which layer is normal, which transposed, which stays whole
 """

@@ -34,7 +34,7 @@ from torch import fx, nn
 from axo.errors import Refused
 from axo.plans.auto import heads_code
 from axo.plans.auto.heads_interpreter import SAMPLES, Interpreter, NotProved, name_of
-from axo.plans.auto.regions import Size, Tracer, in_mode
+from axo.plans.auto.regions import Size, Tracer, Untouched, in_mode
 from axo.plans.replace import hooks_of
 
 MOST_LAYERS = 8  # of one attention module
@@ -132,31 +132,18 @@ def prove(module: nn.Module, sizes: dict[nn.Module, Size], axis: str, ranks: int
 def _graph_of(module: nn.Module, leaves: set[nn.Module], training: bool, fixed: dict[str, Any]) -> fx.Graph:
     tracer = Tracer(leaves)
     tracer.proxy_buffer_attributes = True
-    before = {child: dict(child.__dict__) for child in module.modules()}
-    before_buffers = {child: dict(child._buffers) for child in module.modules()}
-    changed = False
+    untouched = Untouched(module)
     try:
-        with in_mode(module, training), torch.random.fork_rng(devices=[]):
+        with untouched, in_mode(module, training), torch.random.fork_rng(devices=[]):
             drawn = torch.get_rng_state(), random.getstate()
             graph = tracer.trace(module, concrete_args=fixed or None)
             same = torch.equal(drawn[0], torch.get_rng_state()) and drawn[1] == random.getstate()
     except Exception as error:  # whatever the model's own code raises when it meets a stand-in
         why = str(error).split("\n")[0][:120]
         raise NotProved(f"its forward cannot be traced ({type(error).__name__}: {why})") from None
-    finally:
-        for child, attributes in before.items():
-            if child.__dict__.keys() != attributes.keys() or any(
-                child.__dict__[key] is not value for key, value in attributes.items()
-            ):
-                changed = True
-                child.__dict__.clear()
-                child.__dict__.update(attributes)
-            if any(child._buffers.get(key) is not value for key, value in before_buffers[child].items()):
-                changed = True
-                child._buffers.update(before_buffers[child])
     if not same:
         raise NotProved("its forward draws random numbers that do not depend on its input")
-    if changed:
+    if untouched.changed:
         raise NotProved("its forward sets attributes, or makes tensors that do not depend on its input")
     names = inspect.signature(module.forward).parameters
     for node in list(graph.nodes):  # arguments that are fixed: nobody reads them but the tracer's own checks

@@ -13,8 +13,9 @@ gives the serial result; ``axo.plan_report(model)`` says what each layer has bec
 along x and y (with Tesseract, y) take the same rows, and compute the same loss from whole outputs.
 
 Random numbers that modules draw from torch's default generator agree along x and y (``axo.nn.randomness``). A layer
-whose sizes do not divide either way stays serial, with a warning. Refused: batch normalisation over several data ranks,
-whose statistics would be of each rank's own rows.
+whose sizes do not divide either way stays serial, with a warning. Refused over several data ranks: what would be of
+each rank's own rows (``_of_own_rows``), such as batch normalisation. What cannot be known before is compared
+(``alike``).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any, cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from axo.arrangement import Arrangement
 from axo.errors import Refused
@@ -36,6 +38,7 @@ from axo.nn.linear import Linear
 from axo.nn.randomness import SharedRandomness
 from axo.nn.replicated import replicate
 from axo.nn.shared_input import share_inputs
+from axo.plans.auto.alike import Alike
 from axo.plans.auto.by_heads import MOST_LAYERS, Proof, prove
 from axo.plans.auto.conv1d import Conv1D, is_conv1d
 from axo.plans.auto.decide import Decision, SplitCandidate, decide
@@ -118,6 +121,8 @@ def apply(model: nn.Module, replacer: Replacer, plan: dict[str, str]) -> nn.Modu
         if is_mixture(module) and arrangement.row_parts(grid) > 1:
             EveryExpert(module, gathers=grid.z > 1)
     SharedRandomness(comms, arrangement.rows).attach(model)
+    if arrangement.row_parts(grid) > 1:
+        Alike(comms, layers=not found.one_way).watch(model)
     share_inputs(model)
     report.layers = [replace(one, backward_bytes=0) if _shares(model, one) else one for one in report]
     kept: Any = model
@@ -137,13 +142,32 @@ def _check(model: nn.Module, grid: Grid, arrangement: Arrangement) -> None:
                 f"parallelize: buffer {name!r} is on the meta device, and plan 'auto' does not know how to fill it;"
                 " build the model with its buffers on a real device"
             )
+    if arrangement.row_parts(grid) == 1:
+        return
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and arrangement.row_parts(grid) > 1:
+        if found := _of_own_rows(module):
+            what, instead = found
             raise Refused(
-                f"parallelize: {name!r} is a {type(module).__name__}, whose statistics would be of each rank's own rows"
-                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in reversed(arrangement.rows))}; use GroupNorm or"
-                f" LayerNorm, or a grid with {' and '.join(f'{axis}=1' for axis in reversed(arrangement.rows))}"
+                f"parallelize: {name!r} is a {type(module).__name__}, {what} of each rank's own rows"
+                f" on {', '.join(f'{axis}={grid.size(axis)}' for axis in reversed(arrangement.rows))}; {instead}"
+                f" or a grid with {' and '.join(f'{axis}=1' for axis in reversed(arrangement.rows))}"
             )
+
+
+def _of_own_rows(module: nn.Module) -> tuple[str, str] | None:
+    """What a module makes of all rows that it sees, and what to use instead; None: each row stands for itself."""
+    if isinstance(module, _BatchNorm):
+        return "whose statistics would be", "use GroupNorm or LayerNorm,"
+    if isinstance(module, _InstanceNorm) and module.track_running_stats:
+        return "whose running statistics would be", "use track_running_stats=False,"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        if module.max_norm is not None:
+            return "whose max_norm would cut the weights", "leave max_norm out,"
+        if module.scale_grad_by_freq and module.weight.requires_grad:
+            return "whose scale_grad_by_freq would count the tokens", "leave scale_grad_by_freq out,"
+        if module.sparse and module.weight.requires_grad:
+            return "whose sparse=True gives sparse gradients", "leave sparse=True out,"
+    return None
 
 
 def _candidates(model: nn.Module, grid: Grid, arrangement: Arrangement) -> tuple[list[SplitCandidate], dict[str, str]]:

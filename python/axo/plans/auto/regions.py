@@ -18,13 +18,14 @@ import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
 from axo.nn.init import tied_parameters
+from axo.overlap.gathers import version_of
 
 FEATURES, CHANNELS = "features", "channels"  # the last dim, or the third from the end
 
@@ -76,11 +77,13 @@ class Found:
         regions: Activations that may stay split.
         read: The layers whose parameters other modules read themselves.
         whole: For the other layers, why their activations are whole, in words.
+        one_way: The whole model could be traced, so that it calls the same layers whatever the values are.
     """
 
     regions: list[Region]
     read: set[nn.Module]
     whole: dict[nn.Module, str]
+    one_way: bool
 
 
 def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.Module]) -> Found:
@@ -94,10 +97,12 @@ def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.
     shared = {module for owners in tied_parameters(model).values() for module, _ in owners}
     flow = _Flow(sizes, shared)
     with torch.random.fork_rng(devices=[]):
-        for root in _roots(model, set(sizes), set(closed)):
+        roots = _roots(model, set(sizes), set(closed))
+        for root in roots:
             for graph in root.graphs:
                 flow.read(graph, root.module)
-    return Found(flow.regions(), flow.read_by_others, flow.reasons())
+    one_way = [root.module for root in roots] == [model]
+    return Found(flow.regions(), flow.read_by_others, flow.reasons(), one_way)
 
 
 @dataclass
@@ -147,13 +152,46 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
             child.training = mode
 
 
+class Untouched:
+    """Puts attributes, lists and buffers of ``module`` and its children back behind this block: tracing runs its code.
+
+    ``changed`` says then whether there was anything to put back.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self.changed = module, False
+
+    def __enter__(self) -> Self:
+        modules = list(self._module.modules())
+        self._attributes = [(module.__dict__, dict(module.__dict__)) for module in modules]
+        self._tables = [(module._buffers, dict(module._buffers)) for module in modules]
+        lists = (value for _, kept in self._attributes for value in kept.values() if isinstance(value, list))
+        self._lists = [(value, list(value)) for value in lists]
+        self._buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in self._module.buffers()]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for table, kept in (*self._attributes, *self._tables):
+            if table.keys() != kept.keys() or any(table[key] is not value for key, value in kept.items()):
+                self.changed = True
+                table.clear()
+                table.update(kept)
+        for value, elements in self._lists:
+            if len(value) != len(elements):
+                self.changed, value[:] = True, elements
+        for buffer, version, before in self._buffers:
+            if version_of(buffer) != version:
+                self.changed = True
+                buffer.copy_(before)
+
+
 def _graph_of(module: nn.Module, leaves: set[nn.Module], training: bool) -> fx.Graph | None:
     """The graph of ``module`` in one mode; None where tracing it would prove nothing."""
     hooks = module._forward_hooks or module._forward_pre_hooks
     if hooks or "forward" in module.__dict__ or not _plain_signature(module):
         return None
     try:
-        with in_mode(module, training):
+        with Untouched(module), in_mode(module, training):
             return Tracer(leaves).trace(module)
     except Exception:  # whatever the model's own code raises when it meets a stand-in
         return None
