@@ -232,9 +232,11 @@ def _rank_of_torchrun(*arguments: str) -> None:
     words = [word for word in arguments if word != "-u"]  # python -u [-m] PROGRAM ...
     module = words[0] == "-m"
     sys.argv = words[module:]
-    run = runpy.run_module if module else runpy.run_path
     try:
-        run(sys.argv[0], run_name="__main__", **({"alter_sys": True} if module else {}))
+        if module:
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
     except SignalException:
         raise
     except Exception as error:  # not torch's, which would tell of it in Axo's place
@@ -577,8 +579,8 @@ def _rank_main(rank: int, job: dict, writer: int, output: int, group: int) -> No
         _join_group(0, group)
         os.dup2(output, 1)
         os.dup2(output, 2)
-        faulthandler.enable(sys.__stderr__, all_threads=True)
-        faulthandler.register(signal.SIGUSR2, sys.__stderr__, all_threads=True)
+        faulthandler.enable(2, all_threads=True)
+        faulthandler.register(signal.SIGUSR2, 2, all_threads=True)
         import torch
 
         torch.set_num_threads(1)
