@@ -157,6 +157,23 @@ def check_rounding():
         same(comm.all_reduce(every[comm.rank].clone(), "avg"), (total / comm.size).to(dtype), f"avg {dtype}")
 
 
+def check_extremes():
+    """Minima and maxima of numbers of both signs, infinities and NaN, which wins: torch's own, to the last bit."""
+    world = _world()
+    comm = axo.connect(f"{world}x1x1x1").world
+    for dtype in FLOATS:
+        tensors = [torch.randn(1003, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(world)]
+        for rank, tensor in enumerate(tensors):
+            tensor[rank::97] = torch.nan
+            tensor[rank + 7 :: 101] = torch.inf if rank % 2 else -torch.inf
+        stack = torch.stack(tensors)
+        assert stack.isnan().any() and stack.isinf().any()
+        for op, expected in (("min", stack.amin(0)), ("max", stack.amax(0))):
+            got = comm.all_reduce(tensors[comm.rank].clone(), op)
+            assert torch.equal(got.isnan(), expected.isnan()), f"{op} of {dtype}: NaN"
+            same(got.nan_to_num(0), expected.nan_to_num(0), f"{op} of {dtype}")
+
+
 def check_strides_and_views():
     comm = axo.connect(f"{_world()}x1x1x1").world
     rank, size = comm.rank, comm.size
@@ -319,8 +336,8 @@ def test_moves(world):
     run_ranks(check_moves, world, [torch.float32, torch.bool, torch.complex128])
 
 
-CHECKS = [check_uneven_all_to_all, check_rounding, check_strides_and_views, check_in_place_parts, check_array_kinds]
-CHECKS += [check_async_and_groups, check_split, check_autograd_sees_the_write, check_shared_buffers]
+CHECKS = [check_uneven_all_to_all, check_rounding, check_extremes, check_strides_and_views, check_in_place_parts]
+CHECKS += [check_array_kinds, check_async_and_groups, check_split, check_autograd_sees_the_write, check_shared_buffers]
 
 
 def check_all():
