@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import multiprocessing
 import os
 import re
@@ -376,3 +377,29 @@ def test_thresholds_of_malloc_that_are_set_from_outside_hold(monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setenv(name, value)
             launch.keep_freed_memory()
+
+
+class TellsItsEnd:
+    """In a cycle, so that only the garbage collector ends it; notes in which process that was."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+def collect() -> int:
+    return gc.collect()
+
+
+def test_what_the_launcher_has_left_does_not_end_in_a_rank(tmp_path: Path) -> None:
+    """A store of an earlier launch waits for its thread as it ends, which a forked rank has not: it would crash."""
+    gc.disable()
+    try:
+        TellsItsEnd(tmp_path / "left")
+        launch_local(collect, 2)
+    finally:
+        gc.enable()
+    assert (tmp_path / "left").read_text().split() == [str(os.getpid())]

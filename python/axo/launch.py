@@ -18,6 +18,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import gc
 import json
 import logging
 import multiprocessing
@@ -265,6 +266,7 @@ def launch_local(
             signals_to_handle="",  # they are handled here
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(reports, "logs"))),  # else a folder is left in /tmp
         )
+        gc.collect()  # what earlier launches have left (stores with threads) may end here, but not in a forked rank
         try:
             with _handled(end):
                 return elastic_launch(config, _rank_main)(reports, function, args)[0]
@@ -354,6 +356,7 @@ def end_with(parent: int) -> None:
 
 
 def _rank_main(reports: str, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    gc.freeze()  # what a forked rank has inherited is never collected in it: a store's end waits for a thread it lacks
     launcher = multiprocessing.parent_process()
     assert launcher is not None and launcher.pid is not None
     end_with(launcher.pid)  # torch asks for SIGINT, which a stopped process does not get
