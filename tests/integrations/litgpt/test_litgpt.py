@@ -438,6 +438,22 @@ def test_wrong_input_is_refused_before_imports(tmp_path):
         assert words in told
 
 
+def test_a_command_of_one_device_reads_folders_only_and_not_its_output(tmp_path, monkeypatch):
+    from axo.integrations.litgpt import command
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "_stock", lambda arguments: ran.append(arguments))
+    (tmp_path / "checkpoints" / "old" / "lit_model.pth").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "old" / "lit_model.pth" / ".metadata").touch()
+    ran: list[list[str]] = []
+    long = "tell " * 100
+    for rest in (["--prompt", long], [f"--prompt={long}"], ["--out_dir", "checkpoints/old"], ["--out_dir=old"]):
+        command.run(["evaluate", "here", *rest])
+    assert len(ran) == 4
+    with pytest.raises(ValueError, match="checkpoints/old holds a sharded checkpoint"):
+        command.run(["evaluate", "old"])
+
+
 def test_forms_of_data_that_the_parser_takes_are_taken(tmp_path, monkeypatch):
     """Oracle: litgpt's parser makes a JSON module of each of them; what has no such form is left to it."""
     from axo.integrations.litgpt import checks, command

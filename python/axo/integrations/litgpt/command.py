@@ -126,10 +126,7 @@ def run(arguments: list[str]) -> None:
         _tell_architectures(arguments[1:], options)
         return
     if name not in PARALLEL or (options == Options(Grid()) and _is_litgpts_alone(name, arguments[1:])):
-        from axo.integrations.litgpt import checks
-
-        for argument in arguments[1:]:
-            checks.refuse_sharded(argument.partition("=")[2] or argument)
+        _refuse_sharded(arguments[1:])
         _stock(arguments)
         return
     _tell_rank_of_slurm()
@@ -157,6 +154,17 @@ def run(arguments: list[str]) -> None:
             max_restarts=options.max_restarts,
             terminate=PARALLEL[name].trains,
         )
+
+
+def _refuse_sharded(arguments: list[str]) -> None:
+    """Refuse sharded checkpoints among the folders that a command of litgpt's alone is given to read."""
+    from axo.integrations.litgpt import checks, early
+
+    for name, value in early.each_given(arguments, ""):
+        if value is None or name in ("out_dir", "output_dir"):
+            continue
+        if os.path.isdir(value) or os.path.isdir(os.path.join("checkpoints", value)):
+            checks.refuse_sharded(value)
 
 
 def _check_options(name: str, options: Options) -> None:

@@ -80,7 +80,7 @@ def read(command: str, module: str, function: str, arguments: list[str]) -> Name
         name: {field.name for field in fields(value)} for name, value in parameters.items() if is_dataclass(value)
     }
     may_be_none = {name for name, default in parameters.items() if default is None} - {first}
-    for name, text in _given(arguments, first):
+    for name, text in each_given(arguments, first):
         if name in _PARSERS_OWN or text is None:
             return None
         if name == "config":
@@ -206,7 +206,7 @@ def check_command(name: str) -> None:
         raise ValueError(f"litgpt: there is no command {name!r}; {meant}")
 
 
-def _given(arguments: list[str], first: str) -> Iterator[tuple[str, str | None]]:
+def each_given(arguments: list[str], first: str) -> Iterator[tuple[str, str | None]]:
     """Each argument as (name, text); every option of litgpt's has one value. None: it has none."""
     rest = iter(arguments)
     for argument in rest:
