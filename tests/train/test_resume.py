@@ -19,7 +19,7 @@ from axo.grid import Grid
 from axo.train import TrainConfig, loop, models, runner
 from axo.train.log import TrainLog
 from tests.launcher import Command, rank_outcomes, run_ranks
-from tests.train.test_train import SMALL, small, text
+from tests.train.test_train import NEOX, SMALL, small, text
 
 __all__ = ["text"]  # a fixture
 
@@ -69,15 +69,38 @@ def test_options_of_the_optimizer_are_those_of_the_command_that_resumes(text: st
     assert run_ranks(options_of, 1, other)[0] == [((0.5, 0.95), 0.7), ((0.5, 0.95), 0.0)]
 
 
+def train_while_the_model_file_goes(config: TrainConfig) -> list[float]:
+    step = loop.Trainer.step
+
+    def removing(self: loop.Trainer, index: int) -> Any:
+        Path(config.model).unlink(missing_ok=True)
+        return step(self, index)
+
+    loop.Trainer.step = removing  # type: ignore[method-assign]
+    return losses_of(config)
+
+
+def test_a_run_saves_when_the_file_of_its_model_has_gone(text: str, tmp_path: Path) -> None:
+    """Each save read it again, and failed."""
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(NEOX))
+    config = small(text, model=str(file), model_overrides={}, steps=2, save_every=1)
+    assert len(run_ranks(train_while_the_model_file_goes, 1, config)[0]) == 2 and not file.exists()
+    assert checkpoint.latest(Path(config.out, "checkpoints")).name == "step-00000002"
+    file.write_text(json.dumps(NEOX))
+    assert len(run_ranks(losses_of, 1, dataclasses.replace(config, steps=3, resume="auto"))[0]) == 3
+
+
 def test_where_a_run_goes_on_is_said(text: str, tmp_path: Path) -> None:
     """Also that it does not: with the checkpoints gone, it began again without a word."""
     config = small(text, steps=1, save_every=1, resume="auto")
-    begun, gone_on = (
-        rank_outcomes(losses_of, 1, dataclasses.replace(config, steps=steps))[0].output.splitlines()[0]
-        for steps in (1, 2)
+    begun, gone_on, other = (
+        rank_outcomes(losses_of, 1, dataclasses.replace(config, **change))[0].output.splitlines()[0]
+        for change in ({}, {"steps": 2}, {"steps": 3, "beta1": 0.5, "weight_decay": 0.7})
     )
     assert begun == f"axo train: goes on in {config.out} from the start: no checkpoint there"
     assert gone_on == f"axo train: goes on in {config.out} from {config.out}/checkpoints/step-00000001, after step 1"
+    assert other.endswith("after step 2, with betas=(0.5, 0.95) (there (0.9, 0.95)), with weight_decay=0.7 (there 0.1)")
 
 
 def go_on_with_a_full_disk(config: TrainConfig) -> list[str]:

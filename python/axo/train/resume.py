@@ -38,14 +38,21 @@ class Checkpoints:
     Attributes:
         last: The newest checkpoint that this run wrote; None: none yet.
         origin: The one that it went on from; None: none.
+        changed: The optimizer's options that are this command's and differ from those of ``origin``, in words.
     """
 
     def __init__(self, config: TrainConfig, trainer: Trainer, run: checkpoint.Run) -> None:
         self._config, self._trainer, self._run = config, trainer, run
         self._folder = Path(config.out) / CHECKPOINTS
+        model = asdict(models.resolve(config.model, config.model_overrides))  # once: its file may change
+        known = {name: value for name, value in model.items() if name not in _NOT_OF_MODEL}
+        order = {name: getattr(config, name) for name in _ORDER}
+        # What a step depends on beside the weights: the data, and what the model makes of them.
+        self._position = order | {"text": trainer.batches.text, "model": known}
         self._termination = Termination() if config.saves else None
         self.last: Path | None = None
         self.origin: Path | None = None
+        self.changed = ""
 
     def __enter__(self) -> Checkpoints:
         if self._termination is not None:
@@ -96,6 +103,9 @@ class Checkpoints:
         loaded = checkpoint.load(asked, self._trainer.model, self._trainer.optimizer)
         self.origin = loaded.path
         for group, options in zip(self._trainer.optimizer.param_groups, asked_for, strict=True):
+            for name, value in options.items():
+                if group[name] != value and name not in self.changed:
+                    self.changed += f", with {name}={value} (there {group[name]})"
             group.update(options)  # this command's: those of the checkpoint were loaded with it
         extra = loaded.extra if isinstance(loaded.extra, dict) else {}
         losses = list(extra.get("losses", []))
@@ -104,7 +114,7 @@ class Checkpoints:
                 f"train: {loaded.path} was not saved by axo train: of its {loaded.step} steps it has {len(losses)}"
                 " losses; name one that was"
             )
-        saved, now = (each | each.get("model", {}) for each in (extra, self._position()))
+        saved, now = (each | each.get("model", {}) for each in (extra, self._position))
         for name, value in now.items():
             if name in saved.keys() - {"model"} and saved[name] != value and not self._config.allow_new_data:
                 of_data = name in extra
@@ -149,7 +159,7 @@ class Checkpoints:
             self._trainer.optimizer,
             step=done,
             # A copy of the losses: the file is written while the next steps add theirs.
-            extra=self._position() | {"losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
+            extra=self._position | {"losses": list(losses), "scaler": self._trainer.scaler.state_dict()},
             keep=self._config.keep,
             run=self._run.id,
             # Not while the next steps run if that takes a copy which memory has no room for.
@@ -158,10 +168,3 @@ class Checkpoints:
         self.last = handle.path
         if ends:
             handle.wait()
-
-    def _position(self) -> dict[str, Any]:
-        """What a step depends on beside the weights: the data, and what the model makes of them."""
-        model = asdict(models.resolve(self._config.model, self._config.model_overrides))
-        known = {name: value for name, value in model.items() if name not in _NOT_OF_MODEL}
-        order = {name: getattr(self._config, name) for name in _ORDER}
-        return order | {"text": self._trainer.batches.text, "model": known}

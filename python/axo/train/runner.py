@@ -148,9 +148,9 @@ def _train(config: TrainConfig, comms: axo.Communicators, batches: data.Batches,
     log, display = None, None
     if comms.everyone.rank == 0:
         if config.resume is not None:
-            found = (
-                f"{checkpoints.origin}, after step {start}" if checkpoints.origin else "the start: no checkpoint there"
-            )
+            found = "the start: no checkpoint there"
+            if checkpoints.origin:
+                found = f"{checkpoints.origin}, after step {start}{checkpoints.changed}"
             print(f"axo train: goes on in {config.out} from {found}")
         shape = models.shape_of(models.resolve(config.model, config.model_overrides))
         log = TrainLog(config, shape, batches.tokens, comms.world.transport, start)
