@@ -86,6 +86,8 @@ def clip(grid):
     for wrong in (math.nan, -1.0, "1", None, *as_tensors):  # nan and -1 would go into every gradient
         with pytest.raises(ValueError, match=r"max_norm=.* is not a number of at least 0; inf measures"):
             axo.clip_grad_norm_(layers.parameters(), wrong)
+    taken = axo.clip_grad_norm_(layers.parameters(), torch.tensor([1.0]))
+    assert float(taken) == pytest.approx(1.0, rel=1e-4) and taken.shape == (), "clipped above"
     for wrong in (layers, layers.named_parameters(), layers[0]):
         with pytest.raises(ValueError, match=r"is no parameter; pass model.parameters\(\)"):
             axo.clip_grad_norm_(wrong, 1.0)

@@ -25,7 +25,7 @@ from axo.placement import Placement, placement_of
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
-    max_norm: float,
+    max_norm: float | torch.Tensor,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
@@ -53,6 +53,7 @@ def clip_grad_norm_(
         raise ValueError(
             f"clip_grad_norm_: max_norm={max_norm!r} is not a number of at least 0; inf measures and clips nothing"
         )
+    max_norm = max_norm.reshape(()) if isinstance(max_norm, torch.Tensor) else max_norm
     several = isinstance(parameters, Iterable) and not isinstance(parameters, torch.Tensor)
     parameters = list(parameters) if several else [parameters]  # type: ignore[list-item]
     for parameter in parameters:
