@@ -150,6 +150,22 @@ def scaler_and_first_values(grid):
     assert_close(axo.unshard(model[0].weight.detach(), model[0].weight.placement), serial[0].weight, 1e-6, "as told")
 
 
+def gradients_in_parts(pipeline):
+    """No parameter is split, but ZeRO-2's gradients are, or stages have others: an overflow may show on one rank."""
+    comms = axo.connect("1x1x1x1", pipeline=2) if pipeline else axo.connect("1x1x1x2")
+    model = axo.parallelize(nn.Sequential(nn.Linear(8, 8)), comms, plan="auto", zero=0 if pipeline else 2)
+    model(torch.ones(2, 8)).sum().backward()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match=r"gradients are split over ranks.* axo\.GradScaler"):
+        scaler.step(torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_torchs_scaler_is_refused_where_gradients_alone_are_in_parts(pipeline):
+    run_ranks(gradients_in_parts, 2, pipeline)
+
+
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])
 def test_torchs_scaler_and_fans_of_shards_are_refused(grid):
     run_ranks(scaler_and_first_values, 2, grid)

@@ -121,7 +121,7 @@ class ParallelLayer(nn.Module):
             parameter = getattr(self, name)
             if parameter is not None:
                 parameter.placement = placement
-        if self.comms.grid.world_size > 1:
+        if self.comms.everyone.size > 1:
             torch_utils.know(self)
 
     def serial(self, device: torch.device, dtype: torch.dtype) -> nn.Module:

@@ -93,13 +93,21 @@ def _calculate_fan_in_and_fan_out(tensor: torch.Tensor) -> tuple[int, int]:
     return _torchs_fans(tensor)
 
 
+def _is_in_parts(parameter: torch.Tensor) -> bool:
+    """Whether other ranks have other parts of a model's gradients: its own, ZeRO-2's, or those of other stages."""
+    placement, grad = placement_of(parameter), parameter.grad
+    if placement is None or is_split(placement):
+        return placement is not None
+    return (grad is not None and grad.shape != parameter.shape) or placement.communicators.stages > 1
+
+
 def _unscale_grads_(self: Any, optimizer: Any, *args: Any) -> Any:
     # axo.GradScaler calls this with what is no optimizer.
     if isinstance(optimizer, torch.optim.Optimizer) and any(
-        is_split(placement_of(p)) for group in optimizer.param_groups for p in group["params"]
+        _is_in_parts(p) for group in optimizer.param_groups for p in group["params"]
     ):
         raise ValueError(
-            "torch.amp.GradScaler: parameters are split over ranks, so an overflow may show on one rank, which alone"
+            "torch.amp.GradScaler: gradients are split over ranks, so an overflow may show on one rank, which alone"
             " would leave its step out; use axo.GradScaler(comms=comms)"
         )
     return _torchs_unscale(self, optimizer, *args)
