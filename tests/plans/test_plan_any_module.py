@@ -4,7 +4,9 @@ Oracle: the module itself before ``parallelize``, all rows on one rank.
 """
 
 import contextlib
+import random
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import axo
+from axo.plans.auto import alike
 from tests.launcher import run_ranks
 from tests.nn.support import assert_close, serial_seed
 
@@ -231,6 +234,52 @@ def by_rows(grid):
         ):
             warnings.simplefilter("ignore")
             axo.parallelize(nn.Sequential(module), comms, plan="auto")
+
+
+class Draws(nn.Module):
+    """Calls one of two layers; traced, it seems to have one way."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x) if random.random() < 0.5 else self.b(x)
+
+
+def other_draws_and_buffers():
+    comms = axo.connect("1x1x1x2")
+    model = axo.parallelize(Draws(), comms, plan="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "random", lambda: float(comms.rank))
+        model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match="gradients of other parameters than rank 0"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    model = axo.parallelize(nn.Sequential(nn.Linear(8, 8)), comms, plan="auto")
+    if comms.rank:
+        model.register_buffer("mine", torch.ones(1))
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.warns(UserWarning, match="buffers differ between ranks: their names"):
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_draws_that_choose_layers_and_buffers_of_one_rank_are_found():
+    run_ranks(other_draws_and_buffers, 2)
+
+
+@pytest.mark.parametrize(("device", "always", "compared"), [("cpu", "0", 6), ("cuda", "0", 2), ("cuda", "1", 6)])
+def test_gpus_compare_before_the_first_step_only(monkeypatch, device, always, compared):
+    """Counted are comparisons: layers before each of five steps, or the first, and buffers once."""
+    asked = []
+    monkeypatch.setenv("AXO_CHECK", always)
+    monkeypatch.setattr(alike, "ranks_that_differ", lambda comms, text: asked.append(text))
+    model = nn.Linear(8, 8)
+    alike.Alike(SimpleNamespace(device=torch.device(device)), layers=True).watch(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(5):
+        optimizer.step()
+    assert len(asked) == compared
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])

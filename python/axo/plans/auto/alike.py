@@ -3,7 +3,8 @@
 A model that calls a layer for some rows only (``if rows.numel() == 0: continue`` in a mixture of experts) would call
 one expert here and another one there. Both issue the same collectives, so weights and gradients of the two would be
 mixed, and nothing else would show it. So before each optimizer step the ranks compare which parameters have gradients;
-before the first one also the values of buffers, which a module may have computed from its own rows alone.
+before the first one also the values of buffers, which a module may have computed from its own rows alone. On GPUs,
+where to compare would wait for the device, layers too are compared before the first step only, or with ``AXO_CHECK=1``.
 
 Not here: models that tracing follows as a whole (``regions``), which have one way; passes without a step; gradients
 that ``zero_grad(set_to_none=False)`` has left at zero.
@@ -23,6 +24,7 @@ from axo.comm.connect import Communicators
 from axo.comm.counting import active as counting
 from axo.nn.layer import ParallelLayer
 from axo.overlap.step_hooks import Arguments, before_steps, closure_of, with_closure
+from axo.settings import is_on
 
 
 class Alike:
@@ -54,12 +56,15 @@ class Alike:
         return with_closure(arguments, compared)
 
     def _compare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        layers = self._layers and (self._first or self._comms.device.type == "cpu" or is_on("AXO_CHECK"))
+        if not (layers or self._first):
+            return
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         stepped = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         if not stepped:
             return
         with counting.paused():
-            if self._layers:
+            if layers:
                 self._compare_layers([names[id(p)] for p in stepped if p.grad is not None])
             if self._first:
                 self._first = False
@@ -82,8 +87,11 @@ class Alike:
             if key not in module._non_persistent_buffers_set and value.layout == torch.strided
         }
         digests = {name: _digest(value) for name, value in found.items()}
-        if found and ranks_that_differ(self._comms, repr(digests)):
-            differ = [name for name, each in digests.items() if ranks_that_differ(self._comms, each)]
+        if ranks_that_differ(self._comms, repr(digests)):  # each of these is asked on all ranks or on none
+            if ranks_that_differ(self._comms, " ".join(digests)):
+                differ = [f"their names (here: {_some(list(digests)) or 'none'})"]
+            else:
+                differ = [name for name, each in digests.items() if ranks_that_differ(self._comms, each)]
             warnings.warn(
                 f"axo: buffers differ between ranks: {_some(differ)}; they are computed from each rank's own rows, so"
                 " ranks train different models, and a checkpoint holds rank 0's. Reduce them in the module, over"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import inspect
 import operator
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -77,7 +78,8 @@ class Found:
         regions: Activations that may stay split.
         read: The layers whose parameters other modules read themselves.
         whole: For the other layers, why their activations are whole, in words.
-        one_way: The whole model could be traced, so that it calls the same layers whatever the values are.
+        one_way: The whole model could be traced, so that it calls the same layers whatever the values
+            are, and drew no random numbers of its own, which may choose layers.
     """
 
     regions: list[Region]
@@ -97,11 +99,13 @@ def find_regions(model: nn.Module, sizes: dict[nn.Module, Size], closed: set[nn.
     shared = {module for owners in tied_parameters(model).values() for module, _ in owners}
     flow = _Flow(sizes, shared)
     with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state(), random.getstate()
         roots = _roots(model, set(sizes), set(closed))
+        drawn = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
         for root in roots:
             for graph in root.graphs:
                 flow.read(graph, root.module)
-    one_way = [root.module for root in roots] == [model]
+    one_way = [root.module for root in roots] == [model] and not drawn
     return Found(flow.regions(), flow.read_by_others, flow.reasons(), one_way)
 
 
