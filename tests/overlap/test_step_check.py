@@ -76,6 +76,13 @@ class Lamb(torch.optim.SGD):
     """As many write it: its step depends on a whole tensor's norm."""
 
 
+class KnowsOtherParts(torch.optim.Adafactor):
+    """A user's own, made for parts of tensors."""
+
+    def step(self, closure=None):
+        return closure()
+
+
 def whole_tensors(grid):
     comms = axo.connect(grid)
     split = comms.grid.x * comms.grid.z > 1
@@ -96,6 +103,7 @@ def whole_tensors(grid):
         else:
             optimizer.step(loss)
         assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True)) is split, kind
+    KnowsOtherParts(parameters).step(loss)
 
 
 @pytest.mark.parametrize("grid", ["2x1x1x1", "1x1x2x1", "1x1x1x2"])
@@ -107,17 +115,17 @@ def test_steps_that_look_at_whole_tensors_are_refused_where_they_are_split(grid)
 def other_parameters(grid):
     """Of the optimizers of four models, those whose parameters are not all the grid's."""
     comms, found = axo.connect(grid), []
-    for where in ("inside", "beside", "frozen", "alone"):
+    for where in ("inside", "beside", "frozen", "unused", "alone"):
         model = axo.parallelize(model_of(), comms, plan="auto")
         scale = nn.Parameter(torch.ones(8), requires_grad=where != "frozen")
         if where == "inside":
             model.register_parameter("scale", scale)
-        held = [*model.parameters(), *([scale] if where in ("beside", "frozen") else [])]
+        held = [*model.parameters(), *([scale] if where in ("beside", "frozen", "unused") else [])]
         optimizer = torch.optim.SGD(held, lr=0.1)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             for _ in range(2):
-                (model(torch.ones(4, 8)) * scale).sum().backward()
+                (model(torch.ones(4, 8)) * (1 if where == "unused" else scale)).sum().backward()
                 optimizer.step()
         found.append([str(each.message) for each in told])
     return found
@@ -125,20 +133,36 @@ def other_parameters(grid):
 
 @pytest.mark.parametrize(("grid", "told"), [("1x1x2x1", True), ("1x1x1x2", True), ("2x1x1x1", False)])
 def test_parameters_that_nobody_reduces_are_told_once(grid, told):
-    for inside, beside, frozen, alone in run_ranks(other_parameters, 2, grid):
+    for inside, beside, *others in run_ranks(other_parameters, 2, grid):
         for messages in (inside, beside):
             assert len(messages) == told, messages
-            assert all("1 parameters of this optimizer, of shape (8,), are not the grid's" in each for each in messages)
-        assert frozen == alone == []
+            assert all(
+                "1 parameters of this optimizer, of shape (8,), are not the grid's. Axo does not reduce" in each
+                for each in messages
+            )
+        assert others == [[], [], []]
 
 
 def wrapped():
     comms = axo.connect("1x1x2x1")
     model = axo.parallelize(model_of(), comms, plan="auto")
-    with pytest.raises(axo.Refused, match="DistributedDataParallel: it has given every rank the shards of rank 0"):
+    with pytest.raises(axo.Refused, match="DistributedDataParallel: it broadcasts rank 0's parameters and reduces gr"):
         nn.parallel.DistributedDataParallel(model)(torch.ones(4, 8))
     serial = nn.parallel.DistributedDataParallel(model_of())  # one beside it is none of ours
     serial(torch.ones(4, 8)).sum().backward()
+    student = Distills(axo.parallelize(model_of(), comms, plan="auto").requires_grad_(False))
+    nn.parallel.DistributedDataParallel(student)(torch.ones(4, 8)).sum().backward()
+
+
+class Distills(nn.Module):
+    """A student that asks a frozen teacher, which is none of its modules."""
+
+    def __init__(self, teacher):
+        super().__init__()
+        self.student, self.teacher = model_of(), [teacher]
+
+    def forward(self, x):
+        return self.student(x) - self.teacher[0](x)
 
 
 def test_a_parallel_model_in_torchs_data_parallel_is_refused():

@@ -132,7 +132,7 @@ class Engine:
         return iter(()) if root is None else root.parameters()
 
     def _before_forward(self, model: torch.nn.Module, inputs: Any, named: Any) -> None:
-        refuse_wrapped()
+        refuse_wrapped(self)
         if self.zero is not None:
             self.zero.restore()
         if not in_backward():

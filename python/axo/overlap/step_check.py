@@ -8,7 +8,7 @@ After a step no weight that was gathered before is used again, since a change ma
 
 The state that an optimizer has loaded must be that of this rank's shards (``optimizer_state``), and its update must be
 one of single elements where tensors are split. Every optimizer of the process is asked, since a model may be made by
-hand. One that also holds parameters which are not the grid's gets a warning: nobody reduces their gradients.
+hand. One that also holds parameters which are not the grid's gets a warning: Axo does not reduce their gradients.
 
 An optimizer that was made before ``axo.parallelize`` holds parameters that the model no longer has: its steps would
 train nothing, and are refused.
@@ -17,7 +17,7 @@ A model made by a plan takes the same input on all ranks along x and y (with Tes
 be mixed in silence, so inputs are compared, in the first training step or (``AXO_CHECK=1``) in all.
 
 A compiled model is refused unless ``keep_out_of_graphs`` was called: to trace its communication takes minutes a layer.
-So is one inside of torch's DistributedDataParallel, which gives every rank the shards of the first.
+So is one inside of torch's DistributedDataParallel, which broadcasts rank 0's parameters.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ if TYPE_CHECKING:
     from axo.overlap.engine import Engine
 
 
-# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it.
+# Optimizers by name whose step on a part of a tensor is not that part of the step on all of it. A subclass of another
+# name may know of the other parts.
 NOT_ELEMENTWISE = frozenset(("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP", "LAMB", "Lamb", "LARS", "Lars"))
 
 
@@ -95,21 +96,22 @@ def _check_those_there(engine: Engine, optimizer: Optimizer) -> None:
 def _warn_of_others(asked: weakref.WeakSet[Optimizer], engine: Engine, optimizer: Optimizer, _: Arguments) -> None:
     if optimizer in asked:
         return
-    asked.add(optimizer)
     held = [p for group in optimizer.param_groups for p in group["params"]]
-    others = [tuple(p.shape) for p in held if p.requires_grad and placement_of(p) is None]
+    if all(p.grad is None for p in held):  # a closure makes the first ones
+        return
+    asked.add(optimizer)
+    others = [tuple(p.shape) for p in held if p.grad is not None and placement_of(p) is None]
     if others and not {id(p) for p in held}.isdisjoint(id(p) for p in engine.parameters()):
         warnings.warn(
             f"axo: step(): {len(others)} parameters of this optimizer, of shape {others[0]}, are not the grid's."
-            " Nothing reduces their gradients over z and data, so they drift apart: put them into the model before"
+            " Axo does not reduce their gradients over z and data, so they drift apart: put them into the model before"
             " axo.parallelize, or reduce their gradients before the step",
             stacklevel=2,
         )
 
 
 def _check_state(owner: object, optimizer: Optimizer, arguments: Arguments) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if kinds & NOT_ELEMENTWISE and optimizer_state.shards_of(optimizer):
+    if type(optimizer).__name__ in NOT_ELEMENTWISE and optimizer_state.shards_of(optimizer):
         raise Refused(
             f"step(): {type(optimizer).__name__} does not update element by element, and its parameters are split over"
             " ranks; use an optimizer such as AdamW or SGD, or a grid with data ranks only and zero=0"
@@ -150,16 +152,19 @@ def watch_replaced(model: nn.Module, before: Replaced) -> None:
     before_steps(model, check)
 
 
-def refuse_wrapped() -> None:
+def refuse_wrapped(engine: Engine) -> None:
     """Refuse a forward pass that a compiler traces, or calls between two graphs, and one of DistributedDataParallel.
+
+    One that only calls the model, without its parameters (a frozen teacher), is right.
 
     Raises:
         Refused: It is one. Who has called ``keep_out_of_graphs`` runs without a compiler here.
     """
-    if DistributedDataParallel._get_active_ddp_module() is not None:
+    around = DistributedDataParallel._get_active_ddp_module()
+    if around is not None and not {id(p) for p in around.parameters()}.isdisjoint(map(id, engine.parameters())):
         raise Refused(
-            "DistributedDataParallel: it has given every rank the shards of rank 0; make the model anew and train what"
-            " axo.parallelize returns as it is, which reduces gradients over z and data itself"
+            "DistributedDataParallel: it broadcasts rank 0's parameters and reduces gradients a second time; make the"
+            " model anew and train what axo.parallelize returns as it is; Axo reduces gradients over z and data itself"
         )
     if torch.compiler.is_compiling() or callable(get_eval_frame_callback()):
         raise Refused(
