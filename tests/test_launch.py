@@ -296,6 +296,50 @@ def test_a_launch_on_another_thread_passes_no_signal_on() -> None:
     assert ran == "True" and refused.startswith("launch: terminate=True passes on a signal, which only the main thread")
 
 
+def signals_while_handlers_change() -> list[Any]:
+    """A signal as the first handler is set, and one as the first is put back: what each raised, told, and left."""
+    numbers = (signal.SIGINT, signal.SIGQUIT, signal.SIGTERM)
+    set_one, noted, found = signal.signal, list[int](), list[Any]()
+
+    def note(number: int, frame: Any) -> None:
+        noted.append(number)
+
+    def fail(number: int, frame: Any) -> None:
+        raise ArithmeticError
+
+    for when in (fail, note):
+        for number in numbers:
+            signal.signal(number, note)
+        os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGUSR1"
+
+        def set_with_a_signal(number: int, handler: Any, when: Any = when) -> Any:
+            earlier = set_one(number, handler)
+            if handler is when and number == signal.SIGINT:
+                signal.raise_signal(signal.SIGINT if when is fail else signal.SIGTERM)
+            return earlier
+
+        signal.signal = set_with_a_signal  # type: ignore[assignment]
+        raised = False
+        try:
+            with launch._handled(fail):
+                os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # as torch's launcher does
+        except ArithmeticError:
+            raised = True
+        signal.signal = set_one
+        left = [signal.getsignal(number) is note for number in numbers]
+        found.append((raised, list(noted), left, os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"]))
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return found
+
+
+def test_a_signal_at_the_edge_of_a_launch_leaves_no_handler_behind() -> None:
+    """The first came before anybody would have put them back; the second kept the rest from being put back."""
+    all_back = ([True, True, True], "SIGUSR1")
+    assert run_ranks(signals_while_handlers_change, 1)[0] == [
+        (True, [], *all_back), (False, [signal.SIGTERM], *all_back),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
 def test_ranks_that_the_terminal_has_ended_were_interrupted(number: signal.Signals) -> None:
     """The launcher got the signal, too; Python may have lost it in a destructor."""

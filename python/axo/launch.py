@@ -42,6 +42,7 @@ from axo.errors import Aborted, PeerLost, ResourceError, Timeout, user_message
 
 _LOOPBACK = "axo-loopback"
 _SHM = "/dev/shm"
+_TOLD = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 _ASKED = "asked-to-end"  # a file among the reports
 CONSEQUENCES = (PeerLost, Aborted)  # of what another rank did
 _GLOO_LOST_A_PEER = "gloo/transport"  # in the RuntimeError of torch's own collectives: trainers call some
@@ -302,16 +303,32 @@ def _check_files() -> None:
 
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
-    """Let ``handler`` have the signals that end a launch; those who had them get them back."""
+    """Let ``handler`` have the signals that end a launch; those who had them get them back.
+
+    Torch's launcher tells its ranks which it handles itself, in the environment, which is put back, too.
+    """
     hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN  # nohup's command goes on
     ending = [signal.SIGINT, signal.SIGQUIT, signal.SIGTERM, *([signal.SIGHUP] if hangs_up else [])]
     on_main = threading.current_thread() is threading.main_thread()  # the others cannot
-    before = {number: signal.signal(number, handler) for number in ending if on_main}
+    told = os.environ.get(_TOLD)
+    before: dict[signal.Signals, Any] = {}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     try:
+        for number in ending if on_main else ():
+            before[number] = signal.getsignal(number)
+            signal.signal(number, handler)
         yield
     finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # may raise what came just before
+        finally:
+            for number, earlier in before.items():
+                if earlier is not None:  # one that Python did not set, and cannot set again
+                    signal.signal(number, earlier)
+            os.environ.pop(_TOLD, None)
+            if told is not None:
+                os.environ[_TOLD] = told
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _meet_on_loopback(parameters: Any) -> Any:
