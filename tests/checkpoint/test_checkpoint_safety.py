@@ -23,6 +23,7 @@ import axo
 from axo.checkpoint import CheckpointError, consolidate, latest, load, save, storage
 from axo.checkpoint.folder import complete, name_of, whole_file
 from axo.checkpoint.parts import Parts
+from axo.checkpoint.ranks import PendingSave
 from tests.launcher import rank_outcomes, run_ranks
 
 
@@ -168,6 +169,38 @@ def test_only_what_axo_wrote_is_replaced_or_removed(tmp_path: Path) -> None:
     assert (folder / "src" / "main.py").read_text() == "print()" and (foreign / ".metadata").exists()
     assert latest(folder) == folder / name_of(3)
     assert names_in(tmp_path) == ["project"]
+
+
+def test_a_name_that_stays_listed_and_is_never_there_ends_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that is broken: the folder was read for ever."""
+    save(tmp_path, filled(1.0), step=1)
+    (tmp_path / name_of(2)).mkdir()
+    there = os.path.lexists
+    monkeypatch.setattr(os.path, "lexists", lambda path: Path(path).name != name_of(2) and there(path))
+    assert complete(tmp_path) == [tmp_path / name_of(1)]
+
+
+def test_an_interrupted_wait_does_not_forget_the_save() -> None:
+    class Interrupted:
+        times = 0
+
+        def finish(self) -> None:
+            self.times += 1
+            if self.times == 1:
+                raise KeyboardInterrupt
+
+        def wait(self) -> None:
+            self.finish()
+            raise CheckpointError("disk full")
+
+    waiting = PendingSave()
+    waiting.save = Interrupted()
+    for expected in (KeyboardInterrupt, CheckpointError):
+        with pytest.raises(expected):
+            waiting.wait()
+    waiting.wait()  # the error was told, once
 
 
 def test_runs_in_one_folder_keep_to_their_own(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ MARKER = "axo.json"
 _STEP = re.compile(r"step-(\d{8,})")
 _REPLACED = re.compile(r"\.step-(\d{8,})\.replaced")
 _LEFT_OVER = re.compile(r"\..+\.[0-9a-f]{8}\.(new|part|removed)")
+_ROUNDS = 100  # a broken file system may list for ever what it cannot find
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
@@ -92,8 +93,9 @@ def is_checkpoint(path: Path) -> bool:
 def complete(folder: str | os.PathLike[str]) -> list[Path]:
     """The complete checkpoints in ``folder`` that Axo wrote, of any run, oldest step first."""
     folder = Path(folder)
-    while True:
-        found: dict[int, Path] = {}
+    found: dict[int, Path] = {}
+    for _ in range(_ROUNDS):
+        found = {}
         gone = False
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():  # ".step-1.replaced" comes before "step-1"
             match = _STEP.fullmatch(path.name) or _REPLACED.fullmatch(path.name)
@@ -101,7 +103,8 @@ def complete(folder: str | os.PathLike[str]) -> list[Path]:
                 found[int(match[1])] = path
             gone |= match is not None and not os.path.lexists(path)
         if not gone:  # else a save has removed it since, and what it saved before that was not listed yet
-            return [path for _, path in sorted(found.items())]
+            break
+    return [path for _, path in sorted(found.items())]
 
 
 def latest(folder: str | os.PathLike[str], *, run: str | None = None) -> Path | None:

@@ -26,6 +26,7 @@ class PendingSave:
 
     def wait(self) -> None:
         """Block until it has ended, and raise its error."""
+        self.finish()  # first: an interrupted wait must not forget it
         save, self.save = self.save, None
         if save is not None:
             save.wait()
