@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -62,10 +63,13 @@ class Killer(threading.Thread):
                 time.sleep(0.002)
             time.sleep(wait)
             step, seen = self._step(seen), self.log.stat().st_size
-            ranks = self._ranks([])  # not those of before: on a busy machine a start may have failed by itself
-            if self.process.poll() is not None:
-                return
-            os.kill(self.draw.choice(ranks), signal.SIGKILL)
+            while True:
+                ranks = self._ranks([])  # not those of before: on a busy machine a start may have failed by itself
+                if self.process.poll() is not None:
+                    return
+                with suppress(ProcessLookupError):  # one that has ended since: draw again
+                    os.kill(self.draw.choice(ranks), signal.SIGKILL)
+                    break
             self.at.append(step or "start")
             self._ranks(ranks)
 
@@ -164,7 +168,8 @@ def test_torchruns_of_two_hosts_start_again_when_one_lost_a_rank(folder):
                 if "TORCHELASTIC_RESTART_COUNT" in told:  # it has begun
                     counts[rank] = told["RANK"], told["TORCHELASTIC_RESTART_COUNT"]
                     if counts[rank] == ("1", "0") and first.is_file():
-                        os.kill(rank, signal.SIGKILL)
+                        with suppress(ProcessLookupError):
+                            os.kill(rank, signal.SIGKILL)
             time.sleep(0.01)
     finally:
         for agent in agents:
