@@ -52,6 +52,7 @@ class Defect:
 
 
 CORE = "csrc/device/core.cpp"
+END = "csrc/device/core_end.cpp"
 DOES_NOT_BLOCK = Edit(CORE, "  config.blocking = 1;", "  config.blocking = 0;")
 THROWS = """    throw Error("communicator '" + member_.name + "': " + function +
                 " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
@@ -189,6 +190,13 @@ DEFECTS = (
         "cuda",
         "configuration_of_every_version",
         r"reserved_ctas\(\) == 8",
+    ),
+    Defect(
+        "11: aborts wait for each other",
+        (Edit(END, "    std::thread(careful).detach();", "    careful();"),),
+        "cuda",
+        "aborts_do_not_wait_for_each_other",
+        "TIMEOUT",
     ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]

@@ -1,5 +1,6 @@
 #include "device/context.h"
 
+#include <cstdint>
 #include <map>
 
 #include "base/error.h"
@@ -41,6 +42,7 @@ DeviceContext::~DeviceContext() {
   watchdog_.reset();
   last_shared_launch_ = {};
   gpu_->destroy_stream(shared_stream_);
+  gpu_->release(zero_word_);
 }
 
 void DeviceContext::launch(const std::vector<WorkStatePtr>& works) {
@@ -59,6 +61,15 @@ GpuStream DeviceContext::shared_stream(bool high_priority) {
     shared_stream_ = gpu_->create_stream(high_priority);
   }
   return shared_stream_;
+}
+
+void* DeviceContext::zero_word(GpuStream stream) {
+  if (!zero_word_) {
+    zero_word_ = gpu_->allocate(sizeof(std::uint32_t));
+    gpu_->set_bytes(zero_word_, 0, sizeof(std::uint32_t), stream);
+    gpu_->synchronize(stream);  // other communicators use it on other streams
+  }
+  return zero_word_;
 }
 
 }  // namespace axo

@@ -41,6 +41,9 @@ class DeviceContext : public GroupLauncher {
   Watchdog& watchdog() { return *watchdog_; }
   // The one stream of all communicators where they share it.
   GpuStream shared_stream(bool high_priority);
+  // A word of zero on the device, for barriers; made on `stream` at the first call, within a turn. Freed with the
+  // context alone: the runtime waits for the device there, on which a kernel of another communicator may be stuck.
+  void* zero_word(GpuStream stream);
   // Of those communicators, whatever stream each operation was on: one order for all that share.
   LastLaunch& last_shared_launch() { return last_shared_launch_; }
   void reserve_ctas(int ctas) { reserved_ctas_ += ctas; }
@@ -57,6 +60,7 @@ class DeviceContext : public GroupLauncher {
   std::unique_ptr<Watchdog> watchdog_;
   std::mutex mutex_;
   GpuStream shared_stream_ = nullptr;
+  void* zero_word_ = nullptr;
   LastLaunch last_shared_launch_;
   std::atomic<int> reserved_ctas_{0};
 };

@@ -1,11 +1,10 @@
-// A device communicator's life: made, used, looked after ten times a second by the watchdog, ended.
+// A device communicator's life: made, used, looked after ten times a second by the watchdog. Its end: core_end.cpp.
 #include "device/core.h"
 
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "base/deadline.h"
@@ -17,13 +16,8 @@ namespace {
 
 constexpr std::chrono::seconds kSuspicious{1};       // pending for longer: other ranks may have aborted
 constexpr std::chrono::milliseconds kSlow{100};      // the same: a peer of this host may have died, a call may hang
-constexpr std::chrono::seconds kPatientTurn{2};      // how long an abort waits for its turn
 constexpr Milliseconds kGlance{20};                  // for a key that is probably absent
 constexpr std::chrono::milliseconds kReports{1500};  // for all peers' reports together
-
-// What a failed rank tells the others begins with one of these, the first with the rank that is lost.
-constexpr const char* kLost = "lost:";
-constexpr const char* kAborted = "aborted";
 
 bool check_wanted(const DeviceOptions& options) {
   if (options.check >= 0) return options.check > 0;
@@ -98,8 +92,7 @@ void DeviceCore::start() {
   stream_ = shared ? context_->shared_stream(options_.high_priority) : gpu().create_stream(options_.high_priority);
   owns_stream_ = !shared;
   if (shared) last_ = &context_->last_shared_launch();
-  scratch_ = gpu().allocate(sizeof(std::uint32_t));
-  gpu().set_bytes(scratch_, 0, sizeof(std::uint32_t), stream_);
+  scratch_ = context_->zero_word(stream_);
   context_->reserve_ctas(options_.max_ctas);
   FlightLog::get().add(flight_);
   started_ = true;
@@ -465,129 +458,13 @@ bool DeviceCore::adopt_failure() {
   }
   const auto space = std::min(told.find(' '), told.size());
   const std::string text = told.substr(std::min(space + 1, told.size()));
-  const int peer = told.rfind(kLost, 0) == 0 ? std::atoi(told.c_str() + std::strlen(kLost)) : -1;
+  const int peer = told.rfind(kToldLost, 0) == 0 ? std::atoi(told.c_str() + std::strlen(kToldLost)) : -1;
   if (peer >= 0 && peer < size() && peer != rank()) {
     fail(std::make_exception_ptr(PeerLost("communicator '" + member_.name + "': " + text, peer)));
   } else {
     fail(std::make_exception_ptr(Aborted("communicator '" + member_.name + "' was aborted by another rank: " + text)));
   }
   return true;
-}
-
-// To the flight recorder and to the other ranks, once.
-void DeviceCore::tell_failure() {
-  Failure failure;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_told_ || !started_) return;
-    failure_told_ = true;
-    failure = failure_of(error_);
-  }
-  const bool lost = failure.kind == FailureKind::peer_lost && failure.peer >= 0;
-  flight_->failure(failure.text);
-  write_flight_file();
-  if (store_ && !heard_) {
-    try {
-      store_->set(key_ + "/abort", (lost ? kLost + std::to_string(failure.peer) : kAborted) + " rank " +
-                                       std::to_string(rank()) + ": " + failure.text);
-    } catch (const std::exception&) {  // peers will see their own timeout
-    }
-  }
-}
-
-// At every look, until the library has aborted: a communicator that is being made may have no handle yet.
-void DeviceCore::clean_up_failure() {
-  tell_failure();
-  if (comm_ || making_) {
-    // A call that is under way ends soon and gives its turn up. One that hangs is freed by the abort alone. NCCL's
-    // guide wants no thread inside then; but it sets its flags first and frees later, and there is no other way out.
-    auto turn = context_->queue().try_turn();
-    for (const auto until = Clock::now() + kPatientTurn; !turn && !hangs() && Clock::now() < until;
-         turn = context_->queue().try_turn()) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-    DeviceGuard guard(gpu(), context_->device());
-    abort_library();
-    if (making_) return;
-  }
-  std::deque<DeviceWorkPtr> works;
-  std::lock_guard<std::mutex> lock(mutex_);
-  works.swap(pending_);  // the device has let go of their tensors
-}
-
-// --- Ended. ---
-
-void DeviceCore::shutdown() {
-  std::deque<DeviceWorkPtr> works;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return;
-    works = pending_;
-  }
-  for (const auto& work : works) {
-    try {
-      const auto left = std::chrono::duration_cast<Milliseconds>(work->deadline() - Clock::now());
-      work->synchronize(std::max(left, Milliseconds(0)));
-    } catch (...) {  // the work keeps its error for whoever waits for it
-      fail(std::current_exception());
-    }
-  }
-  const auto turn = context_->queue().turn();
-  DeviceGuard guard(gpu(), context_->device());
-  if (!failed()) {
-    peers_->leave();
-    try {
-      drop_registrations();
-      call("ncclCommFinalize", [&] { return nccl()->CommFinalize(comm_); });
-      nccl().check(nccl()->CommDestroy(comm_), "ncclCommDestroy");
-      comm_ = nullptr;
-    } catch (...) {
-      fail(std::current_exception());
-    }
-  }
-  abort_library();
-  close();
-}
-
-void DeviceCore::close() {
-  std::deque<DeviceWorkPtr> works;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_) return;
-    closed_ = true;
-    works.swap(pending_);
-  }
-  if (started_) context_->reserve_ctas(-options_.max_ctas);
-  own_last_ = {};
-  gpu().release(scratch_);
-  if (owns_stream_) gpu().destroy_stream(stream_);
-}
-
-// Within a turn, or when nobody else has the communicator any more.
-void DeviceCore::abort_library() {
-  NcclComm comm = comm_.exchange(nullptr);
-  if (!comm && making_) {
-    comm = __atomic_load_n(&slot_, __ATOMIC_ACQUIRE);
-    if (comm && !making_.exchange(false)) comm = nullptr;  // whoever makes it has it now
-  }
-  if (!comm) return;
-  {
-    // The library frees what was registered with the communicator.
-    std::lock_guard<std::mutex> lock(mutex_);
-    registrations_.clear();
-    windows_.clear();
-  }
-  nccl()->CommAbort(comm);
-}
-
-DeviceCore::~DeviceCore() {
-  // Nobody can wait for peers here: a communicator that is dropped without shutdown is aborted, on this rank only.
-  try {
-    DeviceGuard guard(gpu(), context_->device());
-    abort_library();
-    close();
-  } catch (...) {  // the runtime is going away with the process
-  }
 }
 
 }  // namespace axo

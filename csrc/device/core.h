@@ -16,6 +16,10 @@
 
 namespace axo {
 
+// What a failed rank tells the others begins with one of these, the first with the rank that is lost.
+inline constexpr const char* kToldLost = "lost:";
+inline constexpr const char* kToldAborted = "aborted";
+
 class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
  public:
   // Collective: initialises a communicator of the ranks that hold `id`.
@@ -41,7 +45,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   const GpuRuntime& gpu() const { return context_->gpu(); }
   const NcclApi& nccl() const { return context_->nccl(); }
   GpuStream stream() const { return stream_; }
-  void* scratch() const { return scratch_; }  // a zero word on the device, for barriers
+  void* scratch() const { return scratch_; }  // the context's zero word
   NcclComm comm() const { return comm_; }
   FlightRecorder& flight() const { return *flight_; }
   OrderCheck* order_check() const { return order_check_.get(); }
@@ -97,7 +101,8 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   bool adopt_failure();
   void tell_failure();
   void clean_up_failure();
-  void abort_library();
+  void end_library();
+  NcclComm take_library();
   void drop_registration(void* handle, bool symmetric);
   void drop_registrations();
   void close();
@@ -132,7 +137,8 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   bool failure_told_ = false;
   bool heard_ = false;  // another rank's abort, which needs no passing on
   std::atomic<bool> closed_{false};
-  struct Inside {  // a thread is inside the library
+  std::atomic<bool> ending_{false};  // a thread is aborting the library's communicator
+  struct Inside {                    // a thread is inside the library
     const char* function = nullptr;
     Clock::time_point since{}, deadline{};
   };

@@ -100,6 +100,8 @@ int GpuRuntime::device_count() const {
   return count;
 }
 
+void GpuRuntime::set_device(int device) const { check(fn_.SetDevice(device), "SetDevice"); }
+
 std::string GpuRuntime::pci_bus_id(int device) const {
   char text[64] = {};
   check(fn_.DeviceGetPCIBusId(text, sizeof text - 1, device), "DeviceGetPCIBusId");

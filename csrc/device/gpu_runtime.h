@@ -86,6 +86,8 @@ class GpuRuntime {
   void check(int status, const char* name) const;
 
   int device_count() const;
+  // Makes `device` current on this thread, for good: for threads of Axo's own.
+  void set_device(int device) const;
   std::string pci_bus_id(int device) const;
   // In hex digits; a part of a GPU (MIG, CPX) has one of its own, where its bus id is that of the whole. "" where the
   // runtime has no call for it.

@@ -9,6 +9,9 @@
 #include "device/core.h"
 
 namespace axo {
+namespace {
+thread_local bool watches = false;
+}  // namespace
 
 Watchdog::Watchdog(std::shared_ptr<const GpuRuntime> gpu, int device) : state_(std::make_shared<State>()) {
   state_->gpu = std::move(gpu);
@@ -51,6 +54,8 @@ std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {
                     state.cores.end());
   return alive;
 }
+
+bool Watchdog::is_this_thread() { return watches; }
 
 std::vector<std::shared_ptr<DeviceCore>> Watchdog::cores() const { return living(*state_); }
 
@@ -96,6 +101,7 @@ void Watchdog::drop_kept(State& state) {
 }
 
 void Watchdog::run(const std::shared_ptr<State>& state) {
+  watches = true;
   // Without this, asking an event would break a capture that another thread has begun.
   std::unique_ptr<DeviceGuard> guard;
   try {

@@ -25,6 +25,8 @@ class Watchdog {
   void watch(const std::shared_ptr<DeviceCore>& core);
   // The communicators alive now.
   std::vector<std::shared_ptr<DeviceCore>> cores() const;
+  // Whether this is the thread of one: it must not wait for a device.
+  static bool is_this_thread();
   // Look at once: something failed.
   void wake();
   // Look often until no callback is open.

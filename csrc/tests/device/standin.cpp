@@ -124,6 +124,13 @@ void wait_until(const std::function<bool()>& done) {
   }
 }
 
+void synchronize_device(int device) {
+  wait_until([&] {
+    const auto& open = world().open;
+    return std::none_of(open.begin(), open.end(), [&](const NodePtr& node) { return node->device == device; });
+  });
+}
+
 void enqueue(Stream& stream, const Maker& make) {
   Lock hold(world().mutex);
   if (stream.graph) {
@@ -132,6 +139,7 @@ void enqueue(Stream& stream, const Maker& make) {
     return;
   }
   auto node = std::make_shared<Node>();
+  node->device = stream.device;
   if (stream.last && !stream.last->done) node->needs.push_back(stream.last);
   node->action = make();
   stream.last = node;
@@ -193,6 +201,7 @@ int wait(Stream& stream, Event& event) {
   if (stream.graph) return event.recorded ? kCaptureIsolation : kInvalidHandle;
   if (!event.node || event.node->done) return 0;
   auto node = std::make_shared<Node>();
+  node->device = stream.device;
   node->needs.push_back(event.node);
   if (stream.last && !stream.last->done) node->needs.push_back(stream.last);
   stream.last = node;
@@ -353,8 +362,10 @@ void replay(const std::shared_ptr<Graph>& graph, void* stream) {
   Stream& s = *stream_of(stream);
   std::vector<NodePtr> nodes;
   auto last = std::make_shared<Node>();
+  last->device = s.device;
   for (const auto& item : graph->items) {
     auto node = std::make_shared<Node>();
+    node->device = s.device;
     for (int need : item.needs) node->needs.push_back(nodes[need]);
     if (item.needs.empty() && s.last && !s.last->done) node->needs.push_back(s.last);
     node->action = item.make();

@@ -30,6 +30,7 @@ struct Action {
 struct Node {
   std::vector<std::shared_ptr<Node>> needs;
   Action action;
+  int device = 0;
   bool done = false;
 };
 using NodePtr = std::shared_ptr<Node>;
@@ -58,6 +59,8 @@ Event* event_of(void* handle);
 void enqueue(Stream& stream, const Maker& make);
 void progress();
 void wait_until(const std::function<bool()>& done);
+// Until nothing is left of what streams of the device hold. Not with lock() held.
+void synchronize_device(int device);
 
 void* create_stream(int priority);
 bool destroy_stream(void* handle);

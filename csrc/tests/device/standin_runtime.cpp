@@ -177,7 +177,9 @@ int FN(Malloc)(void** address, std::size_t bytes) {
   return 0;
 }
 int FN(Free)(void* address) {
-  ENTER("Free");
+  standin::note(NAME("Free"));
+  if (const int code = standin::injected(NAME("Free"))) return code;
+  standin::synchronize_device(standin::current_device());  // as CUDA's does, whoever the work belongs to
   return standin::release(address) ? 0 : kInvalidValue;
 }
 int FN(MallocAsync)(void** address, std::size_t bytes, void* stream) {

@@ -44,6 +44,57 @@ TEST(many_pending_operations) {
   });
 }
 
+// Both wait for a rank that does not come, and the second stands behind the first on the caller's stream. An abort of
+// NCCL's returns when the communicator's kernels are over (init.cc, commDestroySync).
+TEST(aborts_do_not_wait_for_each_other) {
+  Meet both(2);
+  ranks(2, [&](Rank& me) {
+    Comm a = me.connect("a"), b = me.connect("b");
+    a->set_timeout(Milliseconds(300));
+    b->set_timeout(Milliseconds(600));
+    both.here();
+    if (me.rank == 0) {
+      float x = 1, y = 1;
+      auto first = b->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream(true));
+      auto second = a->all_reduce(&y, &y, 1, f32, ReduceOp::sum, me.on_stream(true));
+      standin::synchronize(me.stream);  // a program's .item()
+      CHECK_THROWS(axo::Timeout, "on 'a'", second->wait());
+      CHECK_THROWS(axo::Timeout, "on 'b'", first->wait());
+      eventually([&] { return standin::aborts() >= 2; });
+    }
+    both.here();
+    a->shutdown();
+    b->shutdown();
+  });
+}
+
+// The watchdog drops the last reference to a communicator, which is aborted by that. It must go on looking after the
+// others, one of which has a kernel that only its own abort ends.
+TEST(a_dropped_communicator_does_not_hold_the_watchdog) {
+  Meet both(2);
+  ranks(2, [&](Rank& me) {
+    Comm dropped = me.connect("dropped"), stuck = me.connect("stuck");
+    stuck->set_timeout(Milliseconds(300));
+    void* other = standin::create_stream(0);
+    CallOptions on_other;
+    on_other.stream = other;
+    on_other.blocking = true;
+    standin::Gate gate;
+    float x = 1, y = 1;
+    standin::kernel(me.stream, [] {}, &gate);
+    dropped->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+    dropped.reset();  // the pending operation holds it
+    both.here();
+    std::shared_ptr<axo::Work> work;
+    if (me.rank == 0) work = stuck->all_reduce(&y, &y, 1, f32, ReduceOp::sum, on_other);
+    gate.open();
+    if (work) CHECK_THROWS(axo::Timeout, "on 'stuck'", work->synchronize(axo::kNoTimeout));
+    both.here();
+    stuck->shutdown();
+    standin::destroy_stream(other);
+  });
+}
+
 // The library itself hangs inside a call: the abort does not wait for its turn for ever.
 TEST(abort_of_a_call_that_hangs_in_the_library) {
   ranks(1, [](Rank& me) {
