@@ -198,6 +198,13 @@ DEFECTS = (
         "aborts_do_not_wait_for_each_other",
         "TIMEOUT",
     ),
+    Defect(
+        "12: clusters of thread blocks under a cap",
+        (Edit(CORE, "  if (cap > 0) config.cgaClusterSize = 0;\n", ""),),
+        "cuda",
+        "capped_operations_fit_where_a_product_left_room",
+        "did not complete",
+    ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]
 

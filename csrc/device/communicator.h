@@ -44,7 +44,7 @@ struct DeviceOptions {
   // a rank is what computation must leave free for all to be resident at once (reserved_ctas()).
   int min_ctas = 0;
   int max_ctas = 0;
-  int cga_cluster_size = -1;  // -1: the library's choice
+  int cga_cluster_size = -1;  // -1: none where max_ctas or a cap is given, else the library's choice
   // Copy-engine collectives where the library has them (2.28; gather-like operations on window memory): they take no
   // SM.
   bool zero_cta = false;

@@ -42,14 +42,17 @@ DeviceCore::DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<S
   options_.context.reset();  // held once, above
 }
 
-NcclConfig DeviceCore::config() const {
+NcclConfig DeviceCore::config(int cap) const {
   NcclConfig config = make_nccl_config(nccl().version());
   // Without blocking every launch makes and joins a thread (since 2.23), a split answers before its handle is there, a
   // window likewise, and a lone transfer before it is launched (until 2.23). A call that hangs is the watchdog's.
   config.blocking = 1;
+  // On a Hopper the library launches clusters of four thread blocks, each of which needs as many free multiprocessors
+  // of one GPC. Those that computation leaves to a capped communicator may lie anywhere.
+  if (cap > 0) config.cgaClusterSize = 0;
   if (options_.cga_cluster_size >= 0) config.cgaClusterSize = options_.cga_cluster_size;
   if (options_.min_ctas > 0) config.minCTAs = options_.min_ctas;
-  if (options_.max_ctas > 0) config.maxCTAs = options_.max_ctas;
+  if (cap > 0) config.maxCTAs = cap;
   config.splitShare = options_.split_share ? 1 : 0;
   config.commName = options_.name.c_str();
   if (options_.zero_cta && nccl().has_zero_cta()) config.CTAPolicy = kNcclPolicyZeroCta;
@@ -65,7 +68,7 @@ std::shared_ptr<DeviceCore> DeviceCore::create(std::shared_ptr<DeviceContext> co
   const auto turn = core->context_->queue().turn();
   DeviceGuard guard(core->gpu(), core->context_->device());
   core->prepare();
-  NcclConfig config = core->config();
+  NcclConfig config = core->config(options.max_ctas);
   core->call("ncclCommInitRankConfig", [&] {
     core->making_ = true;
     const int result = core->nccl()->CommInitRankConfig(&core->slot_, size, id, rank, &config);
@@ -110,8 +113,7 @@ std::shared_ptr<DeviceCore> DeviceCore::split(int color, int key, const std::str
   const std::string child_key = key_ + "/split/" + std::to_string(++splits_) + "/" + std::to_string(color);
   std::shared_ptr<DeviceCore> child(new DeviceCore(context_, store_, child_key, 0, 0, options));
   try {
-    NcclConfig config = child->config();
-    if (max_ctas > 0) config.maxCTAs = max_ctas;
+    NcclConfig config = child->config(max_ctas > 0 ? max_ctas : options.max_ctas);
     call("ncclCommSplit",
          [&] { return nccl()->CommSplit(comm_, color < 0 ? kNcclNoColor : color, key, &child->slot_, &config); });
     if (color < 0) return nullptr;

@@ -79,9 +79,9 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
  private:
   DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store, std::string key, int rank, int size,
              DeviceOptions options);
-  NcclConfig config() const;
-  void prepare();  // what the watchdog needs
-  void start();    // the handle is there: stream, reservation
+  NcclConfig config(int cap) const;  // on thread blocks, 0: none
+  void prepare();                    // what the watchdog needs
+  void start();                      // the handle is there: stream, reservation
   // enter() and leave() around `library_call`, within the communicator's own timeout.
   template <class LibraryCall>
   void call(const char* function, const LibraryCall& library_call) {

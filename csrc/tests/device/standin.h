@@ -104,6 +104,9 @@ struct Settings {
   int launch_polls = 0;    // the same for a launch; the work is on the stream only after them
   // Collective kernels that fit beside each other on a device, 0: all. One that is there stays until its peers come.
   int resident_kernels = 0;
+  // Multiprocessors that computation has left free in each GPC of a Hopper, 0: it runs nothing. A cluster of thread
+  // blocks needs one GPC.
+  int free_in_a_gpc = 0;
   int launch_order_read = -1;  // NCCL_LAUNCH_ORDER_IMPLICIT as the first communicator found it, -1: none was made yet
   bool register_nothing = false;
   std::string last_error;  // ncclGetLastError

@@ -234,6 +234,19 @@ void arrive(const ArrivalPtr& arrival, std::size_t number) {
   run(ranks);
 }
 
+// Thread blocks that must begin in one GPC, on a Hopper: those of a cluster. NCCL's default is 4, and 1 where that does
+// not divide the grid (init.cc, parseCommConfig; enqueue.cc, ncclLaunchKernel).
+int cluster_of(const Comm& comm) {
+#ifdef AXO_STANDIN_HIP
+  (void)comm;
+  return 1;
+#else
+  const auto given = [](int value, int otherwise) { return value == axo::kNcclUndefined ? otherwise : value; };
+  const int cluster = given(comm.config.cgaClusterSize, 4);
+  return cluster == 0 || given(comm.config.maxCTAs, 32) % cluster ? 1 : cluster;
+#endif
+}
+
 // Its place in the implicit order of a device's launches; empty: none.
 struct Place {
   std::shared_ptr<bool> after, begun;
@@ -267,6 +280,8 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls, const Place& place)
     const int most = standin::settings().resident_kernels;
     if (alive(comm) && !state->resident) {
       if (most > 0 && resident >= most) return false;
+      const int free = standin::settings().free_in_a_gpc;
+      if (free > 0 && cluster_of(*comm) > free) return false;
       ++resident;
       state->resident = true;
     }

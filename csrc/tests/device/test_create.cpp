@@ -203,6 +203,34 @@ TEST(split_by_color_and_key) {
   });
 }
 
+// On a Hopper NCCL launches clusters of thread blocks, which need multiprocessors of one GPC. What a product leaves
+// free may lie anywhere, so communicators with a cap have none, unless the user says so.
+TEST(capped_operations_fit_where_a_product_left_room) {
+  standin::settings().free_in_a_gpc = 3;
+  ranks(2, [](Rank& me) {
+    DeviceOptions options;
+    options.timeout = Milliseconds(4000);
+    Comm world = me.connect("world", options);
+    options.max_ctas = 8;
+    Comm narrow = me.connect("narrow", options), capped = world->capped(4, "capped");
+    options.cga_cluster_size = 2;
+    Comm clustered = me.connect("clustered", options), both = clustered->capped(4, "both");
+    for (Comm comm : {narrow, capped, clustered, both}) {
+      float x = 1;
+      comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(axo::kNoTimeout);
+      CHECK_EQ(x, 2.0f);
+    }
+    if (me.rank == 0) standin::settings().free_in_a_gpc = 1;
+    if (!is_hip()) {  // the user's own word
+      float x = 1;
+      auto work = both->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      CHECK_THROWS(axo::Timeout, "", work->synchronize(Milliseconds(50)));
+      both->abort("it does not fit");
+    }
+    for (Comm comm : {both, clustered, capped, narrow, world}) comm->shutdown();
+  });
+}
+
 // All versions: the handle is there when the call returns, however long the others take.
 TEST(a_split_waits_for_its_ranks) {
   for (int version : versions()) {

@@ -46,7 +46,8 @@ class DeviceOptions:
     Attributes:
         min_ctas, max_ctas: Thread blocks that one operation may use; 0: the library's choice. The sum of ``max_ctas``
             over a rank's communicators is what computation must leave free for all to run at once.
-        cga_cluster_size: Thread blocks in a cluster; -1: the library's choice.
+        cga_cluster_size: Thread blocks in a cluster; -1: none where ``max_ctas`` or a cap is given, else the library's
+            choice.
         zero_cta: Copy-engine collectives where the library has them (NCCL 2.28, registered memory): they take no SM.
         high_priority: Communication is scheduled before computation.
         timing: ``Work.duration()`` is measured; costs two more events an operation.
