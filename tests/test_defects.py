@@ -52,7 +52,6 @@ class Defect:
 
 
 CORE = "csrc/device/core.cpp"
-END = "csrc/device/core_end.cpp"
 DOES_NOT_BLOCK = Edit(CORE, "  config.blocking = 1;", "  config.blocking = 0;")
 THROWS = """    throw Error("communicator '" + member_.name + "': " + function +
                 " answers before it is done, which a communicator that blocks never does: take NCCL_COMM_BLOCKING=0 "
@@ -193,7 +192,7 @@ DEFECTS = (
     ),
     Defect(
         "11: aborts wait for each other",
-        (Edit(END, "    std::thread(careful).detach();", "    careful();"),),
+        (Edit("csrc/device/watchdog.cpp", "    quiet_thread(careful).detach();", "    careful();"),),
         "cuda",
         "aborts_do_not_wait_for_each_other",
         "TIMEOUT",
@@ -204,6 +203,13 @@ DEFECTS = (
         "cuda",
         "capped_operations_fit_where_a_product_left_room",
         "did not complete",
+    ),
+    Defect(
+        "13: memory is unmapped under running kernels",
+        (Edit("csrc/device/context.cpp", "  gpu_->synchronize_device();\n", ""),),
+        "cuda",
+        "memory_goes_when_the_device_is_done_with_it",
+        "not: waited",
     ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]

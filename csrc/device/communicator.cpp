@@ -65,8 +65,9 @@ class Impl final : public DeviceCommunicator {
     DeviceGuard guard(core_->gpu(), device());
     void* data = nullptr;
     core_->nccl().check(core_->nccl()->MemAlloc(&data, bytes), "ncclMemAlloc");
-    // Without a turn: the last reference may be a work's, which ends inside one.
-    return std::shared_ptr<void>(data, [c = core_](void* p) { c->nccl()->MemFree(p); });
+    return std::shared_ptr<void>(data, [c = core_](void* p) {
+      DeviceContext::release_when_idle(c->shared_context(), [c, p] { c->nccl()->MemFree(p); });
+    });
   }
   std::shared_ptr<void> register_buffer(void* data, std::size_t bytes, bool symmetric) override {
     AXO_CHECK(data && bytes, "register_buffer: bytes", bytes, "some memory");

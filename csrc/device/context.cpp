@@ -4,6 +4,7 @@
 #include <map>
 
 #include "base/error.h"
+#include "device/core.h"
 #include "device/work.h"
 
 namespace axo {
@@ -61,6 +62,42 @@ GpuStream DeviceContext::shared_stream(bool high_priority) {
     shared_stream_ = gpu_->create_stream(high_priority);
   }
   return shared_stream_;
+}
+
+void DeviceContext::release_when_idle(const std::shared_ptr<DeviceContext>& context, std::function<void()> release) {
+  try {
+    {
+      std::lock_guard<std::mutex> lock(context->mutex_);
+      context->dropped_.push_back(std::move(release));
+    }
+    if (Watchdog::is_this_thread() || context->queue_.is_my_turn()) {
+      Watchdog::elsewhere([context] {
+        context->gpu_->set_device(context->device_);
+        context->release_dropped();
+      });
+    } else {
+      context->release_dropped();
+    }
+  } catch (...) {  // the runtime is going away with the process
+  }
+}
+
+void DeviceContext::release_dropped() {
+  std::lock_guard<std::mutex> one(releasing_);
+  std::vector<std::function<void()>> dropped;
+  {
+    const auto cores = watchdog_->cores();  // perhaps the last references, which must not go within the turn
+    const auto turn = queue_.turn();
+    for (const auto& core : cores) {
+      if (core->captures()) return;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    dropped.swap(dropped_);
+  }
+  if (dropped.empty()) return;
+  DeviceGuard guard(*gpu_, device_);
+  gpu_->synchronize_device();
+  for (const auto& release : dropped) release();
 }
 
 void* DeviceContext::zero_word(GpuStream stream) {

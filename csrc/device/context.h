@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -46,6 +47,11 @@ class DeviceContext : public GroupLauncher {
   void* zero_word(GpuStream stream);
   // Of those communicators, whatever stream each operation was on: one order for all that share.
   LastLaunch& last_shared_launch() { return last_shared_launch_; }
+  // Calls `release` when what the device holds now is done: kernels may name the memory that it frees or unmaps. From
+  // any thread: one that must not wait leaves it to another. While the device captures nobody can wait for it: it is
+  // called at the next such release then, or when a communicator is shut down.
+  static void release_when_idle(const std::shared_ptr<DeviceContext>& context, std::function<void()> release);
+  void release_dropped();
   void reserve_ctas(int ctas) { reserved_ctas_ += ctas; }
   int reserved_ctas() const { return reserved_ctas_; }
 
@@ -61,6 +67,8 @@ class DeviceContext : public GroupLauncher {
   std::mutex mutex_;
   GpuStream shared_stream_ = nullptr;
   void* zero_word_ = nullptr;
+  std::mutex releasing_;  // one after the other, in order; the launch queue's turn is within
+  std::vector<std::function<void()>> dropped_;
   LastLaunch last_shared_launch_;
   std::atomic<int> reserved_ctas_{0};
 };

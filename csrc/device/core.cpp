@@ -218,6 +218,15 @@ void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, co
   if (last_->event && last_->stream != stream && last_->capture == capture) gpu().wait(stream, last_->event->handle());
 }
 
+bool DeviceCore::captures() const {
+  if (!started_ || closed_ || !last_->capture.active()) return false;
+  try {
+    return gpu().capture_info(last_->stream).active();
+  } catch (const Error&) {  // a stream of the caller's that is no more
+    return false;
+  }
+}
+
 void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture) {
   *last_ = {work->stream, done, capture};
   work->launched(std::move(start), std::move(done), capture.active());
@@ -282,8 +291,10 @@ std::shared_ptr<void> DeviceCore::register_buffer(void* data, std::size_t bytes,
     (symmetric ? windows_ : registrations_).insert(handle);
   }
   return std::shared_ptr<void>(data, [core = shared_from_this(), handle, symmetric](void*) {
-    const auto turn = core->context_->queue().turn();
-    core->drop_registration(handle, symmetric);
+    DeviceContext::release_when_idle(core->context_, [core, handle, symmetric] {
+      const auto turn = core->context_->queue().turn();
+      core->drop_registration(handle, symmetric);
+    });
   });
 }
 

@@ -62,6 +62,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   // Orders `stream` after `caller` and after the last operation: of this communicator, or of all on the shared stream.
   void order(GpuStream stream, GpuStream caller, bool after_caller, const Capture& capture);
   void launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture);
+  bool captures() const;  // its last operation is part of a graph that is not complete
   std::uint64_t next_sequence() { return ++issued_; }
   std::uint64_t issued() const { return issued_; }
 

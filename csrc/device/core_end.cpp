@@ -7,9 +7,7 @@
 // Whoever shuts it down waits for the thread for a while: at the end of a Python program that is comm/communicator.py.
 #include <algorithm>
 #include <chrono>
-#include <functional>
 #include <string>
-#include <system_error>
 #include <thread>
 
 #include "base/deadline.h"
@@ -20,21 +18,6 @@ namespace axo {
 namespace {
 
 constexpr std::chrono::seconds kPatient{2};  // how long an abort waits for its turn, and a shutdown for the abort
-
-// Made on the watchdog's thread, from which it has that all signals are blocked.
-void on_a_thread(const std::function<void()>& task) {
-  const auto careful = [task] {
-    try {
-      task();
-    } catch (...) {  // the runtime is going away with the process
-    }
-  };
-  try {
-    std::thread(careful).detach();
-  } catch (const std::system_error&) {  // no thread to be had: better late than never
-    careful();
-  }
-}
 
 }  // namespace
 
@@ -65,7 +48,7 @@ void DeviceCore::clean_up_failure() {
   if (ending_) return;
   if (comm_ || (making_ && __atomic_load_n(&slot_, __ATOMIC_ACQUIRE))) {
     if (ending_.exchange(true)) return;
-    on_a_thread([core = shared_from_this()] {
+    Watchdog::elsewhere([core = shared_from_this()] {
       core->gpu().set_device(core->context_->device());
       core->end_library();
     });
@@ -109,6 +92,7 @@ void DeviceCore::shutdown() {
       fail(std::current_exception());
     }
   }
+  context_->release_dropped();
   DeviceGuard guard(gpu(), context_->device());
   bool ends = false;
   if (!failed()) {
@@ -169,7 +153,7 @@ DeviceCore::~DeviceCore() {
     DeviceGuard guard(gpu(), context_->device());
     NcclComm comm = take_library();
     if (comm && Watchdog::is_this_thread()) {
-      on_a_thread([context = context_, comm] {
+      Watchdog::elsewhere([context = context_, comm] {
         context->gpu().set_device(context->device());
         context->nccl()->CommAbort(comm);
       });

@@ -138,6 +138,10 @@ void GpuRuntime::destroy_event(GpuEvent event) const noexcept {
 
 void GpuRuntime::synchronize(GpuStream stream) const { check(fn_.StreamSynchronize(stream), "StreamSynchronize"); }
 
+void GpuRuntime::synchronize_device() const noexcept {
+  if (fn_.DeviceSynchronize() != kGpuSuccess) fn_.GetLastError();
+}
+
 GpuEvent GpuRuntime::create_event(bool timing) const {
   GpuEvent event = nullptr;
   check(fn_.EventCreateWithFlags(&event, timing ? 0 : kEventDisableTiming), "EventCreateWithFlags");

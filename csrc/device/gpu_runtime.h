@@ -50,6 +50,7 @@ struct Capture {
   X(GetDeviceCount, (int* count))                                                         \
   X(GetDevice, (int* device))                                                             \
   X(SetDevice, (int device))                                                              \
+  X(DeviceSynchronize, ())                                                                \
   X(DeviceGetStreamPriorityRange, (int* least, int* greatest))                            \
   X(DeviceGetPCIBusId, (char* text, int length, int device))                              \
   X(StreamCreateWithPriority, (void** stream, unsigned flags, int))                       \
@@ -96,6 +97,8 @@ class GpuRuntime {
   GpuStream create_stream(bool high_priority) const;
   void destroy_stream(GpuStream stream) const noexcept;
   void synchronize(GpuStream stream) const;
+  // Waits for all that the current device holds, whoever it belongs to. A broken device is done too.
+  void synchronize_device() const noexcept;
   GpuEvent create_event(bool timing) const;
   void destroy_event(GpuEvent event) const noexcept;
   void record(GpuEvent event, GpuStream stream) const;

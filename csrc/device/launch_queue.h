@@ -11,8 +11,10 @@
 // such waits.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 namespace axo {
@@ -26,12 +28,34 @@ class LaunchQueue {
   // that error and the others go ahead. Throws when nothing was launched, after every work has ended with the error.
   void issue(const std::vector<DeviceWorkPtr>& works);
 
+  class Mutex {  // that knows who has it
+   public:
+    void lock() {
+      mutex_.lock();
+      owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+    }
+    bool try_lock() {
+      if (!mutex_.try_lock()) return false;
+      owner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
+      return true;
+    }
+    void unlock() {
+      owner_.store(std::thread::id(), std::memory_order_relaxed);
+      mutex_.unlock();
+    }
+    bool is_mine() const { return owner_.load(std::memory_order_relaxed) == std::this_thread::get_id(); }
+
+   private:
+    std::mutex mutex_;
+    std::atomic<std::thread::id> owner_{};
+  };
   // A turn for anything else that calls the library: init, split, registration, flags, abort.
-  std::unique_lock<std::mutex> turn() { return std::unique_lock<std::mutex>(mutex_); }
-  std::unique_lock<std::mutex> try_turn() { return std::unique_lock<std::mutex>(mutex_, std::try_to_lock); }
+  std::unique_lock<Mutex> turn() { return std::unique_lock<Mutex>(mutex_); }
+  std::unique_lock<Mutex> try_turn() { return std::unique_lock<Mutex>(mutex_, std::try_to_lock); }
+  bool is_my_turn() const { return mutex_.is_mine(); }
 
  private:
-  std::mutex mutex_;
+  Mutex mutex_;
 };
 
 }  // namespace axo

@@ -4,13 +4,32 @@
 
 #include <algorithm>
 #include <chrono>
+#include <system_error>
 
 #include "base/flight_recorder.h"
 #include "device/core.h"
 
 namespace axo {
 namespace {
+
 thread_local bool watches = false;
+
+// It blocks all signals: they belong to the program's own threads.
+std::thread quiet_thread(const std::function<void()>& task) {
+  sigset_t all, old;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &old);
+  std::thread thread;
+  try {
+    thread = std::thread(task);
+  } catch (...) {
+    pthread_sigmask(SIG_SETMASK, &old, nullptr);
+    throw;
+  }
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  return thread;
+}
+
 }  // namespace
 
 Watchdog::Watchdog(std::shared_ptr<const GpuRuntime> gpu, int device) : state_(std::make_shared<State>()) {
@@ -36,12 +55,21 @@ void Watchdog::watch(const std::shared_ptr<DeviceCore>& core) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->cores.push_back(core);
   if (thread_.joinable()) return;
-  // The thread blocks all signals: they belong to the program's own threads.
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  thread_ = std::thread(run, state_);
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+  thread_ = quiet_thread([state = state_] { run(state); });
+}
+
+void Watchdog::elsewhere(const std::function<void()>& task) {
+  const auto careful = [task] {
+    try {
+      task();
+    } catch (...) {  // the runtime is going away with the process
+    }
+  };
+  try {
+    quiet_thread(careful).detach();
+  } catch (const std::system_error&) {  // no thread to be had: better late than never
+    careful();
+  }
 }
 
 std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -27,6 +28,8 @@ class Watchdog {
   std::vector<std::shared_ptr<DeviceCore>> cores() const;
   // Whether this is the thread of one: it must not wait for a device.
   static bool is_this_thread();
+  // Runs `task` on a thread of its own, which nobody joins; what it throws is lost.
+  static void elsewhere(const std::function<void()>& task);
   // Look at once: something failed.
   void wake();
   // Look often until no callback is open.

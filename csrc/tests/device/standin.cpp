@@ -34,7 +34,7 @@ struct World {
   std::map<void*, std::unique_ptr<Stream>> streams;
   std::map<void*, std::unique_ptr<Event>> events;
   std::map<int, Stream> defaults;
-  std::set<void*> memory;
+  std::map<void*, std::size_t> memory;
   std::map<std::string, std::vector<int>> injections;
   std::vector<std::string> broken;
   std::vector<std::vector<std::string>*> logs;
@@ -234,6 +234,11 @@ int device_uuid(unsigned char* bytes, int device) {
   return 0;
 }
 
+bool captures() {
+  Lock hold(world().mutex);
+  return world().captures > 0;
+}
+
 bool captures_forbid_queries() {
   Lock hold(world().mutex);
   return world().captures > 0 && !thread_is_relaxed;
@@ -242,13 +247,21 @@ bool captures_forbid_queries() {
 void* allocate(std::size_t bytes) {
   Lock hold(world().mutex);
   void* address = std::calloc(1, bytes ? bytes : 1);
-  world().memory.insert(address);
+  world().memory[address] = bytes;
   return address;
 }
 
 bool release(void* address) {
   Lock hold(world().mutex);
-  if (world().memory.erase(address) == 0) return false;
+  const auto found = world().memory.find(address);
+  if (found == world().memory.end()) return false;
+  const char *begin = static_cast<char*>(address), *end = begin + found->second;
+  for (const NodePtr& node : world().open) {
+    for (const void* named : node->action.names) {
+      if (named >= begin && named < end) violation("memory is freed that work in flight names");
+    }
+  }
+  world().memory.erase(found);
   std::free(address);
   return true;
 }

@@ -26,6 +26,7 @@ std::recursive_mutex& lock();
 struct Action {
   std::function<bool()> ready = {};
   std::function<void()> run = {};
+  std::vector<const void*> names = {};  // memory that it touches
 };
 struct Node {
   std::vector<std::shared_ptr<Node>> needs;
@@ -72,10 +73,12 @@ int wait_value(void* stream, const void* address, std::uint32_t value);  // cycl
 int device_uuid(unsigned char* bytes, int device);
 int write_value(void* stream, void* address, std::uint32_t value);
 unsigned long long graph_id(const Graph& graph);
+bool captures();                 // one is under way
 bool captures_forbid_queries();  // a capture is under way and this thread has not relaxed its rules
 void relax(bool relaxed);
 
 void* allocate(std::size_t bytes);
+// Memory that is freed while work in flight names it is a broken rule.
 bool release(void* address);
 
 int& current_device();

@@ -274,6 +274,7 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls, const Place& place)
     state->numbers.push_back(p2p ? 0 : comm->collectives++);
   }
   Action action;
+  for (const Call& call : calls) action.names.insert(action.names.end(), {call.in, call.out});
   action.ready = [state, comm, place] {
     if (place.begun && alive(comm) && place.after && !*place.after) return false;
     int& resident = library().resident[comm->device];

@@ -84,6 +84,16 @@ int FN(StreamSynchronize)(void* stream) {
   standin::synchronize(stream);
   return 0;
 }
+int FN(DeviceSynchronize)() {
+  standin::note(NAME("DeviceSynchronize"));
+  if (const int code = standin::injected(NAME("DeviceSynchronize"))) return code;
+  if (standin::captures()) {
+    standin::violation("the device was waited for during a capture");
+    return kCaptureUnsupported;
+  }
+  standin::synchronize_device(standin::current_device());
+  return 0;
+}
 int FN(StreamWaitEvent)(void* stream, void* event, unsigned) {
   ENTER("StreamWaitEvent");
   Stream* s = standin::stream_of(stream);
@@ -199,14 +209,14 @@ int FN(MemcpyAsync)(void* to, const void* from, std::size_t bytes, int kind, voi
   ENTER("MemcpyAsync");
   Stream* s = standin::stream_of(stream);
   if (!s || kind != 4) return kInvalidValue;
-  standin::enqueue(*s, [=] { return standin::Action{{}, [=] { std::memmove(to, from, bytes); }}; });
+  standin::enqueue(*s, [=] { return standin::Action{{}, [=] { std::memmove(to, from, bytes); }, {to, from}}; });
   return 0;
 }
 int FN(MemsetAsync)(void* address, int byte, std::size_t bytes, void* stream) {
   ENTER("MemsetAsync");
   Stream* s = standin::stream_of(stream);
   if (!s) return kInvalidHandle;
-  standin::enqueue(*s, [=] { return standin::Action{{}, [=] { std::memset(address, byte, bytes); }}; });
+  standin::enqueue(*s, [=] { return standin::Action{{}, [=] { std::memset(address, byte, bytes); }, {address}}; });
   return 0;
 }
 int FN(GetLastError)() { return 0; }

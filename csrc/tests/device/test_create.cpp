@@ -358,6 +358,96 @@ TEST(windows_of_every_version) {
   eventually([] { return standin::live_allocations() == 0; });
 }
 
+// ncclMemFree unmaps at once (allocator.cc), so whoever drops the memory waits for what is in flight.
+TEST(memory_goes_when_the_device_is_done_with_it) {
+  if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_windows()); });
+  ranks(1, [](Rank& me) {
+    Comm comm = me.connect();
+    for (const bool window : {false, true}) {
+      auto memory = comm->allocate(64);
+      auto registered = comm->register_buffer(memory.get(), 64, window);
+      standin::Gate gate;
+      standin::kernel(me.stream, [] {}, &gate);
+      auto* x = static_cast<float*>(memory.get());
+      auto work = comm->all_reduce(x, x, 1, f32, ReduceOp::sum, me.on_stream());
+      std::atomic<bool> opens{false};
+      std::thread later([&] {
+        std::this_thread::sleep_for(Milliseconds(50));
+        opens = true;
+        gate.open();
+      });
+      registered.reset();
+      const bool waited = opens;
+      memory.reset();
+      later.join();
+      CHECK(waited);
+    }
+    comm->shutdown();
+  });
+  eventually([] { return standin::live_allocations() == 0; });
+}
+
+// The last reference is a work's, which the watchdog drops: it must not wait for a device on which another
+// communicator may be stuck.
+TEST(memory_that_the_watchdog_drops) {
+  if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_windows()); });
+  Meet both(2);
+  ranks(2, [&](Rank& me) {
+    Comm comm = me.connect("comm"), stuck = me.connect("stuck");
+    stuck->set_timeout(Milliseconds(300));
+    void* other = standin::create_stream(0);
+    CallOptions keeps = me.on_stream(), on_other;
+    on_other.stream = other;
+    on_other.blocking = true;
+    standin::Gate gate;
+    standin::kernel(me.stream, [] {}, &gate);
+    auto memory = comm->allocate(64);
+    auto window = comm->register_buffer(memory.get(), 64, true);
+    auto* x = static_cast<float*>(memory.get());
+    keeps.keep_alive = std::make_shared<std::pair<std::shared_ptr<void>, std::shared_ptr<void>>>(memory, window);
+    memory.reset();
+    window.reset();
+    comm->all_reduce(x, x, 1, f32, ReduceOp::sum, keeps);
+    keeps.keep_alive.reset();
+    both.here();
+    float y = 1;
+    std::shared_ptr<axo::Work> work;
+    if (me.rank == 0) work = stuck->all_reduce(&y, &y, 1, f32, ReduceOp::sum, on_other);
+    gate.open();
+    if (work) CHECK_THROWS(axo::Timeout, "on 'stuck'", work->synchronize(axo::kNoTimeout));
+    both.here();
+    stuck->shutdown();
+    comm->shutdown();
+    standin::destroy_stream(other);
+  });
+  eventually([] { return standin::live_allocations() == 0; });
+}
+
+// A device that captures cannot be waited for: what is dropped then goes later.
+TEST(memory_that_is_dropped_during_a_capture) {
+  if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_windows()); });
+  for (const bool blocking : {false, true}) {
+    ranks(1, [&](Rank& me) {
+      Comm comm = me.connect();
+      const int before = standin::live_allocations();
+      auto memory = comm->allocate(64);
+      auto window = comm->register_buffer(memory.get(), 64, true);
+      float x = 1;
+      standin::begin_capture(me.stream);
+      comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream(blocking))->wait();
+      window.reset();
+      memory.reset();
+      CHECK_EQ(standin::live_allocations(), before + 1);
+      std::shared_ptr<standin::Graph> graph;
+      CHECK_EQ(standin::end_capture(me.stream, graph), 0);
+      graph.reset();
+      comm->allocate(64).reset();
+      CHECK_EQ(standin::live_allocations(), before);
+      comm->shutdown();
+    });
+  }
+}
+
 TEST(deregistration_that_fails) {
   if (is_old()) return ranks(1, [](Rank& me) { CHECK(!me.context->nccl().has_registration()); });
   ranks(1, [](Rank& me) {
