@@ -81,7 +81,7 @@ class Gate:
 
 
 class Graph:
-    """``with gpu.capture() as graph: ...``, then ``graph.replay()``: the two calls of torch.cuda.CUDAGraph."""
+    """``with gpu.capture() as graph: ...``, then ``graph.replay()`` and ``reset()``, as torch.cuda.CUDAGraph has them."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -105,6 +105,13 @@ class Graph:
 
     def replay(self) -> None:
         self._library.standin_replay(ctypes.c_void_p(self._graph))
+
+    def reset(self) -> None:
+        if self._graph:
+            self._library.standin_drop_graph(ctypes.c_void_p(self._graph))
+        self._graph = None
+
+    __del__ = reset
 
 
 def install(folder: str | os.PathLike | None) -> Gpu:

@@ -156,8 +156,8 @@ DEFECTS = (
         (
             Edit(
                 "csrc/device/gpu_runtime.cpp",
-                "    capture_arguments_ = 3;\n",
-                "    capture_arguments_ = 3;\n"
+                '    get_device_ = library_.symbol("hipDeviceGet");\n',
+                '    get_device_ = library_.symbol("hipDeviceGet");\n'
                 '    wait_value_ = library_.symbol("hipStreamWaitValue32");\n'
                 '    write_value_ = library_.symbol("hipStreamWriteValue32");\n',
             ),
@@ -210,6 +210,26 @@ DEFECTS = (
         "cuda",
         "memory_goes_when_the_device_is_done_with_it",
         "not: waited",
+    ),
+    Defect(
+        "14: a communicator is closed under its graphs",
+        (Edit("csrc/device/core_end.cpp", "  if (!failed()) check_graphs();\n", ""),),
+        "cuda",
+        "a_communicator_is_not_closed_while_graphs_hold_it",
+        "expected axo::Error, nothing was thrown",
+    ),
+    Defect(
+        "15: what is capped shares buffers with its parent",
+        (
+            Edit(
+                "csrc/device/communicator.cpp",
+                '    AXO_CHECK(!core_->shares_buffers(), "capped: split_share", "true", "false");\n',
+                "",
+            ),
+        ),
+        "cuda",
+        "capped_operations_run_beside_those_of_their_parent",
+        "operations that share buffers run at once",
     ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]

@@ -162,8 +162,9 @@ class DeviceAxoCommunicator(AxoCommunicator):
 
     @cached_property  # it is asked for at every fused product
     def caps(self) -> tuple[int, ...]:
-        """None where the environment says how many: NCCL then ignores a communicator's own cap."""
-        return () if os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS") else CAPS
+        """None where the environment says how many (NCCL then ignores an own cap), or where buffers are shared."""
+        named = os.environ.get("NCCL_MAX_CTAS") or os.environ.get("NCCL_MIN_CTAS")
+        return () if named or getattr(self.communicator, "shares_buffers", False) else CAPS
 
     def capped(self, channels: int) -> FusedCommunicator:
         if channels in (0, self._channels):

@@ -19,6 +19,7 @@ class Impl final : public DeviceCommunicator {
   int device() const override { return core_->context().device(); }
   void* stream() const override { return core_->stream(); }
   int reserved_ctas() const override { return core_->context().reserved_ctas(); }
+  bool shares_buffers() const override { return core_->shares_buffers(); }
   int library_version() const override { return core_->nccl().version(); }
 
   // The blocking form holds the host, as its name promises.
@@ -44,6 +45,8 @@ class Impl final : public DeviceCommunicator {
   }
   std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) override {
     AXO_CHECK(max_ctas > 0, "capped: max_ctas", max_ctas, "at least 1");
+    // It runs beside this one, and the library asks the parent whether a part shares its buffers.
+    AXO_CHECK(!core_->shares_buffers(), "capped: split_share", "true", "false");
     AXO_CHECK(!inside_group(), "capped", "a call inside a group", "one outside: ranks must meet at once");
     return std::make_shared<Impl>(core_->split(0, rank(), name, max_ctas));
   }

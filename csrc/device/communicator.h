@@ -11,7 +11,8 @@
 //   they are let go on the thread of the watchdog, unlike those of the host (base/work.h).
 // Graphs. Calls on a stream that is capturing become part of its graph, with any number of communicators in one graph.
 //   wait() for the works of the call before the capture ends (it joins the streams again), and for those from before
-//   the capture before it begins. Replays of two graphs that hold the same communicator must not overlap.
+//   the capture before it begins. Replays of two graphs that hold the same communicator must not overlap. shutdown()
+//   throws, and changes nothing, while a graph lives that captured it; a communicator that is dropped then stays.
 // Narrower than the contract: send and recv match in issue order only (tags are compared under AXO_CHECK=1, and else
 //   ignored), and they are ordered against the collectives of the same communicator. Opposite transfers between two
 //   ranks belong in one group. int16, and bit operations on numbers, are moved but not reduced.
@@ -88,13 +89,15 @@ class DeviceCommunicator : public Communicator {
   virtual void write_flag(void* address, std::uint32_t value) = 0;
 
   // The same ranks as a communicator of its own whose operations take `max_ctas` thread blocks at most: for products
-  // that leave just as many multiprocessors free. Collective. reserved_ctas() does not count it.
+  // that leave just as many multiprocessors free. Collective. reserved_ctas() does not count it. Throws Error where
+  // split_share is on: both run at once.
   virtual std::shared_ptr<DeviceCommunicator> capped(int max_ctas, const std::string& name) = 0;
 
   virtual int device() const = 0;
   virtual void* stream() const = 0;
   // Sum of max_ctas over the live communicators of this rank and device.
   virtual int reserved_ctas() const = 0;
+  virtual bool shares_buffers() const = 0;  // split_share
   virtual int library_version() const = 0;  // 23203 is 2.32.3
 };
 

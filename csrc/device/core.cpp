@@ -229,6 +229,11 @@ bool DeviceCore::captures() const {
 
 void DeviceCore::launched(const DeviceWorkPtr& work, EventPtr start, EventPtr done, const Capture& capture) {
   *last_ = {work->stream, done, capture};
+  if (capture.active() && capture.id != counted_capture_) {
+    counted_capture_ = capture.id;
+    ++*graphs_;
+    if (!gpu().at_end_of_graph(work->stream, [graphs = graphs_] { --*graphs; })) --*graphs_;
+  }
   work->launched(std::move(start), std::move(done), capture.active());
   if (capture.active()) return;
   std::exception_ptr error;

@@ -40,6 +40,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
     return timeout_.exchange(timeout);
   }
   bool timing() const { return options_.timing; }
+  bool shares_buffers() const { return options_.split_share; }
   DeviceContext& context() const { return *context_; }
   const std::shared_ptr<DeviceContext>& shared_context() const { return context_; }
   const GpuRuntime& gpu() const { return context_->gpu(); }
@@ -107,6 +108,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   void drop_registration(void* handle, bool symmetric);
   void drop_registrations();
   void close();
+  void check_graphs() const;
   std::string arrivals(std::uint64_t sequence);
 
   const std::shared_ptr<DeviceContext> context_;
@@ -128,6 +130,10 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
   std::shared_ptr<DevicePeers> peers_;  // from before the library connects
   std::atomic<std::uint64_t> issued_{0};
   int splits_ = 0;
+
+  // Graphs that hold launches of it: their last references go on threads of the runtime's, perhaps after this.
+  std::shared_ptr<std::atomic<int>> graphs_ = std::make_shared<std::atomic<int>>(0);
+  unsigned long long counted_capture_ = 0;
 
   LastLaunch own_last_;
   LastLaunch* last_ = &own_last_;

@@ -18,6 +18,7 @@ namespace axo {
 namespace {
 
 constexpr std::chrono::seconds kPatient{2};  // how long an abort waits for its turn, and a shutdown for the abort
+constexpr std::chrono::milliseconds kLettingGo{500};
 
 }  // namespace
 
@@ -77,6 +78,19 @@ void DeviceCore::end_library() {
   context_->watchdog().wake();
 }
 
+// The library's end waits, within the call, for the graphs that captured the communicator; and so does an abort.
+void DeviceCore::check_graphs() const {
+  // The runtime lets go of a graph a little after the program has.
+  for (const auto until = Clock::now() + kLettingGo; *graphs_ > 0 && Clock::now() < until;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  const int graphs = *graphs_;
+  if (graphs <= 0) return;
+  throw Error("communicator '" + member_.name + "' is held by " + std::to_string(graphs) +
+              (graphs == 1 ? " graph that" : " graphs that") + " captured it; drop " + (graphs == 1 ? "it" : "them") +
+              " first");
+}
+
 void DeviceCore::shutdown() {
   std::deque<DeviceWorkPtr> works;
   {
@@ -84,6 +98,7 @@ void DeviceCore::shutdown() {
     if (closed_) return;
     works = pending_;
   }
+  if (!failed()) check_graphs();
   for (const auto& work : works) {
     try {
       const auto left = std::chrono::duration_cast<Milliseconds>(work->deadline() - Clock::now());
@@ -152,7 +167,8 @@ DeviceCore::~DeviceCore() {
   try {
     DeviceGuard guard(gpu(), context_->device());
     NcclComm comm = take_library();
-    if (comm && Watchdog::is_this_thread()) {
+    if (comm && *graphs_ > 0) {  // it stays, with what it holds: the abort would wait for the graphs
+    } else if (comm && Watchdog::is_this_thread()) {
       Watchdog::elsewhere([context = context_, comm] {
         context->gpu().set_device(context->device());
         context->nccl()->CommAbort(comm);

@@ -6,6 +6,9 @@
 namespace axo {
 namespace {
 
+constexpr unsigned kNoDestructorSync = 1;     // the only flag that there is, and it must be given
+constexpr unsigned kGraphTakesReference = 1;  // instead of one of its own
+
 const char* prefix_of(GpuVendor vendor) { return vendor == GpuVendor::cuda ? "cuda" : "hip"; }
 
 LibraryRequest request_for(GpuVendor vendor, const std::vector<std::string>& folders) {
@@ -53,6 +56,8 @@ GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vect
   AXO_GPU_FUNCTIONS(AXO_GPU_LOAD)
 #undef AXO_GPU_LOAD
   library_.load(&fn_.GetErrorString, prefix + "GetErrorString");
+  user_object_create_ = library_.symbol((prefix + "UserObjectCreate").c_str());
+  graph_retain_ = library_.symbol((prefix + "GraphRetainUserObject").c_str());
 
   if (vendor == GpuVendor::cuda) {
     // CUDA 12 keeps the old three-argument form under the plain name and the six-argument one as _v2; CUDA 13 has seven
@@ -70,8 +75,9 @@ GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vect
     get_device_ = driver_.symbol("cuDeviceGet");
     get_uuid_ = driver_.symbol("cuDeviceGetUuid_v2");  // the first form gives the whole GPU's
   } else {
-    capture_arguments_ = 3;
-    capture_info_ = library_.required("hipStreamGetCaptureInfo");
+    capture_info_ = library_.symbol("hipStreamGetCaptureInfo_v2");
+    capture_arguments_ = capture_info_ ? 6 : 3;
+    if (!capture_info_) capture_info_ = library_.required("hipStreamGetCaptureInfo");
     get_device_ = library_.symbol("hipDeviceGet");
     get_uuid_ = library_.symbol("hipDeviceGetUuid");
   }
@@ -205,20 +211,43 @@ Capture GpuRuntime::capture_info(GpuStream stream) const {
   check(fn_.StreamIsCapturing(stream, &status), "StreamIsCapturing");
   if (status == static_cast<int>(CaptureStatus::none)) return {};
   Capture capture;
-  int result = 0;
-  if (capture_arguments_ == 3) {
-    using Fn = int (*)(void*, int*, unsigned long long*);
-    result = reinterpret_cast<Fn>(capture_info_)(stream, &status, &capture.id);
-  } else if (capture_arguments_ == 6) {
-    using Fn = int (*)(void*, int*, unsigned long long*, void**, const void**, std::size_t*);
-    result = reinterpret_cast<Fn>(capture_info_)(stream, &status, &capture.id, nullptr, nullptr, nullptr);
-  } else {
-    using Fn = int (*)(void*, int*, unsigned long long*, void**, const void**, const void**, std::size_t*);
-    result = reinterpret_cast<Fn>(capture_info_)(stream, &status, &capture.id, nullptr, nullptr, nullptr, nullptr);
-  }
-  check(result, "StreamGetCaptureInfo");
+  check(ask_capture(stream, &status, &capture.id, nullptr), "StreamGetCaptureInfo");
   capture.status = static_cast<CaptureStatus>(status);
   return capture;
+}
+
+int GpuRuntime::ask_capture(GpuStream stream, int* status, unsigned long long* id, void** graph) const {
+  if (capture_arguments_ == 3) {
+    using Fn = int (*)(void*, int*, unsigned long long*);
+    return reinterpret_cast<Fn>(capture_info_)(stream, status, id);
+  }
+  if (capture_arguments_ == 6) {
+    using Fn = int (*)(void*, int*, unsigned long long*, void**, const void**, std::size_t*);
+    return reinterpret_cast<Fn>(capture_info_)(stream, status, id, graph, nullptr, nullptr);
+  }
+  using Fn = int (*)(void*, int*, unsigned long long*, void**, const void**, const void**, std::size_t*);
+  return reinterpret_cast<Fn>(capture_info_)(stream, status, id, graph, nullptr, nullptr, nullptr);
+}
+
+bool GpuRuntime::at_end_of_graph(GpuStream stream, std::function<void()> fn) const {
+  if (!user_object_create_ || !graph_retain_ || capture_arguments_ == 3) return false;
+  int status = 0;
+  unsigned long long id = 0;
+  void *graph = nullptr, *object = nullptr;
+  check(ask_capture(stream, &status, &id, &graph), "StreamGetCaptureInfo");
+  if (!graph) return false;
+  using Create = int (*)(void** object, void* data, void (*destroy)(void*), unsigned references, unsigned flags);
+  using Retain = int (*)(void* graph, void* object, unsigned references, unsigned flags);
+  auto data = std::make_unique<std::function<void()>>(std::move(fn));
+  const auto destroy = [](void* given) {
+    const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(given));
+    (*own)();
+  };
+  check(reinterpret_cast<Create>(user_object_create_)(&object, data.get(), destroy, 1, kNoDestructorSync),
+        "UserObjectCreate");
+  data.release();
+  check(reinterpret_cast<Retain>(graph_retain_)(graph, object, 1, kGraphTakesReference), "GraphRetainUserObject");
+  return true;
 }
 
 void GpuRuntime::relax_capture_rules() const {

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -114,6 +115,9 @@ class GpuRuntime {
   void release(void* address) const noexcept;
 
   Capture capture_info(GpuStream stream) const;
+  // `fn` is called once, on a thread of the runtime's that must not call it, when the graph that `stream` records has
+  // gone, with all that was made of it. False where the runtime cannot: `fn` is never called.
+  bool at_end_of_graph(GpuStream stream, std::function<void()> fn) const;
   // This thread may then query events while another thread captures a graph. For helper threads only.
   void relax_capture_rules() const;
 
@@ -126,6 +130,9 @@ class GpuRuntime {
  private:
   friend class DeviceGuard;
   GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vector<std::string>& folders);
+
+  // The graph too, where the runtime tells it.
+  int ask_capture(GpuStream stream, int* status, unsigned long long* id, void** graph) const;
 
   struct Table {
 #define AXO_GPU_FIELD(name, arguments) int(*name) arguments = nullptr;
@@ -140,6 +147,8 @@ class GpuRuntime {
   Table fn_;
   void* capture_info_ = nullptr;
   int capture_arguments_ = 0;
+  void* user_object_create_ = nullptr;
+  void* graph_retain_ = nullptr;
   void* wait_value_ = nullptr;
   void* write_value_ = nullptr;
   void* get_device_ = nullptr;

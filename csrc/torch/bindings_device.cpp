@@ -121,6 +121,7 @@ void bind_device(py::module_& m) {
       .def_property_readonly("device", &DeviceCommunicator::device)
       .def_property_readonly("stream", [](DeviceCommunicator& c) { return reinterpret_cast<Address>(c.stream()); })
       .def_property_readonly("reserved_ctas", &DeviceCommunicator::reserved_ctas)
+      .def_property_readonly("shares_buffers", &DeviceCommunicator::shares_buffers)
       .def_property_readonly("library_version", &DeviceCommunicator::library_version);
 
   m.def(

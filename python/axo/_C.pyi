@@ -87,6 +87,7 @@ class DeviceCommunicator(Communicator):
     device: int
     stream: int
     reserved_ctas: int
+    shares_buffers: bool
     library_version: int
     def all_reduce_scaled(self, *args: Any) -> Work | None: ...
     def reduce_scatter_scaled(self, *args: Any) -> Work | None: ...

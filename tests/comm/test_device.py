@@ -266,6 +266,9 @@ def groups_and_graphs(folder):
         got = [tensor[0].item() for tensor in tensors]
         assert got == [2.0 * round_, 2.0 * round_, 4.0 * round_], (round_, got)
     assert graph.nodes >= 6 and not gpu.violations()
+    with pytest.raises(axo.Error, match="'world' is held by 1 graph that captured it; drop it first"):
+        comms.world.close()
+    graph.reset()
     comms.world.barrier()
     sub = comms.world.split(rank % 2, -rank, name="odd")
     assert isinstance(sub, axo.DeviceCommunicator) and (sub.size, sub.rank) == (2, 1 - rank // 2)

@@ -18,6 +18,7 @@ struct Graph {
   unsigned long long id = 0;
   std::vector<Item> items;
   std::set<Stream*> members;
+  std::vector<std::function<void()>> at_end;
 };
 
 namespace {
@@ -351,7 +352,17 @@ void begin_capture(void* stream) {
 int end_capture(void* stream, std::shared_ptr<Graph>& graph) {
   Lock hold(world().mutex);
   Stream& origin = *stream_of(stream);
-  graph = origin.graph;
+  struct Owner {
+    std::shared_ptr<Graph> graph;
+    ~Owner() {
+      Lock hold(world().mutex);
+      for (const auto& fn : graph->at_end) fn();
+      progress();
+    }
+  };
+  const auto owner = std::make_shared<Owner>();
+  owner->graph = origin.graph;
+  graph = std::shared_ptr<Graph>(owner, owner->graph.get());
   --world().captures;
   std::set<int> reached;
   std::vector<int> todo = origin.tails;
@@ -393,6 +404,10 @@ void replay(const std::shared_ptr<Graph>& graph, void* stream) {
 
 std::size_t nodes_in(const Graph& graph) { return graph.items.size(); }
 unsigned long long graph_id(const Graph& graph) { return graph.id; }
+void at_end_of(Graph& graph, const std::function<void()>& fn) {
+  Lock hold(world().mutex);
+  graph.at_end.push_back(fn);
+}
 
 int aborts() {
   Lock hold(world().mutex);

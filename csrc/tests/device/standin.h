@@ -73,6 +73,8 @@ int wait_value(void* stream, const void* address, std::uint32_t value);  // cycl
 int device_uuid(unsigned char* bytes, int device);
 int write_value(void* stream, void* address, std::uint32_t value);
 unsigned long long graph_id(const Graph& graph);
+// `fn` is called when nobody has the graph of end_capture() any more. Events do not hold it.
+void at_end_of(Graph& graph, const std::function<void()>& fn);
 bool captures();                 // one is under way
 bool captures_forbid_queries();  // a capture is under way and this thread has not relaxed its rules
 void relax(bool relaxed);

@@ -85,6 +85,9 @@ struct Comm {
   std::size_t collectives = 0, splits = 0;
   int polls = 0;  // "in progress" answers still to give
   int jobs = 0;   // threads that still work for a call that has returned
+  // Kernels on the device that use the same buffers: its own, and those of relatives that share them.
+  std::shared_ptr<int> running = std::make_shared<int>(0);
+  int graphs = 0;  // that hold launches of it (localPersistentRefs)
   bool blocking() const { return config.blocking != 0; }
   bool finalized = false;
   int async = 0;
@@ -285,10 +288,11 @@ Action kernel_of(Comm* comm, const std::vector<Call>& calls, const Place& place)
       if (free > 0 && cluster_of(*comm) > free) return false;
       ++resident;
       state->resident = true;
+      if ((*comm->running)++ > 0) standin::violation("operations that share buffers run at once");
     }
     if (place.begun) *place.begun = true;
     const auto leave = [&] {
-      if (state->resident) --resident;
+      if (state->resident) --resident, --*comm->running;
       state->resident = false;
       return true;
     };
@@ -360,6 +364,10 @@ int launch(const std::vector<std::tuple<Comm*, void*, Call>>& calls, Hold& hold)
   if (polls > 0) result = lone_message && version() < 22400 ? axo::kNcclSuccess : axo::kNcclInProgress;
   for (const auto& [where, list] : kernels) {
     Comm* comm = where.first;
+    if (where.second->graph) {
+      ++comm->graphs;
+      standin::at_end_of(*where.second->graph, [comm] { --comm->graphs; });
+    }
     const Place place = ordered(*comm) && !where.second->graph ? next_place(*comm) : Place{};
     const standin::Maker make = [comm, calls = list, place] { return kernel_of(comm, calls, place); };
     if (polls > 0) {

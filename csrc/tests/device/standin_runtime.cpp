@@ -108,11 +108,12 @@ int FN(StreamIsCapturing)(void* stream, int* status) {
   return 0;
 }
 
-static int capture_info(void* stream, int* status, unsigned long long* id) {
+static int capture_info(void* stream, int* status, unsigned long long* id, void** graph = nullptr) {
   const Stream* s = standin::stream_of(stream);
   if (!s) return kInvalidHandle;
   *status = s->graph ? 1 : 0;
   *id = s->graph ? standin::graph_id(*s->graph) : 0;
+  if (graph) *graph = s->graph.get();
   return 0;
 }
 #if defined(AXO_STANDIN_HIP)
@@ -120,12 +121,18 @@ int hipStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id) {
   ENTER("StreamGetCaptureInfo");
   return capture_info(stream, status, id);
 }
+int hipStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, const void** needs,
+                               std::size_t* count) {
+  ENTER("StreamGetCaptureInfo");
+  if (needs || count) return kInvalidValue;
+  return capture_info(stream, status, id, graph);
+}
 #elif defined(AXO_STANDIN_CUDA13)
 int cudaStreamGetCaptureInfo(void* stream, int* status, unsigned long long* id, void** graph, const void** needs,
                              const void** edges, std::size_t* count) {
   ENTER("StreamGetCaptureInfo");
-  if (graph || needs || edges || count) return kInvalidValue;
-  return capture_info(stream, status, id);
+  if (needs || edges || count) return kInvalidValue;
+  return capture_info(stream, status, id, graph);
 }
 #else
 // CUDA 12: the plain name has three arguments and must not be called.
@@ -136,10 +143,30 @@ int cudaStreamGetCaptureInfo(void*, int*, unsigned long long*) {
 int cudaStreamGetCaptureInfo_v2(void* stream, int* status, unsigned long long* id, void** graph, const void** needs,
                                 std::size_t* count) {
   ENTER("StreamGetCaptureInfo");
-  if (graph || needs || count) return kInvalidValue;
-  return capture_info(stream, status, id);
+  if (needs || count) return kInvalidValue;
+  return capture_info(stream, status, id, graph);
 }
 #endif
+
+struct UserObject {
+  void* data;
+  void (*destroy)(void*);
+};
+int FN(UserObjectCreate)(void** object, void* data, void (*destroy)(void*), unsigned references, unsigned flags) {
+  ENTER("UserObjectCreate");
+  if (references != 1 || flags != 1) return kInvalidValue;
+  *object = new UserObject{data, destroy};
+  return 0;
+}
+int FN(GraphRetainUserObject)(void* graph, void* object, unsigned references, unsigned flags) {
+  ENTER("GraphRetainUserObject");
+  if (!graph || references != 1 || flags != 1) return kInvalidValue;  // 1: the graph takes over the only reference
+  standin::at_end_of(*static_cast<standin::Graph*>(graph), [own = static_cast<UserObject*>(object)] {
+    own->destroy(own->data);
+    delete own;
+  });
+  return 0;
+}
 
 int FN(ThreadExchangeStreamCaptureMode)(int* mode) {
   ENTER("ThreadExchangeStreamCaptureMode");

@@ -177,18 +177,22 @@ TEST(split_by_color_and_key) {
     standin::synchronize(me.stream);
     CHECK_EQ(all[0], static_cast<float>(me.rank / 2 * 2 + 1));
     CHECK_EQ(all[1], static_cast<float>(me.rank / 2 * 2));
+    CHECK_THROWS(axo::Error, "split_share: got true, expected false", world->capped(16, "wide"));
     // All ranks again, with a cap of its own, which whoever uses it reserves.
-    auto capped = world->capped(16, "wide");
+    options.split_share = false;
+    Comm apart = me.connect("apart", options);
+    auto capped = apart->capped(16, "wide");
     CHECK(text(standin::calls()).find("splitShare=0 maxCTAs=16") != std::string::npos);
     CHECK_EQ(capped->rank(), me.rank);
     CHECK_EQ(capped->size(), 4);
-    CHECK_EQ(world->reserved_ctas(), 8);
-    CHECK_THROWS(axo::Error, "max_ctas: got 0, expected at least 1", world->capped(0, "none"));
+    CHECK_EQ(world->reserved_ctas(), 12);
+    CHECK_THROWS(axo::Error, "max_ctas: got 0, expected at least 1", apart->capped(0, "none"));
     float sum = 1;
     capped->all_reduce(&sum, &sum, 1, f32, axo::ReduceOp::sum, me.on_stream())->wait();
     standin::synchronize(me.stream);
     CHECK_EQ(sum, 4.0f);
     capped->shutdown();
+    apart->shutdown();
     CHECK_EQ(world->reserved_ctas(), 8);
     // Some take no part.
     auto some = world->split(me.rank == 3 ? -1 : 0, 0, "some");
@@ -229,6 +233,37 @@ TEST(capped_operations_fit_where_a_product_left_room) {
     }
     for (Comm comm : {both, clustered, capped, narrow, world}) comm->shutdown();
   });
+}
+
+// NCCL reads the parent's splitShare (init.cc, ncclCommInitChildComm), and what shares buffers must not run at once.
+TEST(capped_operations_run_beside_those_of_their_parent) {
+  Meet issued(2);
+  for (const bool share : {false, true}) {
+    ranks(2, [&](Rank& me) {
+      DeviceOptions options;
+      options.split_share = share;
+      options.streams = axo::StreamPolicy::own;
+      Comm world = me.connect("world", options), capped;
+      try {
+        capped = world->capped(4, "capped");
+      } catch (const axo::Error&) {
+        CHECK(share);
+        return world->shutdown();
+      }
+      float x = 1, y = 1;
+      std::shared_ptr<axo::Work> first;
+      if (me.rank == 0) first = world->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      issued.here();  // rank 1 is late for the one, and so rank 0 holds it while the other runs
+      auto second = capped->all_reduce(&y, &y, 1, f32, ReduceOp::sum, me.on_stream());
+      second->synchronize(Milliseconds(10000));
+      issued.here();
+      if (me.rank == 1) first = world->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
+      first->synchronize(Milliseconds(10000));
+      CHECK_EQ(x + y, 4.0f);
+      capped->shutdown();
+      world->shutdown();
+    });
+  }
 }
 
 // All versions: the handle is there when the call returns, however long the others take.

@@ -157,6 +157,7 @@ TEST(one_graph_holds_all_communicators) {
     // And as before, outside.
     axes[1]->all_reduce(&v[1], &v[1], 1, f32, ReduceOp::sum, me.on_stream())->synchronize(Milliseconds(30000));
     CHECK_EQ(v[1], 4.0f);
+    graph.reset();
     for (Comm comm : axes) comm->shutdown();
   });
 }
@@ -169,6 +170,7 @@ TEST(a_work_that_was_not_waited_for_spoils_the_capture) {
     auto work = comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream());
     std::shared_ptr<standin::Graph> graph;
     CHECK_EQ(standin::end_capture(me.stream, graph), 904);  // the runtime says so
+    graph.reset();
     comm->shutdown();
   });
 }
@@ -202,8 +204,39 @@ TEST(flags_and_groups_in_a_graph) {
     }
     standin::synchronize(me.stream);
     CHECK_EQ(x + y, 4.0f);
+    graph.reset();
     a->shutdown();
     b->shutdown();
+  });
+}
+
+// NCCL's end waits for the graphs that captured the communicator (init.cc, commDestroySync).
+TEST(a_communicator_is_not_closed_while_graphs_hold_it) {
+  ranks(2, [](Rank& me) {
+    Comm comm = me.connect(), other = me.connect("other"), dropped = me.connect("dropped");
+    comm->set_timeout(Milliseconds(3000));
+    float x = 1;
+    std::shared_ptr<standin::Graph> graphs[2];
+    for (auto& graph : graphs) {
+      standin::begin_capture(me.stream);
+      for (const bool blocking : {true, false}) {
+        comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream(blocking))->wait();
+      }
+      dropped->barrier(me.on_stream(true));
+      CHECK_EQ(standin::end_capture(me.stream, graph), 0);
+    }
+    CHECK_THROWS(axo::Error, "'world' is held by 2 graphs that captured it; drop them first", comm->shutdown());
+    dropped.reset();  // without an abort, which would wait for the graphs too
+    CHECK_EQ(standin::aborts(), 0);
+    graphs[0].reset();
+    CHECK_THROWS(axo::Error, "is held by 1 graph that", comm->shutdown());
+    other->shutdown();                      // of no graph
+    standin::replay(graphs[1], me.stream);  // and it is as good as before
+    comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(axo::kNoTimeout);
+    CHECK_EQ(x, 8.0f);
+    graphs[1].reset();
+    comm->shutdown();
+    CHECK(text(sequence()).find("ncclCommAbort") == std::string::npos);
   });
 }
 
@@ -221,6 +254,7 @@ TEST(a_communicator_that_is_being_captured_elsewhere) {
                  comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream()));
     std::shared_ptr<standin::Graph> graph;
     standin::end_capture(other, graph);
+    graph.reset();
     comm->shutdown();
     standin::destroy_stream(other);
   });

@@ -376,6 +376,7 @@ void* standin_end_capture() {
 void standin_replay(void* graph) {
   standin::replay(*static_cast<std::shared_ptr<standin::Graph>*>(graph), stream_now());
 }
+void standin_drop_graph(void* graph) { delete static_cast<std::shared_ptr<standin::Graph>*>(graph); }
 int standin_nodes(void* graph) {
   return static_cast<int>(standin::nodes_in(**static_cast<std::shared_ptr<standin::Graph>*>(graph)));
 }

@@ -51,7 +51,8 @@ class DeviceOptions:
         zero_cta: Copy-engine collectives where the library has them (NCCL 2.28, registered memory): they take no SM.
         high_priority: Communication is scheduled before computation.
         timing: ``Work.duration()`` is measured; costs two more events an operation.
-        split_share: The axes share the world's buffers; operations of both must then not overlap.
+        split_share: The axes share the world's buffers; operations of both must then not overlap, and none can be
+            capped.
         streams: ``"own"`` for each communicator, one ``"shared"`` by all of a rank, or ``"auto"``: own where the
             library lets kernels begin in the order of their launches (NCCL 2.26), else shared. Own streams without that
             order can deadlock.
@@ -159,6 +160,11 @@ class DeviceCommunicator(Communicator):
     def reserved_ctas(self) -> int:
         """Thread blocks to leave free for communication: the sum of ``max_ctas`` over this rank's communicators."""
         return 0 if self._core is None else self._core.reserved_ctas
+
+    @property
+    def shares_buffers(self) -> bool:
+        """``DeviceOptions(split_share=True)``: it and its parts must not run at once: no :meth:`capped`."""
+        return self._core is not None and self._core.shares_buffers
 
     def capped(self, max_ctas: int) -> DeviceCommunicator:
         """The same ranks through a communicator of its own whose operations take ``max_ctas`` thread blocks at most.
