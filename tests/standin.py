@@ -81,7 +81,7 @@ class Gate:
 
 
 class Graph:
-    """``with gpu.capture() as graph: ...``, then ``graph.replay()`` and ``reset()``, as torch.cuda.CUDAGraph has them."""
+    """``with gpu.capture() as graph: ...``, then ``graph.replay()`` and ``reset()``: those of torch.cuda.CUDAGraph."""
 
     def __init__(self, library: Any) -> None:
         self._library = library

@@ -185,7 +185,7 @@ DEFECTS = (
     ),
     Defect(
         "10: nothing is reserved for a cap",
-        (Edit(CORE, "  context_->reserve_ctas(options_.max_ctas);\n  FlightLog", "  FlightLog"),),
+        (Edit(CORE, "  context_->reserve_ctas(reserved_ctas());\n  FlightLog", "  FlightLog"),),
         "cuda",
         "configuration_of_every_version",
         r"reserved_ctas\(\) == 8",
@@ -230,6 +230,33 @@ DEFECTS = (
         "cuda",
         "capped_operations_run_beside_those_of_their_parent",
         "operations that share buffers run at once",
+    ),
+    Defect(
+        "16: a least number of thread blocks alone",
+        (Edit(CORE, "  if (cap == 0 && options_.min_ctas > 0) config.maxCTAs", "  if (cap < 0) config.maxCTAs"),),
+        "cuda",
+        "only_the_least_of_the_thread_blocks",
+        "ncclCommInitRankConfig",
+    ),
+    Defect(
+        "17: parts of one GPU reach an NCCL that refuses them",
+        (
+            Edit(
+                "csrc/device/rendezvous.cpp",
+                "context.gpu().vendor() == GpuVendor::hip || context.nccl().version() >= 23000;",
+                "true;",
+            ),
+        ),
+        "cuda",
+        "two_ranks_on_one_gpu",
+        "invalid usage",
+    ),
+    Defect(
+        "18: transfers take more than is reserved",
+        (Edit(CORE, "  while (ctas < options_.max_ctas) ctas *= 2;", "  ctas = options_.max_ctas;"),),
+        "cuda",
+        "a_cap_that_is_no_power_of_two",
+        "6 is not 7",
     ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]

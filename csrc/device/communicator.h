@@ -42,7 +42,8 @@ struct DeviceOptions {
   Milliseconds timeout{600000};  // of operations; also of the rendezvous
   int device = 0;                // index, as the runtime counts
   // Thread blocks that one operation may use, 0: the library's choice. The sum of `max_ctas` over the communicators of
-  // a rank is what computation must leave free for all to be resident at once (reserved_ctas()).
+  // a rank, each rounded up to a power of two, which transfers take, is what computation must leave free for all to be
+  // resident at once (reserved_ctas()).
   int min_ctas = 0;
   int max_ctas = 0;
   int cga_cluster_size = -1;  // -1: none where max_ctas or a cap is given, else the library's choice
@@ -95,7 +96,7 @@ class DeviceCommunicator : public Communicator {
 
   virtual int device() const = 0;
   virtual void* stream() const = 0;
-  // Sum of max_ctas over the live communicators of this rank and device.
+  // Sum of max_ctas, as powers of two, over the live communicators of this rank and device.
   virtual int reserved_ctas() const = 0;
   virtual bool shares_buffers() const = 0;  // split_share
   virtual int library_version() const = 0;  // 23203 is 2.32.3

@@ -53,6 +53,8 @@ NcclConfig DeviceCore::config(int cap) const {
   if (options_.cga_cluster_size >= 0) config.cgaClusterSize = options_.cga_cluster_size;
   if (options_.min_ctas > 0) config.minCTAs = options_.min_ctas;
   if (cap > 0) config.maxCTAs = cap;
+  // The library refuses a least number above the greatest, and takes one that is undefined for INT_MIN.
+  if (cap == 0 && options_.min_ctas > 0) config.maxCTAs = std::max(options_.min_ctas, kNcclMostCtas);
   config.splitShare = options_.split_share ? 1 : 0;
   config.commName = options_.name.c_str();
   if (options_.zero_cta && nccl().has_zero_cta()) config.CTAPolicy = kNcclPolicyZeroCta;
@@ -96,7 +98,7 @@ void DeviceCore::start() {
   owns_stream_ = !shared;
   if (shared) last_ = &context_->last_shared_launch();
   scratch_ = context_->zero_word(stream_);
-  context_->reserve_ctas(options_.max_ctas);
+  context_->reserve_ctas(reserved_ctas());
   FlightLog::get().add(flight_);
   started_ = true;
 }
@@ -216,6 +218,13 @@ void DeviceCore::order(GpuStream stream, GpuStream caller, bool after_caller, co
   }
   // An event from outside a graph has no meaning inside it, and the other way round.
   if (last_->event && last_->stream != stream && last_->capture == capture) gpu().wait(stream, last_->event->handle());
+}
+
+// Transfers take a power of two (paths.cc of NCCL, ncclTopoComputeP2pChannels).
+int DeviceCore::reserved_ctas() const {
+  int ctas = options_.max_ctas > 0 ? 1 : 0;
+  while (ctas < options_.max_ctas) ctas *= 2;
+  return ctas;
 }
 
 bool DeviceCore::captures() const {

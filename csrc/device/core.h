@@ -81,6 +81,7 @@ class DeviceCore : public std::enable_shared_from_this<DeviceCore> {
  private:
   DeviceCore(std::shared_ptr<DeviceContext> context, std::shared_ptr<Store> store, std::string key, int rank, int size,
              DeviceOptions options);
+  int reserved_ctas() const;
   NcclConfig config(int cap) const;  // on thread blocks, 0: none
   void prepare();                    // what the watchdog needs
   void start();                      // the handle is there: stream, reservation

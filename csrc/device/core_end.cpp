@@ -142,7 +142,7 @@ void DeviceCore::close() {
     closed_ = true;
     works.swap(pending_);
   }
-  if (started_) context_->reserve_ctas(-options_.max_ctas);
+  if (started_) context_->reserve_ctas(-reserved_ctas());
   own_last_ = {};
   if (owns_stream_) gpu().destroy_stream(stream_);
 }

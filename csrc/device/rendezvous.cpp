@@ -20,20 +20,30 @@ std::string introduction(const DeviceContext& context) {
          context.gpu().device_uuid(context.device()) + " " + context.gpu().pci_bus_id(context.device());
 }
 
-// Rank 0's verdict over all introductions: empty, or what is wrong.
-std::string verdict(const std::vector<std::string>& introductions, bool shared_gpus) {
+// Rank 0's verdict over all introductions: empty, or what is wrong. Without `parts` the library tells GPUs apart by
+// their bus ids, which parts of one GPU (MIG) share.
+std::string verdict(const std::vector<std::string>& introductions, bool shared_gpus, bool parts) {
   std::map<std::string, std::size_t> owners;
   const auto library = [](const std::string& text) { return text.substr(0, text.find('\n')); };
+  const auto bus_id = [](const std::string& text) { return text.substr(text.rfind(' ') + 1); };
+  const auto gpu = [&](const std::string& text) {
+    const std::string place = text.substr(text.find('\n') + 1);
+    return parts ? place : place.substr(0, place.find(' ') + 1) + bus_id(text);
+  };
   for (std::size_t rank = 0; rank < introductions.size(); ++rank) {
     const std::string& text = introductions[rank];
     if (library(text) != library(introductions[0])) {
       return "rank " + std::to_string(rank) + " has " + library(text) + ", rank 0 has " + library(introductions[0]) +
              "; all ranks need the same version";
     }
-    const auto [owner, first] = owners.emplace(text, rank);
+    const auto [owner, first] = owners.emplace(gpu(text), rank);
+    if (!first && !shared_gpus && text != introductions[owner->second]) {
+      return "ranks " + std::to_string(owner->second) + " and " + std::to_string(rank) + " are on parts of one GPU (" +
+             bus_id(text) + "), which NCCL takes for the same before 2.30; take NCCL 2.30 or newer, or a GPU for each";
+    }
     if (!first && !shared_gpus) {
       return "ranks " + std::to_string(owner->second) + " and " + std::to_string(rank) + " are on the same GPU (" +
-             text.substr(text.rfind(' ') + 1) +
+             bus_id(text) +
              "); give each its own device (NCCL 2.30 and newer can share one with "
              "NCCL_MULTI_RANK_GPU_ENABLE=1)";
     }
@@ -97,7 +107,8 @@ std::string Rendezvous::answer(DeviceContext& context) const {
   const auto all = introductions();
   const char* multi = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
   const bool shared = context.nccl().version() >= 23000 && multi && std::strcmp(multi, "1") == 0;
-  const std::string wrong = verdict(all, shared);
+  const bool parts = context.gpu().vendor() == GpuVendor::hip || context.nccl().version() >= 23000;
+  const std::string wrong = verdict(all, shared, parts);
   if (!wrong.empty()) return "no " + wrong;
   const NcclUniqueId id = new_id(context);
   return "ok " + std::string(id.bytes, sizeof id.bytes);

@@ -75,6 +75,8 @@ struct Clique {
     bool done = false;
   };
   std::vector<Split> splits;
+  std::set<std::string> gpus;
+  bool duplicate = false;  // two ranks on one GPU, as the version tells them apart
 };
 
 struct Comm {
@@ -400,7 +402,10 @@ bool valid(const NcclConfig* config) {
   const int minor = std::min(version(), 23203) / 100 * 100;
   return config && config->magic == 0xcafebeef && config->size == std::prev(kBytes.upper_bound(minor))->second &&
          static_cast<int>(config->version) == std::min(version(), 23203) &&
-         (config->blocking == 0 || config->blocking == 1);
+         (config->blocking == 0 || config->blocking == 1) &&
+         // parseCommConfig; what is undefined is INT_MIN, and compared like a number
+         (config->minCTAs == axo::kNcclUndefined || config->minCTAs > 0) &&
+         (config->maxCTAs == axo::kNcclUndefined || config->maxCTAs > 0) && config->minCTAs <= config->maxCTAs;
 }
 
 }  // namespace

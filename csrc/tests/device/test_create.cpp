@@ -34,6 +34,40 @@ TEST(configuration_of_every_version) {
   }
 }
 
+// NCCL refuses more thread blocks at least than at most, and takes a limit that is not given for INT_MIN.
+TEST(only_the_least_of_the_thread_blocks) {
+  for (int version : versions()) {
+    standin::settings().nccl_version = version;
+    ranks(2, [](Rank& me) {
+      DeviceOptions options;
+      options.min_ctas = 2;
+      Comm comm = me.connect("least", options);
+      auto part = comm->split(0, 0, "part");
+      CHECK(text(standin::calls()).find("minCTAs=2 maxCTAs=64") != std::string::npos);
+      CHECK_EQ(comm->reserved_ctas(), 0);
+      part->shutdown();
+      comm->shutdown();
+    });
+  }
+}
+
+// Transfers of NCCL's take a power of two (paths.cc, ncclTopoComputeP2pChannels), so that is what is reserved.
+TEST(a_cap_that_is_no_power_of_two) {
+  ranks(1, [](Rank& me) {
+    DeviceOptions options;
+    std::vector<Comm> comms;
+    int reserved = 0;
+    for (const auto& [most, takes] : {std::pair<int, int>{1, 1}, {2, 2}, {3, 4}, {6, 8}, {16, 16}, {17, 32}}) {
+      options.max_ctas = most;
+      comms.push_back(me.connect("c" + std::to_string(most), options));
+      reserved += takes;
+      CHECK_EQ(comms.back()->reserved_ctas(), reserved);
+    }
+    for (Comm comm : comms) comm->shutdown();
+    CHECK_EQ(me.context->reserved_ctas(), 0);
+  });
+}
+
 TEST(a_version_that_is_too_old) {
   standin::settings().nccl_version = 21703;
   CHECK_THROWS(axo::Error, "got 2.17.3, expected 2.18 or newer", new_context(0));
@@ -89,22 +123,36 @@ TEST(a_rank_that_never_comes) {
 }
 
 TEST(two_ranks_on_one_gpu) {
-  standin::settings().pci = "0000:17:00.0";
-  if (!is_old()) {  // parts of one GPU: its bus id, but not its uuid (that family has no driver to ask)
-    ranks(2, [](Rank& me) { me.connect()->shutdown(); });
-  }
-  standin::settings().same_uuid = true;
-  ranks(2,
-        [](Rank& me) { CHECK_THROWS(axo::Error, "ranks 0 and 1 are on the same GPU (0000:17:00.0)", me.connect()); });
-  ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
-  ranks(2, [](Rank& me) {
-    if (me.context->nccl().version() >= 23000) {
-      me.connect()->shutdown();
+  for (int version : versions()) {
+    standin::reset();
+    standin::settings().nccl_version = version;
+    standin::settings().pci = "0000:17:00.0";
+    // Parts of one GPU have its bus id, and UUIDs of their own. NCCL compares UUIDs since 2.30. RCCL is taken at its
+    // word. The old family has no driver to ask for UUIDs.
+    if (is_hip() || version >= 23000) {
+      ranks(2, [](Rank& me) { me.connect()->shutdown(); });
     } else {
-      CHECK_THROWS(axo::Error, "are on the same GPU", me.connect());
+      ranks(2, [](Rank& me) {
+        CHECK_THROWS(axo::Error,
+                     is_old() ? "ranks 0 and 1 are on the same GPU (0000:17:00.0)"
+                              : "ranks 0 and 1 are on parts of one GPU (0000:17:00.0), which NCCL takes for the same "
+                                "before 2.30",
+                     me.connect());
+      });
     }
-  });
-  ::unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    standin::settings().same_uuid = true;
+    ranks(2,
+          [](Rank& me) { CHECK_THROWS(axo::Error, "ranks 0 and 1 are on the same GPU (0000:17:00.0)", me.connect()); });
+    ::setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1", 1);
+    ranks(2, [](Rank& me) {
+      if (me.context->nccl().version() >= 23000) {
+        me.connect()->shutdown();
+      } else {
+        CHECK_THROWS(axo::Error, "are on the same GPU", me.connect());
+      }
+    });
+    ::unsetenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  }
 }
 
 TEST(ranks_with_different_libraries) {
