@@ -258,6 +258,19 @@ DEFECTS = (
         "a_cap_that_is_no_power_of_two",
         "6 is not 7",
     ),
+    Defect(
+        "19: a context on GPU 0 for every rank",
+        (
+            Edit(
+                "csrc/device/gpu_runtime.cpp",
+                "if (changed_ && runtime_.has_context(previous_)) runtime_",
+                "if (changed_) runtime_",
+            ),
+        ),
+        "cuda",
+        "no_context_on_a_gpu_that_is_not_the_ranks",
+        "has_context",
+    ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]
 

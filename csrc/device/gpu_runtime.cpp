@@ -73,6 +73,7 @@ GpuRuntime::GpuRuntime(GpuVendor vendor, DynamicLibrary library, const std::vect
     wait_value_ = driver_.symbol("cuStreamWaitValue32_v2");
     write_value_ = driver_.symbol("cuStreamWriteValue32_v2");
     get_device_ = driver_.symbol("cuDeviceGet");
+    get_context_state_ = driver_.symbol("cuDevicePrimaryCtxGetState");
     get_uuid_ = driver_.symbol("cuDeviceGetUuid_v2");  // the first form gives the whole GPU's
   } else {
     capture_info_ = library_.symbol("hipStreamGetCaptureInfo_v2");
@@ -104,6 +105,16 @@ int GpuRuntime::device_count() const {
   int count = 0;
   check(fn_.GetDeviceCount(&count), "GetDeviceCount");
   return count;
+}
+
+bool GpuRuntime::has_context(int device) const {
+  if (!get_device_ || !get_context_state_) return true;
+  using Get = int (*)(int* handle, int index);
+  using GetState = int (*)(int handle, unsigned* flags, int* active);
+  int handle = 0, active = 1;
+  unsigned flags = 0;
+  if (reinterpret_cast<Get>(get_device_)(&handle, device) != kGpuSuccess) return true;
+  return reinterpret_cast<GetState>(get_context_state_)(handle, &flags, &active) != kGpuSuccess || active != 0;
 }
 
 void GpuRuntime::set_device(int device) const { check(fn_.SetDevice(device), "SetDevice"); }
@@ -279,7 +290,7 @@ DeviceGuard::DeviceGuard(const GpuRuntime& runtime, int device) : runtime_(runti
 }
 
 DeviceGuard::~DeviceGuard() {
-  if (changed_) runtime_.fn_.SetDevice(previous_);
+  if (changed_ && runtime_.has_context(previous_)) runtime_.fn_.SetDevice(previous_);
 }
 
 }  // namespace axo

@@ -88,6 +88,8 @@ class GpuRuntime {
   void check(int status, const char* name) const;
 
   int device_count() const;
+  // Whether this process has a context there already; true where the runtime cannot tell.
+  bool has_context(int device) const;
   // Makes `device` current on this thread, for good: for threads of Axo's own.
   void set_device(int device) const;
   std::string pci_bus_id(int device) const;
@@ -153,9 +155,12 @@ class GpuRuntime {
   void* write_value_ = nullptr;
   void* get_device_ = nullptr;
   void* get_uuid_ = nullptr;
+  void* get_context_state_ = nullptr;
 };
 
-// Makes `device` current on this thread for a scope.
+// Makes `device` current on this thread for a scope. A thread that has chosen none counts as one of GPU 0, and CUDA
+// would make a context there, of hundreds of megabytes, when it is given back: so it keeps `device` where there is none
+// yet.
 class DeviceGuard {
  public:
   DeviceGuard(const GpuRuntime& runtime, int device);

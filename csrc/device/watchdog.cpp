@@ -131,9 +131,8 @@ void Watchdog::drop_kept(State& state) {
 void Watchdog::run(const std::shared_ptr<State>& state) {
   watches = true;
   // Without this, asking an event would break a capture that another thread has begun.
-  std::unique_ptr<DeviceGuard> guard;
   try {
-    guard = std::make_unique<DeviceGuard>(*state->gpu, state->device);
+    state->gpu->set_device(state->device);
     state->gpu->relax_capture_rules();
   } catch (const Error&) {  // a runtime that is shutting down; nothing below depends on it
   }

@@ -42,6 +42,7 @@ struct World {
   Settings settings;
   unsigned long long next_graph = 1;
   int captures = 0;
+  std::set<int> contexts;
   int aborts = 0;
   int launch_threads = 0;
   bool progressing = false;
@@ -148,8 +149,14 @@ void enqueue(Stream& stream, const Maker& make) {
   progress();
 }
 
+void make_context(int device) {
+  Lock hold(world().mutex);
+  world().contexts.insert(device);
+}
+
 void* create_stream(int priority) {
   Lock hold(world().mutex);
+  make_context(device_of_thread);
   auto stream = std::make_unique<Stream>();
   stream->device = device_of_thread;
   stream->priority = priority;
@@ -272,6 +279,7 @@ void reset() {
   world().injections.clear();
   world().broken.clear();
   world().settings = {};
+  world().contexts.clear();
   world().aborts = 0;
   world().launch_threads = 0;
   log().calls.clear();
@@ -424,6 +432,10 @@ int launch_threads() {
 void count_launch_thread() {
   Lock hold(world().mutex);
   ++world().launch_threads;
+}
+std::set<int> contexts() {
+  Lock hold(world().mutex);
+  return world().contexts;
 }
 int live_streams() {
   Lock hold(world().mutex);

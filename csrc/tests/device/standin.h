@@ -13,6 +13,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,7 @@ void* allocate(std::size_t bytes);
 bool release(void* address);
 
 int& current_device();
+void make_context(int device);  // as cudaSetDevice does since CUDA 12
 inline constexpr int kDevices = 8;
 
 // --- For the tests. ---
@@ -144,6 +146,7 @@ int aborts();  // of communicators, since the last reset
 void count_abort();
 int launch_threads();  // that launches have made, since the last reset
 void count_launch_thread();
+std::set<int> contexts();  // devices on which this process has one, since the last reset
 int live_streams();
 int live_events();
 int live_allocations();

@@ -21,6 +21,13 @@ int cuDeviceGet(int* device, int index) {
   return 0;
 }
 
+int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  standin::note("cuDevicePrimaryCtxGetState");
+  *flags = 0;
+  *active = static_cast<int>(standin::contexts().count(device));
+  return 0;
+}
+
 int cuDeviceGetUuid_v2(unsigned char* bytes, int device) {
   standin::note("cuDeviceGetUuid_v2");
   return standin::device_uuid(bytes, device);

@@ -50,6 +50,7 @@ int FN(SetDevice)(int device) {
   ENTER("SetDevice");
   if (device < 0 || device >= standin::kDevices) return 101;
   standin::current_device() = device;
+  standin::make_context(device);
   return 0;
 }
 int FN(DeviceGetStreamPriorityRange)(int* least, int* greatest) {

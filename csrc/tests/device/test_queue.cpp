@@ -1,5 +1,7 @@
 // The launch queue under several threads, and a library that hangs.
 // Oracle: the stand-in's rule that two threads are never in the library for one device; values.
+#include <future>
+
 #include "device_ranks.h"
 
 namespace device {
@@ -93,6 +95,47 @@ TEST(a_dropped_communicator_does_not_hold_the_watchdog) {
     stuck->shutdown();
     standin::destroy_stream(other);
   });
+}
+
+// A thread that has chosen no device counts as one of GPU 0. Nobody makes a context there, of hundreds of megabytes, by
+// giving it back.
+TEST(no_context_on_a_gpu_that_is_not_the_ranks) {
+  if (is_hip() || is_old()) return ranks(1, [](Rank& me) { CHECK(me.context->gpu().has_context(0)); });  // cannot tell
+  const auto store = std::make_shared<MapStore>();
+  std::weak_ptr<axo::DeviceContext> watched;
+  std::async(std::launch::async,
+             [&] {  // a new thread
+               Rank me{store, 0, 1, new_context(3), nullptr};
+               watched = me.context;
+               DeviceOptions options;
+               options.device = 3;
+               options.context = me.context;
+               Comm comm = axo::create_device_communicator(store, "third", 0, 1, options);
+               Comm broken = axo::create_device_communicator(store, "broken", 0, 1, options);
+               standin::current_device() = 3;
+               me.stream = standin::create_stream(0);
+               standin::current_device() = 0;
+               float x = 1;
+               comm->all_reduce(&x, &x, 1, f32, ReduceOp::sum, me.on_stream())->synchronize(axo::kNoTimeout);
+               CHECK(!me.context->gpu().has_context(0));
+               broken->abort("its end is on a thread of its own");
+               eventually([] { return standin::aborts() == 1; });
+               broken->shutdown();
+               comm->shutdown();
+               standin::destroy_stream(me.stream);
+             })
+      .get();
+  eventually([&] { return watched.expired(); });
+  CHECK(standin::contexts() == std::set<int>{3});
+  // Where there is one the thread gets its device back.
+  const auto context = new_context(3);
+  standin::make_context(0);
+  standin::current_device() = 0;
+  {
+    axo::DeviceGuard guard(context->gpu(), 3);
+    CHECK_EQ(standin::current_device(), 3);
+  }
+  CHECK_EQ(standin::current_device(), 0);
 }
 
 // The library itself hangs inside a call: the abort does not wait for its turn for ever.

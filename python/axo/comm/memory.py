@@ -185,7 +185,8 @@ def empty_shared(
     allocator (``comms`` says whose), and is a window of every communicator of ``comms``: then this call is collective,
     with equal sizes on all ranks. Worth it for large buffers that are reduced or gathered again and again. A view of
     one is as good. The memory lives as long as a tensor of it; a process that is forked later does not have it and
-    must not touch it.
+    must not touch it. On a GPU all ranks drop their tensors in one order, and before they make the next: NCCL gives a
+    window the first place that is free, and it must be the same on all ranks. Dropping one waits for the device.
 
     Raises:
         ValueError: A GPU without ``comms``, or another device than theirs; a shape that is none; a dtype that Axo does
