@@ -1,10 +1,10 @@
 #include "device/watchdog.h"
 
+#include <pthread.h>
 #include <signal.h>
 
 #include <algorithm>
 #include <chrono>
-#include <system_error>
 
 #include "base/flight_recorder.h"
 #include "device/core.h"
@@ -14,21 +14,19 @@ namespace {
 
 thread_local bool watches = false;
 
-// It blocks all signals: they belong to the program's own threads.
-std::thread quiet_thread(const std::function<void()>& task) {
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
-  std::thread thread;
-  try {
-    thread = std::thread(task);
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &old, nullptr);
-    throw;
+// Threads that are made within its life block all signals: they belong to the program's own threads.
+class NoSignals {
+ public:
+  NoSignals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &old_);
   }
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
-  return thread;
-}
+  ~NoSignals() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
+
+ private:
+  sigset_t old_;
+};
 
 }  // namespace
 
@@ -55,21 +53,29 @@ void Watchdog::watch(const std::shared_ptr<DeviceCore>& core) {
   std::lock_guard<std::mutex> lock(state_->mutex);
   state_->cores.push_back(core);
   if (thread_.joinable()) return;
-  thread_ = quiet_thread([state = state_] { run(state); });
+  const NoSignals quiet;
+  thread_ = std::thread(run, state_);
 }
 
 void Watchdog::elsewhere(const std::function<void()>& task) {
-  const auto careful = [task] {
+  const auto start = [](void* given) -> void* {
+    const std::unique_ptr<std::function<void()>> own(static_cast<std::function<void()>*>(given));
     try {
-      task();
+      (*own)();
     } catch (...) {  // the runtime is going away with the process
     }
+    return nullptr;
   };
-  try {
-    quiet_thread(careful).detach();
-  } catch (const std::system_error&) {  // no thread to be had: better late than never
-    careful();
-  }
+  auto own = std::make_unique<std::function<void()>>(task);
+  pthread_attr_t detached;  // from its beginning: ThreadSanitizer takes one that is let go at its end for a race
+  pthread_attr_init(&detached);
+  pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
+  pthread_t thread = {};
+  const NoSignals quiet;
+  const bool made = pthread_create(&thread, &detached, start, own.get()) == 0;
+  pthread_attr_destroy(&detached);
+  void* const given = own.release();
+  if (!made) start(given);  // no thread to be had: better late than never
 }
 
 std::vector<std::shared_ptr<DeviceCore>> Watchdog::living(State& state) {
