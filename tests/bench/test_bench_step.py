@@ -80,3 +80,14 @@ def test_rivals_have_not_the_settings_of_malloc_that_axo_has() -> None:
 def test_recomputation_counts_as_hardware_flops_only() -> None:
     rows = run_ranks(step.measure, 1, "serial", argparse.Namespace(**OPTIONS | {"recompute": True}))[0]
     assert all(row["right"] and row["hfu"] > 1.2 * row["mfu"] for row in rows)
+
+
+def test_ratios_are_of_steps_side_by_side() -> None:
+    """By hand: one slow round, of all, moves neither ratio; ``longer`` is over the step without communication."""
+    sizes = step.sizes_of(argparse.Namespace(**OPTIONS))
+    seconds = {"Axo": [1.1, 1.1, 5.5], "FSDP2": [1.32, 1.32, 6.6], "no communication": [1.0, 1.0, 5.0]}
+    names = list(seconds)
+    blocked, losses = dict.fromkeys(names, [float("nan")]), dict.fromkeys(names, 1.0)
+    rows = step.summarize("z", sizes, 2, seconds, blocked, losses, dict.fromkeys(names), 1e12)
+    assert [round(row["faster"], 3) for row in rows] == [1.2, 1.0, 1.32]
+    assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
