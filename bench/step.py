@@ -14,7 +14,8 @@ run them; on ranks that exist all share those. Columns: ms a step, how often fas
 rounds), tokens/s of all ranks, MFU and HFU (of --peak-tflops, else of the rate of a large product measured here), comm:
 the part of the step that a rank is blocked in communication (Axo alone knows), longer: by which part of it the step is
 longer than the same work without communication (plain torch, the last row, whose ``faster`` is what could be won at
-that work; median over rounds), MB: peak memory of the step, parameters and optimizer included, and the loss, which must agree.
+that work; median over rounds), MB: peak memory of the step, parameters and optimizer included, and the loss, which
+must agree.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_ratios_are_of_steps_side_by_side() -> None:
     sizes = step.sizes_of(argparse.Namespace(**OPTIONS))
     seconds = {"Axo": [1.1, 1.1, 5.5], "FSDP2": [1.32, 1.32, 6.6], "no communication": [1.0, 1.0, 5.0]}
     names = list(seconds)
-    blocked, losses = dict.fromkeys(names, [float("nan")]), dict.fromkeys(names, 1.0)
+    blocked, losses = {name: [float("nan")] for name in names}, dict.fromkeys(names, 1.0)
     rows = step.summarize("z", sizes, 2, seconds, blocked, losses, dict.fromkeys(names), 1e12)
     assert [round(row["faster"], 3) for row in rows] == [1.2, 1.0, 1.32]
     assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
