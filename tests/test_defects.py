@@ -99,6 +99,13 @@ DEFECTS = (
     ),
     Defect("5: a thread for every launch", ALWAYS_ASKS, "cuda", "no_launch_makes_a_thread", r"launch_threads\(\) == 0"),
     Defect(
+        "5: a thread of Axo's own for every launch",
+        (Edit(CORE, "  *last_ = {work->", "  std::thread([] {}).join();\n  *last_ = {work->"),),
+        "cuda",
+        "no_launch_makes_a_thread",
+        "a sum has made a thread",
+    ),
+    Defect(
         "5: one rank is taken for what a launch costs",
         (
             Edit(
