@@ -187,6 +187,19 @@ DEFECTS = (
         "wait_flag: stream waits for values",
     ),
     Defect(
+        "8: the kernels leave their flags to HIP's driver",
+        (
+            Edit(
+                "axo_kernels/comm/adapters.py",
+                "self._by_driver = torch.version.hip is None",
+                "self._by_driver = True",
+            ),
+        ),
+        "",
+        "tests/kernels/comm/test_flags.py::test_the_driver_has_the_flags_on_nvidia_alone[6.4.0]",
+        r"first extra item: \('wait', 1, 1\)",
+    ),
+    Defect(
         "9: no divisor of where a segment lies",
         tuple(
             Edit(FUSED, f"        {name} = tl.multiple_of({name}, ALIGNMENT)\n", "")
