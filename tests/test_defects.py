@@ -99,6 +99,26 @@ DEFECTS = (
     ),
     Defect("5: a thread for every launch", ALWAYS_ASKS, "cuda", "no_launch_makes_a_thread", r"launch_threads\(\) == 0"),
     Defect(
+        "5: a thread of Axo's own for every launch",
+        (Edit(CORE, "  *last_ = {work->", "  std::thread([] {}).join();\n  *last_ = {work->"),),
+        "cuda",
+        "no_launch_makes_a_thread",
+        "a sum has made a thread",
+    ),
+    Defect(
+        "5: one rank is taken for what a launch costs",
+        (
+            Edit(
+                "bench/device.py",
+                "    alone, together = extra.get(1), extra.get(2)\n",
+                "    alone, together = None, extra.get(2, extra.get(1))\n",
+            ),
+        ),
+        "",
+        "tests/bench/test_bench_gpu.py::test_parts_of_the_transport_and_of_the_step_have_their_turns",
+        "one GPU cannot reach the goal|under 3 us a call: 2.00",
+    ),
+    Defect(
         "6: only the same communicator is chained",
         (Edit(CORE, "  if (shared) last_ = &context_->last_shared_launch();\n", ""),),
         "hip",
@@ -165,6 +185,19 @@ DEFECTS = (
         "hip",
         "flags_order_chunks_of_a_running_kernel",
         "wait_flag: stream waits for values",
+    ),
+    Defect(
+        "8: the kernels leave their flags to HIP's driver",
+        (
+            Edit(
+                "axo_kernels/comm/adapters.py",
+                "self._by_driver = torch.version.hip is None",
+                "self._by_driver = True",
+            ),
+        ),
+        "",
+        "tests/kernels/comm/test_flags.py::test_the_driver_has_the_flags_on_nvidia_alone[6.4.0]",
+        r"first extra item: \('wait', 1, 1\)",
     ),
     Defect(
         "9: no divisor of where a segment lies",

@@ -61,6 +61,7 @@ def test_walks_through_without_a_gpu(tmp_path):
     assert {"bench", "device", "torch", "commit", "date"} <= header.keys() and header["kind"] == "standin"
     for ranks in (1, 2, 4):
         checks = {row["check"]: row["wrong"] for row in rows if row.get("ranks") == ranks}
+        assert ("axo all_reduce, pending" in checks) == (ranks < 4), "host time: of one rank, and of two processes"
         assert {"all_reduce sum", "reduce_scatter max", "scatter", "scaled all_reduce"} <= checks.keys()
         assert ("uneven all_to_all" in checks) == (ranks > 1)
         assert any(name.startswith("graph of 3 communicators") for name in checks)
@@ -429,15 +430,24 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
 
     monkeypatch.setattr(device, "right", right)
     monkeypatch.setattr(device, "graph", lambda gpu, size, table: calls.append(f"graph {size}"))
-    monkeypatch.setattr(device, "light", lambda gpu, table: 2.5)
-    stand_in = SimpleNamespace(kind="standin", refusal=lambda ranks: None if ranks < 4 else "too many")
+    monkeypatch.setattr(device, "light", lambda gpu, size, table: 1.0 + size)
+    stand_in = SimpleNamespace(
+        kind="standin", refusal=lambda ranks: None if ranks < 4 else "too many", apart=lambda ranks: ranks < 2
+    )
     verdicts = device.measure(stand_in, table.Table({}))
     assert calls == ["collectives 1", "graph 1", "collectives 2", "graph 2"]
     assert (
         verdicts["collectives and graph at 1 ranks"] is False and verdicts["collectives and graph at 2 ranks"] is True
     )
     assert verdicts["collectives at 1 ranks: RuntimeError: invalid argument"] is False
-    assert verdicts["overhead over torch's NCCL backend under 3 us a call: 2.50"] is True
+    overhead = "overhead over torch's NCCL backend under 3 us a call"
+    alone = "not measured: one rank takes another path in NCCL (2.00 us there)"
+    assert verdicts[overhead] == alone, "one GPU cannot reach the goal"
+    stand_in.apart = lambda ranks: True
+    verdicts = device.measure(stand_in, table.Table({}))
+    assert verdicts[f"{overhead}: 3.00"] is False, "the figure of two ranks counts, not that of one"
+    assert device.judged({1: 5.0, 2: 2.9}) == {f"{overhead}: 2.90": True}
+    assert device.judged({2: None}) == device.judged({}) == {overhead: "not measured"}
 
     def layers(*_):
         raise RuntimeError("no kernel image")
@@ -460,6 +470,18 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
     notes = [line["note"] for line in read_rows(tmp_path / "gpu_step.jsonl") if "verdict" in line]
     assert {"layers: RuntimeError: no kernel image: False", "gpt h=32: RuntimeError: out of memory: False"} <= {*notes}
     assert "gpt h=32 recomputed, losses apart (at most 0.02): 0.0e+00: True" in notes
+
+
+def test_processes_that_measure_together_have_a_limit(monkeypatch):
+    """Of the time, and of how they end."""
+    stand_in = SimpleNamespace(kind="standin")
+    monkeypatch.setattr(device, "TOGETHER_SECONDS", 0.01)
+    with pytest.raises(RuntimeError, match=r"2 ranks did not end within 0\.01 s"):
+        device.in_processes(stand_in, 2)
+    monkeypatch.setattr(device, "TOGETHER_SECONDS", 60)
+    monkeypatch.setattr(device.sys, "executable", "false")
+    with pytest.raises(RuntimeError, match="rank 0 of 2 ended with 1"):
+        device.in_processes(stand_in, 2)
 
 
 def test_the_host_has_a_head_start_in_the_step(monkeypatch):
