@@ -61,6 +61,10 @@ from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_wi
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
+# Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
+# of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
+TRIED = ((512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096))
+TRIED += ((1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032))
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
@@ -321,7 +325,7 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
-        for m, n, k in ((512, 768, 1024), (1000, 1016, 1032), (128, 256, 64), (8, 8, 8), (4096, 4096, 4096)):
+        for m, n, k in TRIED:
             product = Product(layout, m, n, k, torch.bfloat16)
             for config in (config for config in HOPPER if config.fits(target, product.dtype)):
                 complaint = trust.complaint(Choice("triton", layout, config), product, device)

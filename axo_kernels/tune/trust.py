@@ -8,12 +8,14 @@ earlier process is no proof, since drivers change. One that is wrong is reported
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from axo_kernels.device import target_of
 from axo_kernels.gemm.layout import Product, stored_shapes
 from axo_kernels.gemm.matmul import vendor_matmul
 from axo_kernels.tune.choice import Choice
@@ -23,15 +25,24 @@ from axo_kernels.tune.runners import Runner
 # which are six times that. A step of K that is left out, or taken twice, is 1 / sqrt(steps).
 _LIMITS = {torch.bfloat16: 12 * 2.0**-8, torch.float16: 12 * 2.0**-11, torch.float32: 1e-3}
 _ROWS = 2048  # of the result, compared at once
+# Tiles of a program, of which no more ways are known: one; its ring and its buffers once more, or the other group's
+# turn; and, of a group of pingpong's, a tile behind its first.
+_TURNS = 3
 
 
-def shape_class(choice: Choice, product: Product) -> tuple[Any, ...]:
-    """What two products share that take the same way through the kernel: borders, short sums."""
+def shape_class(choice: Choice, product: Product, units: int) -> tuple[Any, ...]:
+    """What two products share that take the same way through the kernel: borders, short sums, tiles of a program.
+
+    Args:
+        units: Multiprocessors of the device: the kernel launches a program for each.
+    """
     config = choice.config
     assert config is not None
     borders = (product.m % config.block_m, product.n % config.block_n, product.k % config.block_k)
     short = product.k <= config.block_k * config.stages
-    return (config, product.layout, product.dtype, *(bool(rest) for rest in borders), short)
+    tiles = math.ceil(product.m / config.block_m) * math.ceil(product.n / config.block_n)
+    turns = min(_TURNS, math.ceil(tiles / units))
+    return (config, product.layout, product.dtype, *(bool(rest) for rest in borders), short, turns)
 
 
 class Trust:
@@ -45,7 +56,7 @@ class Trust:
         """What is wrong with a choice for products of this class; "" when nothing is. Reported once, as a warning."""
         if choice.config is None or not choice.config.groups:
             return ""
-        key = (*shape_class(choice, product), device)
+        key = (*shape_class(choice, product, target_of(device).units), device)
         if key not in self._known:
             self._known[key] = found = self._look(choice, product, device)
             if found:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from axo_kernels.tune.trust import shape_class
 from bench import device, gpu, gpu_step, kernels, offload
 from bench.lib import attempts, table
 from bench.lib.step_models import serial
@@ -371,6 +372,19 @@ def test_the_kernel_for_hopper_is_tried_in_processes_of_its_own(monkeypatch, tmp
     fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
     monkeypatch.setattr(kernels, "grouped", fails)
     assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
+
+
+def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
+    """With the same tile, borders, length of sums and tiles of a program (132 multiprocessors), and borders as well."""
+
+    def classes(shapes):
+        products = [kernels.Product("NT", *sizes, torch.bfloat16) for sizes in shapes]
+        choices = [kernels.Choice("triton", "NT", config) for config in kernels.HOPPER]
+        return {shape_class(choice, product, 132) for choice in choices for product in products}
+
+    tried = classes(kernels.TRIED)
+    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
+    assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
 
 
 def test_a_process_that_ends_with_its_parent():

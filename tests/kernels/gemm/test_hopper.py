@@ -15,6 +15,7 @@ from axo_kernels.tune import tuner as tuner_module
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
 from axo_kernels.tune.timing import Timing
+from axo_kernels.tune.trust import shape_class
 from bench.tools.assembly import grouped_complaints, loop_bodies
 
 from .ring_model import Ring, explore
@@ -171,6 +172,17 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
         "is wrong on cpu and left out" in str(each.message) for each in told
     )
     assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
+
+
+def test_more_tiles_of_a_program_are_another_class():
+    """A program's second tile goes on with a ring that is not new, and its third with a group that has stored."""
+    for config, seen in ((HOPPER[2], (1, 2, 3, 3)), (HOPPER[0], (1, 1, 2, 3))):  # tiles of 128x128, of 128x256
+        sizes = ((512, 768), (2048, 2048), (2048, 3072), (4096, 8192))
+        found = [
+            shape_class(Choice("triton", "NT", config), Product("NT", m, n, 1024, torch.bfloat16), 132)
+            for m, n in sizes
+        ]
+        assert [each[-1] for each in found] == list(seen) and len({each[:-1] for each in found}) == 1
 
 
 @pytest.mark.parametrize("m", [256, 4096, 16384])
