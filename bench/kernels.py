@@ -191,7 +191,8 @@ def section(
         call()
     except Exception as error:
         if works(device):
-            verdicts[f"{name} ended early: {in_a_line(error)}"] = False
+            verdicts[told := f"{name} ended early: {in_a_line(error)}"] = False
+            table.trace(told, error)
         else:
             table.fail(name, error)
         return False

@@ -11,6 +11,7 @@ import json
 import platform
 import subprocess
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import axo
 import axo_kernels
 
 _KEPT = {"section", "failed"}  # notes that a run goes on with
-_MARKS = {"bench", "begun", "over"}  # lines that are no rows
+_MARKS = {"bench", "begun", "begins", "over"}  # lines that are no rows
+_TRACE = 6000  # characters of a traceback that are kept: its end, where the error is
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
 
 
@@ -95,21 +97,38 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in lines if not line.keys() & _MARKS and ("note" not in line or line.keys() & _KEPT)]
-    over = {line["over"] for line in lines if "over" in line}
-    for what in dict.fromkeys(line["begun"] for line in lines if "begun" in line):
-        if what not in over:  # it may have hung: a second run must not hang there too
-            told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
-            kept.append({"note": told, "failed": what})
+    for what, within in under_way(lines).items():  # it may have hung: a second run must not hang there too
+        told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
+        kept.append({"note": told + (f", at {within}" if within else ""), "failed": what, "cut_off": within})
     swap = path.with_suffix(".swap")
     swap.write_text("".join(f"{json.dumps(line)}\n" for line in [lines[0], *kept]), encoding="utf-8")
     swap.replace(path)
     return kept
 
 
+def under_way(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
+    """What began in these lines and was not over (:meth:`Table.under_way`), and the last that it named of itself."""
+    found: dict[str, str] = {}
+    for line in lines:
+        if "begun" in line:
+            found[line["begun"]] = ""
+        elif "begins" in line and found:
+            found[next(reversed(found))] = line["begins"]
+        elif "over" in line:
+            found.pop(line["over"], None)
+    return found
+
+
 def in_a_line(error: Exception) -> str:
-    """The kind of an error, and how its words begin."""
-    told = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {told[0][:200]}"
+    """The kind of an error, and how its words begin and end: of a compiler's, what is wrong stands last."""
+    told = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    ends = [told[0][:200], told[-1][:200]] if len(told) > 1 else [told[0][:400]]
+    return f"{type(error).__name__}: {' ... '.join(ends)}"
+
+
+def trace_of(error: Exception) -> str:
+    """The end of an error's traceback."""
+    return "".join(traceback.format_exception(error))[-_TRACE:]
 
 
 class Table:
@@ -171,10 +190,20 @@ class Table:
         finally:
             self._write({"over": what})
 
+    def begins(self, what: str) -> None:
+        """Name, in the file, what is done next of what is under way: after a kill it is all that tells."""
+        if self._goes_on:
+            self._write({"begins": what})
+
     def fail(self, what: str, error: Exception) -> None:
         """Note what could not be measured, and why; it is not tried again by a run that goes on."""
         self.failed[what] = told = f"{what}: {in_a_line(error)}"
-        self.note(told, failed=what)
+        self.trace(told, error, failed=what)
+
+    def trace(self, text: str, error: Exception, **values: Any) -> None:
+        """Note an error with its traceback: the machine that it came from may be gone when it is read."""
+        print(trace_of(error), flush=True)
+        self.note(text, **values, trace=trace_of(error))
 
     def judge(self, verdicts: dict[str, bool | str]) -> int:
         """Print a line for each verdict; return how many goals are missed."""

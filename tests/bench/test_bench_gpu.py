@@ -564,3 +564,21 @@ def test_what_is_gone_on_with(tmp_path):
     *rows, cut_off = found(head, {"begun": "NN"}, {"over": "NN"}, begun, row)
     assert rows == [row] and cut_off["failed"] == "NT" and "NT: not tried again" in cut_off["note"]
     assert found(head, row, cut_off) == [row, cut_off], "nor by a third run"
+    *_, within = found(head, begun, {"begins": "one tile"}, {"begins": "another"})
+    assert within["cut_off"] == "another" and within["note"].endswith("in the middle of it, at another")
+
+
+def test_an_error_leaves_its_traceback(capsys, tmp_path):
+    """In the file and on the screen. In a line, how it begins and how it ends: Triton says what is wrong last."""
+
+    def compiles():
+        raise ValueError("PassManager::run failed\n  at 12:3\nptxas fatal: not enough registers\n")
+
+    one = table.Table({}, tmp_path / "kernels.jsonl", earlier=())
+    assert attempts.attempt("NT", compiles, torch.device("cpu"), one)
+    assert one.failed == {"NT": "NT: ValueError: PassManager::run failed ... ptxas fatal: not enough registers"}
+    verdicts = {}
+    kernels.section("numerics", compiles, torch.device("cpu"), one, verdicts)
+    found = [line for line in read_rows(tmp_path / "kernels.jsonl") if "trace" in line]
+    assert len(found) == 2 and all("in compiles" in line["trace"] for line in found) and len(verdicts) == 1
+    assert capsys.readouterr().out.count("Traceback") == 2 
