@@ -119,9 +119,18 @@ def _products(options: argparse.Namespace, dtype: torch.dtype) -> list[Product]:
 
 
 def measure(
-    products: list[Product], device: torch.device, table: Table, rounds: int, configs: int, seconds: float
+    products: list[Product],
+    device: torch.device,
+    table: Table,
+    rounds: int,
+    configs: int,
+    seconds: float,
+    each: float | None = None,
 ) -> int:
     """Measure into the table each product that it lacks; says what it skips for lack of memory or time, and what fails.
+
+    Args:
+        each: Seconds of one product after which it hangs, and the process ends itself; None: never.
 
     Returns:
         How many are left for lack of time, or of a device that works.
@@ -129,7 +138,9 @@ def measure(
     measured = {row["product"] for row in table.rows} | table.failed.keys()
     products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
-    tuner = Tuner("first-step", configs=configs, cache=memory, budget=0.3)
+    tuner = Tuner(
+        "first-step", configs=configs, cache=memory, budget=0.3, progress=lambda done, total, name: table.begins(name)
+    )
     started, left = time.perf_counter(), 0
     for index, product in enumerate(products):
         if time.perf_counter() - started > seconds:
@@ -139,7 +150,7 @@ def measure(
         if device.type == "cuda" and 4 * product.bytes > torch.cuda.get_device_properties(device).total_memory:
             table.note(f"{product.name}: does not fit the memory, not measured")
             continue
-        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table):
+        if not attempt(product.name, partial(_one, product, device, table, tuner, rounds), device, table, each):
             left = len(products) - index - 1
             table.note(f"the device stopped working: {left} products not measured")
             break

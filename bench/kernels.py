@@ -13,21 +13,21 @@
 
 Sections get shares of the time and say what they left out; the same command again measures that alone. A product or
 case that raises is a verdict, and is not tried again; one after which the GPU does nothing more leaves the rest to the
-next run. Nor is what a run was killed in the middle of, since it may hang. The kernel for Hopper, whose waits have no
-bound, is tried in processes of its own first. The last lines are the verdicts. ``--dry`` walks through the same code on
+next run. Nor is what a run was killed in the middle of, since it may hang; what takes far too long ends the process. The
+kernel for Hopper, whose waits have no bound, is tried in processes of its own first. The last lines are the verdicts. ``--dry`` walks through the same code on
 a CPU at toy sizes; its times mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -55,16 +55,21 @@ from .lib import fp8
 from .lib import verdicts as judge
 from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import end_with_parent, works
+from .lib.attempts import bounded, end_with_parent, works
 from .lib.simulated import SimulatedCommunicator
-from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with
+from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
+from .lib.trials import Trial
 
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
 # Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
 # of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
-TRIED = ((512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096))
-TRIED += ((1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032))
+TRIED: tuple[tuple[int, int, int], ...] = (
+    (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
+    (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
+)  # fmt: skip
+SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
+QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
@@ -80,6 +85,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=min(12, os.cpu_count() or 1), help="compiling processes")
     parser.add_argument("--compile", default="", help=argparse.SUPPRESS)  # N/M: compile the N-th of M parts, and end
     parser.add_argument("--grouped", default="", help=argparse.SUPPRESS)  # a layout: try the kernel for Hopper, and end
+    parser.add_argument("--without", default="", help=argparse.SUPPRESS)  # its tiles that are not tried, by name
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)  # on a machine that has compiled all
     options = parser.parse_args(arguments)
     if not options.dry and not torch.cuda.is_available():
         parser.error("no GPU is visible; --dry walks through on a CPU")
@@ -91,21 +98,28 @@ def main(arguments: list[str] | None = None) -> int:
         compile_part(device, part, parts)
         return 0
     if options.grouped:
-        grouped(device, _Printed(), (options.grouped,))
+        try:
+            grouped(device, _Printed(), (options.grouped,), set(options.without.split(",")))
+        except Exception as error:
+            print(json.dumps({"trace": trace_of(error)}), flush=True)
+            raise
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
-    path, known = options.out / "kernels.jsonl", environment(device)
+    path, known = options.out / "kernels.jsonl", environment(device, "kernels")
     earlier = rows_to_go_on_with(path, known)
     ended = {row["section"] for row in earlier if "section" in row}
     started = time.perf_counter()
     torch.manual_seed(20)
     verdicts: dict[str, bool | str] = {}
-    trials: dict[str, subprocess.Popen[bytes]] = {}
+    trials: dict[str, Trial] = {}
+    tiles.HOPPER = left_of_hopper(earlier)  # the tuner would hang where a trial did, or a run before
     if not options.dry:
-        if not any(row.get("failed") == HOPPER_SECTION for row in earlier):  # in each run: they fill the cache as well
-            trials = {layout: _started("--grouped", layout) for layout in LAYOUTS}
-        compile_ahead(options.jobs, 0.25 * options.seconds)
-        print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
+        # in the first run on a machine they fill the cache as well
+        if tiles.HOPPER and not (options.again and HOPPER_SECTION in ended):
+            trials = {layout: _trial(layout, _left_out()) for layout in LAYOUTS}
+        if not options.again:
+            compile_ahead(options.jobs, 0.25 * options.seconds)
+            print(f"compiled ahead in {time.perf_counter() - started:.0f} s", flush=True)
     print(json.dumps(known))
     failed = [row for row in earlier if "failed" in row]
     checks = {row["check"]: row for row in earlier if "check" in row}.values()  # the last of each
@@ -120,13 +134,14 @@ def main(arguments: list[str] | None = None) -> int:
         "fp8": partial(fp8.right, device, table, options.dry),
         HOPPER_SECTION: partial(grouped, device, table)
         if options.dry
-        else partial(tried, trials, started + 0.45 * options.seconds, table),  # late: it is to tell slow from hanging
+        else partial(tried, trials, started + 0.6 * options.seconds, table),
     }
     for name, call in sections.items():
         if name in table.failed or (name in ended and not (trials and name == HOPPER_SECTION)):
             print(f"{name}: has ended before", flush=True)
             continue
-        with table.under_way(name):
+        own = None if name == HOPPER_SECTION else SECTION_SECONDS  # that one ends its processes, and not this one
+        with table.under_way(name), bounded(name, own, device):
             done = section(name, call, device, table, verdicts)
         if done:
             table.note(f"{name}: ended", section=name)
@@ -135,9 +150,9 @@ def main(arguments: list[str] | None = None) -> int:
     for trial in trials.values():
         trial.kill()  # where the section had no turn
     if HOPPER_SECTION in table.failed:
-        tiles.HOPPER = ()  # the tuner would hang where it did
+        tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    unfinished = left or any(name in table.failed for name in sections)
+    unfinished = left or any(what in sections or what.startswith(HOPPER_SECTION) for what in table.failed)
     verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
@@ -150,13 +165,17 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
     share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
+    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share, CASE_SECONDS))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
     sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
-    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2))
+    measure(
+        "fp8's times",
+        narrow,
+        partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2, CASE_SECONDS),
+    )
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
@@ -166,7 +185,8 @@ def main(arguments: list[str] | None = None) -> int:
     rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    measure("overlap", hidden, partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest))
+    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest, each=CASE_SECONDS)
+    measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
     verdicts["seconds"] = f"{time.perf_counter() - started:.0f}"
@@ -199,24 +219,31 @@ def section(
     return True
 
 
-def _started(*arguments: str) -> subprocess.Popen[bytes]:
-    """This bench in another process."""
-    command = [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def _command(*arguments: str) -> list[str]:
+    """This bench, for another process."""
+    return [sys.executable, "-m", __spec__.name if __spec__ else "bench.kernels", *arguments]
+
+
+def _left_out() -> set[str]:
+    return {config.name for config in HOPPER} - {config.name for config in tiles.HOPPER}
+
+
+def _trial(layout: str, without: Iterable[str]) -> Trial:
+    return Trial(_command("--grouped", layout, "--without", ",".join(without)))
 
 
 def compile_ahead(jobs: int, seconds: float) -> None:
     """Fill Triton's cache from several processes; one that fails or is late only leaves compiling to the sections."""
-    workers = [_started("--compile", f"{part}/{jobs}") for part in range(jobs)]
+    workers = [subprocess.Popen(_command("--compile", f"{part}/{jobs}")) for part in range(jobs)]
     deadline = time.perf_counter() + seconds
     for part, worker in enumerate(workers):
         try:
-            _, said = worker.communicate(timeout=max(0.1, deadline - time.perf_counter()))
-            if worker.returncode:
-                print(f"compiling, part {part}: {said.decode(errors='replace').strip().splitlines()[-1:]}")
+            if code := worker.wait(timeout=max(0.1, deadline - time.perf_counter())):
+                print(f"compiling, part {part}: ended with {code}", flush=True)
         except subprocess.TimeoutExpired:
+            print(f"compiling, part {part}: not ready after {seconds:.0f} s", flush=True)
             worker.kill()
-            worker.communicate()
+            worker.wait()
 
 
 def compile_part(device: torch.device, part: int, parts: int) -> None:
@@ -238,8 +265,10 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
         a, b = (torch.zeros(shape, dtype=product.dtype, device=device) for shape in stored_shapes(product))
         calls.append(partial(matmul, a, b, layout, backend="triton", config=config))
     for call in calls[part::parts]:
-        with contextlib.suppress(Exception):  # the section itself will say what is wrong
+        try:
             call()
+        except Exception:  # the section itself will say what is wrong, where it has its turn
+            traceback.print_exc()
     torch.cuda.synchronize()
 
 
@@ -251,12 +280,18 @@ class _Silent:
     def add(self, **row: object) -> None:
         pass
 
+    def begins(self, what: str, **values: object) -> None:
+        pass
+
 
 class _Printed(_Silent):
     """Prints them as JSON lines."""
 
     def add(self, **row: object) -> None:
         print(json.dumps(row), flush=True)
+
+    def begins(self, what: str, **values: object) -> None:
+        self.add(begins=what, **values)
 
 
 def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
@@ -299,39 +334,78 @@ def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch
                 )
 
 
-def tried(trials: dict[str, subprocess.Popen[bytes]], until: float, table: Table) -> None:
-    """The rows of ``grouped``, one process a layout. One that hangs or dies fails the kernel, and nothing else."""
+def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
+    """The rows of ``grouped``, one process a layout.
+
+    A tile in which one hangs or dies has failed, and what is behind it is tried in another process. Where it is not
+    known, or no time is left for that, the kernel has failed, and nothing else.
+    """
     try:
-        for layout, trial in trials.items():
-            try:
-                rows, said = trial.communicate(timeout=max(1.0, until - time.perf_counter()))
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"{layout} has not ended in time: a kernel that hangs") from None
-            for row in rows.splitlines():
-                table.add(**json.loads(row))
-            if trial.returncode:
-                last = said.decode(errors="replace").strip().splitlines()[-1:]
-                raise RuntimeError(f"{layout} ended with {trial.returncode}: {''.join(last)}")
+        for layout in trials:
+            while what := trials[layout].wait(until, QUIET):
+                rows, last = trials[layout].said()
+                _add(rows, table)
+                told = f"{layout} {what}" + (f", in {last['begins']}" if last else "")
+                told += "".join(f"\n{row['trace']}" for row in rows if "trace" in row)
+                error = (RuntimeError if what.startswith("ended") else TimeoutError)(told)
+                if not last or time.perf_counter() > until:
+                    raise error
+                tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
+                table.fail(f"{HOPPER_SECTION}, {last['tile']}", error, tile=last["tile"])
+                trials[layout] = _trial(layout, _left_out())
+            _add(trials[layout].said()[0], table)
     except (TimeoutError, RuntimeError) as error:
         table.fail(HOPPER_SECTION, error)
     finally:
         for trial in trials.values():
             trial.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                trial.communicate(timeout=5)
 
 
-def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS) -> None:
-    """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders."""
+def _add(rows: list[dict[str, Any]], table: Table) -> None:
+    for row in rows:
+        if "check" in row:
+            table.add(**row)
+
+
+def left_of_hopper(earlier: list[dict[str, Any]]) -> tuple[Config, ...]:
+    """The tiles of the kernel for Hopper that a run may use which goes on: none after one hung where that is not known.
+
+    A product is such a place, unless it was looking at one candidate when it was cut off (``Tuner``'s ``progress``).
+    """
+    off: set[str] = set()
+    for row in earlier:
+        if row.get("failed") == HOPPER_SECTION:
+            return ()
+        if "tile" in row:
+            off.add(row["tile"])
+        elif "cut_off" in row and row["failed"].split(" ")[0] in LAYOUTS:
+            _, _, candidate = row["cut_off"].partition(": ")
+            if candidate.split(" ")[0] not in LAYOUTS:
+                return ()
+            off.update(config.name for config in HOPPER if candidate.endswith(config.name))
+    return tuple(config for config in HOPPER if config.name not in off)
+
+
+def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS, without: Iterable[str] = ()) -> None:
+    """The kernel for Hopper as the tuner looks at it before it may be chosen: sizes with and without borders.
+
+    Raises:
+        RuntimeError: The device has stopped working, so that what comes next would fail as well.
+    """
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
         for m, n, k in TRIED:
             product = Product(layout, m, n, k, torch.bfloat16)
-            for config in (config for config in HOPPER if config.fits(target, product.dtype)):
-                complaint = trust.complaint(Choice("triton", layout, config), product, device)
+            for config in HOPPER:
+                if config.name in without or not config.fits(target, product.dtype):
+                    continue
                 name = f"{product.name} {config.name}"
+                table.begins(name, tile=config.name)
+                complaint = trust.complaint(Choice("triton", layout, config), product, device)
                 table.add(check=f"{name}: {complaint}" if complaint else name, error=float(bool(complaint)), limit=0.5)
+                if complaint and not works(device):
+                    raise RuntimeError(f"the device has stopped working in {name}: {complaint}")
 
 
 def strategies(device: torch.device, table: Any, dry: bool) -> None:

@@ -141,10 +141,12 @@ def measure(
     table: Table,
     options: argparse.Namespace,
     comm: FusedCommunicator | None = None,
+    each: float | None = None,
 ) -> int:
     """Measure every operation and share that the table lacks, by every strategy and chunk count.
 
-    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn.
+    Without other ranks, which would wait for ever, a case that fails leaves the rest their turn. One that takes longer
+    than ``each`` seconds hangs, and the process ends itself.
 
     Returns:
         How many are left when ``options.seconds`` have passed, or the device has stopped working.
@@ -167,7 +169,7 @@ def measure(
         case = partial(_case, operation, shape, share, counts, dtype, device, table, options, comm)
         if comm is not None:
             case()
-        elif not attempt(_name(operation, shape, share), case, device, table):
+        elif not attempt(_name(operation, shape, share), case, device, table, each):
             left = len(cases) - index - 1
             table.note(f"the device stopped working: {left} cases not measured")
             return left

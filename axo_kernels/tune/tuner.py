@@ -59,7 +59,7 @@ class Tuner:
         mode: ``"off"``, ``"cached"``, ``"first-step"``; None reads ``AXO_TUNE``.
         comm: Ranks that decide together. Then all of them must ask for the same products in the same order.
         cache: Where choices are kept; None: the user's cache folder, keyed by device and versions.
-        progress: Called with (done, total, name) while measuring.
+        progress: Called with (done, total, name) while measuring; the name says which candidate comes next.
         configs: Triton configurations measured for each product, best guesses first.
         budget: Seconds for the timed rounds of one product.
     """
@@ -274,8 +274,9 @@ class Tuner:
             reference = run(choices[0], operands)
             right = [choices[0]]
             for index, choice in enumerate(choices[1:], 1):
-                self._tell(index, len(choices), name)
+                self._tell(index, len(choices), f"{name}: {choice.name}")
                 right += [choice] * self._is_right(choice, product, operands, reference, run, device)
+            self._tell(len(choices), len(choices), f"{name}: times")
             calls = [partial(run, choice, operands) for choice in right]
             # Two stages: a short look leaves out what is far behind, the rest is timed in turns.
             quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])

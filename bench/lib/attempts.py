@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
+import shutil
+import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
 from .table import Table
 
+HUNG = 86  # how a process ends that has ended itself
 
-def attempt(what: str, call: Callable[[], object], device: torch.device, table: Table) -> bool:
+
+def attempt(
+    what: str, call: Callable[[], object], device: torch.device, table: Table, seconds: float | None = None
+) -> bool:
     """Call; what it raises is a failure in the table.
+
+    Args:
+        seconds: After which the process ends itself (:func:`bounded`); None: never.
 
     Returns:
         Whether the device still works.
     """
     with table.under_way(what):
         try:
-            call()
+            with bounded(what, seconds, device):
+                call()
         except Exception as error:
             table.fail(what, error)
             return works(device)
@@ -35,6 +47,43 @@ def works(device: torch.device) -> bool:
     except Exception:
         return False
     return True
+
+
+@contextlib.contextmanager
+def bounded(what: str, seconds: float | None, device: torch.device) -> Iterator[None]:
+    """End this process where this block takes longer on a GPU: a kernel that hangs holds whoever waits for it, and no
+    exception tells. The table's file says what was under way, and whoever started the process may start it again.
+    """
+    if seconds is None or device.type != "cuda":
+        yield
+        return
+    timer = threading.Timer(seconds, _give_up, (what, seconds))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(seconds + 2 * _LOOK, exit=True)  # where whoever hangs lets no thread of ours run
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
+
+
+_LOOK = 20  # seconds of the debugger
+
+
+def _give_up(what: str, seconds: float) -> None:
+    print(f"{what}: has not ended after {seconds:g} s, so this process does", flush=True)
+    faulthandler.dump_traceback()
+    show_where(os.getpid())
+    os._exit(HUNG)
+
+
+def show_where(pid: int) -> None:
+    """Print where the GPU is in a process, by CUDA's debugger, where it is installed: after a kill nothing tells."""
+    if shutil.which("cuda-gdb"):
+        asked = ("-ex", "info cuda kernels", "-ex", "info cuda warps")
+        command = ["timeout", "-s", "KILL", str(_LOOK), "cuda-gdb", "-p", str(pid), "-batch", *asked]
+        subprocess.run(command, stdin=subprocess.DEVNULL, check=False)
 
 
 def end_with_parent() -> None:

@@ -49,11 +49,17 @@ def right(device: torch.device, table: Any, dry: bool) -> None:
 
 
 def measure(
-    shapes: Sequence[tuple[int, int, int]], device: torch.device, table: Any, rounds: int, seconds: float
+    shapes: Sequence[tuple[int, int, int]],
+    device: torch.device,
+    table: Any,
+    rounds: int,
+    seconds: float,
+    each: float | None = None,
 ) -> int:
     """Time each shape and scaling that the table lacks; returns how many are left after so many seconds.
 
-    What fails leaves the rest their turn, unless the device has stopped working.
+    What fails leaves the rest their turn, unless the device has stopped working. One that takes longer than ``each``
+    seconds hangs, and the process ends itself.
     """
     measured = {(row["product"], row["scaling"]) for row in table.rows}
     products = [Product("NT", m, n, k, torch.bfloat16) for m, n, k in shapes]
@@ -72,7 +78,7 @@ def measure(
             table.note(f"stopped after {seconds:.0f} s: {len(cases) - index} products in fp8 not measured")
             return len(cases) - index
         case = partial(_case, product, scaling, device, table, rounds)
-        if not attempt(_name(product, scaling), case, device, table):
+        if not attempt(_name(product, scaling), case, device, table, each):
             left = len(cases) - index - 1
             table.note(f"the device stopped working: {left} products in fp8 not measured")
             return left

@@ -6,6 +6,7 @@ The first JSON line says where the numbers come from: device, versions, commit, 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import platform
@@ -25,10 +26,24 @@ _KEPT = {"section", "failed"}  # notes that a run goes on with
 _MARKS = {"bench", "begun", "begins", "over"}  # lines that are no rows
 _TRACE = 6000  # characters of a traceback that are kept: its end, where the error is
 LEFT_OUT = "left_out"  # of a note: what was not measured, so that the same command has something to go on with
+# What the parts of bench.gpu run, below the root of the repository (axo stands where it is imported from): what is
+# mended elsewhere leaves their results standing.
+_LIB = Path("bench/lib")
+RUN_BY: dict[str, tuple[Path, ...]] = {
+    "kernels": (Path("axo_kernels"), _LIB, *(Path(f"bench/{name}.py") for name in ("kernels", "gemm", "overlap"))),
+    "device": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/device.py")),
+    "offload": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/offload.py")),
+    "gpu_step": (Path("axo"), Path("axo_kernels"), _LIB, Path("bench/gpu_step.py"), Path("bench/gemm.py")),
+}
 
 
-def environment(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, the versions, the commit and what is run, which need not be the commit's."""
+def environment(device: torch.device, part: str = "") -> dict[str, Any]:
+    """Describe the machine, the versions, the commit and what is run, which need not be the commit's.
+
+    Args:
+        device: Where it runs.
+        part: Of bench.gpu, whose sources alone count; "": all that there are.
+    """
     try:
         import triton
 
@@ -51,25 +66,52 @@ def environment(device: torch.device) -> dict[str, Any]:
         "triton": triton_version,
         "cuda": torch.version.cuda,
         "hip": torch.version.hip,
+        **_libraries(device),
         "commit": commit,
-        "sources": sources((Path(axo.__file__).parent, Path(axo_kernels.__file__).parent, here.parent)),
+        "sources": sources(_run_by(part)),
         "date": time.strftime("%Y-%m-%d"),
     }
 
 
+def _libraries(device: torch.device) -> dict[str, str]:
+    """The vendor's libraries that a GPU's numbers are compared with, by version."""
+    if device.type != "cuda" or torch.version.hip:
+        return {}
+    found = {"nccl": "none", "cublas": "unknown"}
+    with contextlib.suppress(Exception):
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    with contextlib.suppress(Exception):
+        library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).split('.')[0]}")
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        found["cublas"] = str(library.cublasLtGetVersion())
+    return found
+
+
+def _run_by(part: str) -> list[Path]:
+    """Where the files of a part of bench.gpu are here."""
+    packages = {"axo": Path(axo.__file__).parent, "axo_kernels": Path(axo_kernels.__file__).parent}
+    packages["bench"] = Path(__file__).resolve().parent.parent
+    named = RUN_BY.get(part, [Path(name) for name in packages])
+    return [packages[path.parts[0]].joinpath(*path.parts[1:]) for path in named]
+
+
 def sources(roots: Iterable[Path]) -> str:
-    """A digest of the Python files and extensions below these folders."""
+    """A digest of these files, and of the Python files and extensions below these folders."""
     digest = hashlib.sha256()
     for root in roots:
-        for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so")):
-            digest.update(f"{path.relative_to(root)}\0{path.stat().st_size}\0".encode())
+        found = [root] if root.is_file() else (path for path in root.rglob("*") if path.suffix in (".py", ".so"))
+        for path in sorted(found):
+            digest.update(f"{path.relative_to(root.parent)}\0{path.stat().st_size}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two descriptions that begin with :func:`environment` allow numbers beside each other."""
-    return all(one.get(key) == value for key, value in other.items() if key not in ("date", "threads"))
+    """Whether two descriptions that begin with :func:`environment` allow numbers beside each other.
+
+    The commit does not count: another one may have mended what is not run, which the digest of the sources tells.
+    """
+    return all(one.get(key) == value for key, value in other.items() if key not in ("date", "threads", "commit"))
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -190,15 +232,15 @@ class Table:
         finally:
             self._write({"over": what})
 
-    def begins(self, what: str) -> None:
+    def begins(self, what: str, **values: Any) -> None:
         """Name, in the file, what is done next of what is under way: after a kill it is all that tells."""
         if self._goes_on:
-            self._write({"begins": what})
+            self._write({"begins": what} | values)
 
-    def fail(self, what: str, error: Exception) -> None:
+    def fail(self, what: str, error: Exception, **values: Any) -> None:
         """Note what could not be measured, and why; it is not tried again by a run that goes on."""
         self.failed[what] = told = f"{what}: {in_a_line(error)}"
-        self.trace(told, error, failed=what)
+        self.trace(told, error, failed=what, **values)
 
     def trace(self, text: str, error: Exception, **values: Any) -> None:
         """Note an error with its traceback: the machine that it came from may be gone when it is read."""

@@ -1,0 +1,279 @@
+"""What hangs or dies on a GPU costs that alone, and leaves what mends it: programs that sleep stand for such kernels.
+
+Each is a process of its own, whose end and whose output are looked at.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from axo_kernels.tune.trust import shape_class
+from bench import gpu, kernels
+from bench.lib import attempts, log, table
+from bench.lib.table import read_rows
+from bench.lib.trials import Trial
+
+from .test_bench_gpu import kernels_in_this_process, measure_in_fake_time
+
+ROOT = Path(gpu.__file__).parents[1]
+CHECK = {"check": "NN", "error": 0.0, "limit": 0.5}
+
+
+def program(*lines):
+    """A trial that runs these lines of Python; ``say`` prints a row."""
+    say = "say = lambda **row: print(json.dumps(row), flush=True)"
+    return [sys.executable, "-c", "\n".join(["import json, sys, time", say, *lines])]
+
+
+@pytest.fixture
+def one(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    return table.Table({"check": "s"}, tmp_path / "kernels.jsonl", earlier=())
+
+
+TILE = kernels.HOPPER[1].name
+BEGINS = f"say(begins='NT {TILE}', tile='{TILE}')"
+
+
+def test_a_tile_that_hangs_is_left_out_alone(monkeypatch, one):
+    """What the trial had found stands, what is no row is shown, and what is behind that tile is tried without it."""
+    started = []
+
+    def again(layout, without):
+        started.append((layout, set(without)))
+        return Trial(program(f"say(check='{layout} behind', error=0.0, limit=0.5)"))
+
+    monkeypatch.setattr(kernels, "_trial", again)
+    monkeypatch.setattr(kernels, "QUIET", 1.0)
+    noise = "print('.version 8.4' * 20000)"  # more than a pipe holds: a compiler that fails prints its program
+    trials = {
+        "NN": Trial(program(noise, "say(check='NN', error=0.0, limit=0.5)")),
+        "NT": Trial(program("say(check='NT', error=0.0, limit=0.5)", BEGINS, "time.sleep(600)")),
+        "TN": Trial(program(BEGINS, "time.sleep(600)")),
+    }
+    hung = [trials["NT"], trials["TN"]]
+    kernels.tried(trials, time.perf_counter() + 60, one)
+    assert [row["check"] for row in one.rows] == ["NN", "NT", "NT behind", "TN behind"]
+    assert started == [("NT", {TILE}), ("TN", {TILE})]
+    (told,) = one.failed.values()
+    assert "TN has said nothing for " in told and f": a kernel that hangs, in NT {TILE}" in told
+    assert [trial.process.poll() for trial in hung] == [-9, -9]
+    assert [config.name for config in kernels.tiles.HOPPER] == [c.name for c in kernels.HOPPER if c.name != TILE]
+    rows = read_rows(one_file(one))
+    assert kernels.left_of_hopper(rows) == kernels.tiles.HOPPER, "nor does a run that goes on use it"
+
+
+def one_file(one):
+    return Path(one._file.name)
+
+
+def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
+    """Its traceback is in the file, since what a trial prints is gone with the machine."""
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
+    dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
+    kernels.tried({"NT": dies}, time.perf_counter() + 60, one)
+    assert list(one.failed) == [f"{kernels.HOPPER_SECTION}, {TILE}"] and len(kernels.tiles.HOPPER) == 2
+    (row,) = (row for row in read_rows(one_file(one)) if "failed" in row)
+    assert "NT ended with 1" in row["note"] and "illegal address" in row["trace"]
+
+
+@pytest.mark.parametrize("lines", [["time.sleep(600)"], [BEGINS, "time.sleep(600)"], ["sys.exit(3)"]])
+def test_where_no_tile_is_known_the_kernel_is_left_out(monkeypatch, one, lines):
+    """Or no time is left to try the others."""
+    trials = {"NT": Trial(program(*lines)), "TN": Trial(program("time.sleep(600)"))}
+    if "sys.exit(3)" not in lines:
+        time.sleep(0.5)
+    kernels.tried(trials, time.perf_counter() + (10 if "sys.exit(3)" in lines else 0), one)
+    assert list(one.failed) == [kernels.HOPPER_SECTION]
+    assert all(trial.process.poll() is not None for trial in trials.values())
+    assert kernels.left_of_hopper(read_rows(one_file(one))) == ()
+
+
+def test_a_run_without_the_kernel_for_hopper(monkeypatch, tmp_path):
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    monkeypatch.setattr(kernels, "grouped", lambda device, table: kernels.tried({}, 0.0, table))
+    assert kernels.main(["--dry", "--out", str(tmp_path / "right")]) == 0 and kernels.tiles.HOPPER
+    fails = lambda device, table: table.fail(kernels.HOPPER_SECTION, TimeoutError("hangs"))  # noqa: E731
+    monkeypatch.setattr(kernels, "grouped", fails)
+    assert kernels.main(["--dry", "--out", str(tmp_path / "hangs")]) == 2 and not kernels.tiles.HOPPER
+
+
+def test_a_product_that_hung_costs_the_tile_that_it_looked_at():
+    """All of Hopper's, where it was not looking at one candidate: the bench times them, and the tuner does."""
+    product = "NT 4096x4096x4096 bfloat16"
+
+    def left(within):
+        return kernels.left_of_hopper([{"failed": product, "cut_off": within}])
+
+    assert left("") == left(f"matmul {product}") == left(f"matmul {product}: times") == ()
+    assert left(f"matmul {product}: NT {TILE}") == tuple(c for c in kernels.HOPPER if c.name != TILE)
+    assert left(f"matmul {product}: NT tma 128x256x64 g8 w8 s3 p2") == left_of_a_section() == kernels.HOPPER
+
+
+def left_of_a_section():
+    return kernels.left_of_hopper([{"failed": "strategies", "cut_off": ""}, {"failed": "NT", "note": "out of memory"}])
+
+
+def test_a_case_that_hangs_ends_its_process(tmp_path):
+    """Which says where it is, and has named in the file what it was at."""
+    path = tmp_path / "kernels.jsonl"
+    code = (
+        "import pathlib, time, torch\n"
+        "from bench.lib import attempts, table\n"
+        f"one = table.Table({{}}, pathlib.Path({str(path)!r}), earlier=())\n"
+        "def hangs():\n    one.begins('a tile')\n    time.sleep(600)\n"
+        "with attempts.bounded('quick', 0.2, torch.device('cuda')):\n    pass\n"
+        "with attempts.bounded('slow', 0.2, torch.device('cpu')):\n    time.sleep(0.5)\n"
+        "attempts.attempt('NT', hangs, torch.device('cuda'), one, 0.2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == attempts.HUNG and "NT: has not ended after 0.2 s" in done.stdout
+    assert "in hangs" in done.stderr
+    assert table.under_way(read_rows(path)) == {"NT": "a tile"}
+
+
+def test_the_debugger_looks_at_what_hangs(monkeypatch, tmp_path, capfd):
+    """Where it is installed: a program of its name stands for it."""
+    attempts.show_where(1)
+    assert capfd.readouterr().out == ""
+    debugger = tmp_path / "cuda-gdb"
+    debugger.write_text('#!/bin/sh\necho "$@"\n')
+    debugger.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    attempts.show_where(17)
+    assert capfd.readouterr().out == "-p 17 -batch -ex info cuda kernels -ex info cuda warps\n"
+
+
+def test_kernels_that_hang_are_begun_once_more(monkeypatch, tmp_path, capsys):
+    """While their time lasts, each time without what hung; not where nothing new has stopped them."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    cut, given, hangs = [], [], ["NN 64x48x32 float32", "TN 64x48x32 float32"]
+    kernels_in_this_process(monkeypatch, tmp_path)
+    plain, product = subprocess.run, kernels.gemm._one
+
+    def one(asked, *rest):
+        if asked.name in hangs and asked.name not in cut:
+            cut.append(asked.name)
+            raise SystemExit(attempts.HUNG)
+        product(asked, *rest)
+
+    def run(command, timeout):
+        given.append(command[2:])
+        try:
+            return plain(command, timeout)
+        except SystemExit as end:
+            path = tmp_path / "kernels.jsonl"  # as a process leaves it that has ended itself
+            path.write_text("".join(line for line in path.open() if '"over": "' + cut[-1] not in line))
+            return subprocess.CompletedProcess(command, end.code)
+
+    monkeypatch.setattr(kernels.gemm, "_one", one)
+    monkeypatch.setattr(subprocess, "run", run)
+    arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
+    assert gpu.main(arguments) == 1 and cut == hangs
+    assert ["--again" in command for command in given if "bench.kernels" in command] == [False, True, True]
+    said = (tmp_path / "verdicts.txt").read_text()
+    for name in hangs:
+        assert (
+            f"kernels: {name}: not tried again, since the run before was stopped, or died, in the middle of it: F"
+            in said
+        )
+    assert "ended early" not in said and "all results right: True" in said and '"asked_share": 0.8' in lines(tmp_path)
+    shown = capsys.readouterr().out
+    assert f"kernels: ended early with {attempts.HUNG}, in the middle of {hangs[0]}" in shown
+
+
+def lines(out):
+    return (out / "kernels.jsonl").read_text()
+
+
+def test_what_is_said_is_in_the_log(tmp_path):
+    """By this process and by those that it starts, on both streams, also what a killed one has not flushed."""
+    path = tmp_path / "log.txt"
+    child = "import os, sys; print('a child'); print('its error', file=sys.stderr); os.kill(os.getpid(), 9)"
+    code = (
+        "import pathlib, subprocess, sys\nfrom bench.lib.log import logged\n"
+        f"with logged(pathlib.Path({str(path)!r})):\n    print('the parent')\n"
+        f"    subprocess.run([sys.executable, '-c', {child!r}])\nprint('afterwards')\n"
+    )
+    for _ in (1, 2):
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=100)
+        assert done.stdout == "the parent\na child\nits error\nafterwards\n", done.stderr
+    assert path.read_text() == "the parent\na child\nits error\n" * 2, "a second run goes on with it"
+
+
+def test_a_log_keeps_its_beginning_and_its_end(monkeypatch, tmp_path):
+    path, pieces = tmp_path / "log.txt", [b"begins " + b"a" * 993, *[b"b" * 1000] * 6, b"ends" * 10, b""]
+    monkeypatch.setattr(log.os, "read", lambda *_: pieces.pop(0))
+    monkeypatch.setattr(log.os, "write", lambda *_: None)
+    log.copy(path, 4000)
+    said = path.read_bytes()
+    assert said.startswith(b"begins a") and said.endswith(b"b" + b"ends" * 10) and b"bytes left out" in said
+    assert len(said) <= 4000
+
+
+def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
+    """With the same tile, borders, length of sums and tiles of a program (132 multiprocessors), and borders as well."""
+
+    def classes(shapes):
+        products = [kernels.Product("NT", *sizes, torch.bfloat16) for sizes in shapes]
+        choices = [kernels.Choice("triton", "NT", config) for config in kernels.HOPPER]
+        return {shape_class(choice, product, 132) for choice in choices for product in products}
+
+    tried = classes(kernels.TRIED)
+    assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
+    assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
+
+
+def test_a_process_that_ends_with_its_parent():
+    """Else one that hangs inside a kernel would have half of the GPU's time for as long as the machine runs."""
+    held, open_there = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        if os.fork() == 0:
+            attempts.end_with_parent()
+            os.write(open_there, b"here")
+            kernels.time.sleep(600)
+        os.read(held, 4)
+        os._exit(0)
+    os.close(open_there)
+    assert os.waitpid(parent, 0)[1] == 0
+    assert os.read(held, 1) == b"", "the pipe ends with its last holder"
+    os.close(held)
+
+
+def test_a_second_run_on_a_gpu_tries_the_kernel_for_hopper_again(monkeypatch, tmp_path):
+    """The cache of compiled kernels may be gone with the machine, and trials are what fills it; not where one hung."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    started, seen = [], []
+    monkeypatch.setattr(kernels.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels.torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(kernels, "works", lambda device: True)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda jobs, seconds: None)
+    killed = []
+    process = SimpleNamespace(kill=lambda: killed.append(True))
+    monkeypatch.setattr(kernels, "_trial", lambda layout, without: (started.append(layout), process)[1])
+    monkeypatch.setattr(kernels.tiles, "HOPPER", kernels.HOPPER)
+    monkeypatch.setattr(kernels, "tried", lambda trials, until, table: seen.append(set(trials)))
+    monkeypatch.setattr(kernels.devices, "target_of", lambda device: kernels.tiles.TARGETS["sm_90"])
+    for name in ("gemm", "fp8", "overlap"):  # leave something for the next run
+        monkeypatch.setattr(getattr(kernels, name), "measure", lambda *_: 1)
+    monkeypatch.setattr(kernels.fp8, "right", lambda *_: None)
+    for times in (1, 2):
+        kernels.main(["--out", str(tmp_path)])
+        assert started == [*kernels.LAYOUTS] * times
+        assert seen == [set(kernels.LAYOUTS)] * times
+    kernels.main(["--again", "--out", str(tmp_path)])  # on the same machine
+    assert len(started) == 6
+    lines = (tmp_path / "kernels.jsonl").read_text()
+    failed = json.dumps({"note": "hangs", "failed": kernels.HOPPER_SECTION})
+    (tmp_path / "kernels.jsonl").write_text(lines + failed + "\n")
+    kernels.main(["--out", str(tmp_path)])
+    assert len(started) == len(killed) == 6 and len(seen) == 2 and not kernels.tiles.HOPPER
