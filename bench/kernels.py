@@ -13,9 +13,9 @@
 
 Sections get shares of the time and say what they left out; the same command again measures that alone. A product or
 case that raises is a verdict, and is not tried again; one after which the GPU does nothing more leaves the rest to the
-next run. Nor is what a run was killed in the middle of, since it may hang; what takes far too long ends the process. The
-kernel for Hopper, whose waits have no bound, is tried in processes of its own first. The last lines are the verdicts. ``--dry`` walks through the same code on
-a CPU at toy sizes; its times mean nothing.
+next run. Nor is what a run was killed in the middle of, since it may hang; what takes far too long ends the process.
+The kernel for Hopper, whose waits have no bound, is tried in processes of its own first. The last lines are the
+verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times mean nothing.
 """
 
 from __future__ import annotations
@@ -404,6 +404,9 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
                 table.begins(name, tile=config.name)
                 complaint = trust.complaint(Choice("triton", layout, config), product, device)
                 table.add(check=f"{name}: {complaint}" if complaint else name, error=float(bool(complaint)), limit=0.5)
+                if trust.error is not None:
+                    print(trace_of(trust.error), file=sys.stderr, flush=True)
+                    trust.error = None
                 if complaint and not works(device):
                     raise RuntimeError(f"the device has stopped working in {name}: {complaint}")
 

@@ -11,6 +11,7 @@ from axo_kernels.gemm.layout import Product, as_row_major
 from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
 from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune import runners
+from axo_kernels.tune import trust as trust_module
 from axo_kernels.tune import tuner as tuner_module
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
@@ -172,6 +173,33 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
         "is wrong on cpu and left out" in str(each.message) for each in told
     )
     assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
+
+
+def test_a_complaint_says_where(monkeypatch):
+    """Which elements, and which tiles of the configuration: all that is left of a device that is gone."""
+
+    def kernel(a, b, out, **rest):
+        out.copy_(a.float() @ b.float().T)
+        out[130, 200] = 1000.0
+        out[255:, 270:290] = float("nan")
+        return out
+
+    monkeypatch.setattr(trust_module, "_ROWS", 100)
+    trust = trust_module.Trust(lambda choice: kernel)
+    product = Product("NT", 256, 300, 64, torch.bfloat16)
+    with pytest.warns(UserWarning, match="left out"):
+        found = trust.complaint(Choice("triton", "NT", HOPPER[2]), product, torch.device("cpu"))
+    assert found.endswith(
+        "21 of 76800 elements (20 NaN), rows 130 to 255, columns 200 to 289, 2 of 6 tiles of 128x128: (1, 1), (1, 2)"
+    )
+
+    def raises(a, b, out, **rest):
+        raise RuntimeError("PassManager::run failed\n\nptxas fatal\n")
+
+    trust = trust_module.Trust(lambda choice: raises)
+    with pytest.warns(UserWarning, match=r"RuntimeError: PassManager::run failed \.\.\. ptxas fatal"):
+        trust.complaint(Choice("triton", "NT", HOPPER[2]), product, torch.device("cpu"))
+    assert "ptxas" in str(trust.error)
 
 
 def test_more_tiles_of_a_program_are_another_class():
