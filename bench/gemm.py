@@ -211,6 +211,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         m=product.m,
         n=product.n,
         k=product.k,
+        left_out=[[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"],
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )
