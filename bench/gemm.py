@@ -41,8 +41,8 @@ from axo_kernels.tune.tuner import runner
 from . import roofline
 from .lib import arguments
 from .lib.arguments import Parser
-from .lib.attempts import attempt
-from .lib.table import Table, environment
+from .lib.attempts import attempt, works
+from .lib.table import Table, environment, in_a_line
 
 COLUMNS = {
     "product": "s",
@@ -181,7 +181,18 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     other = _cupy(a, b, product)
     if other is not None:
         calls["cupy"] = other
-    errors = {name: _error(call(), a, b, product.layout) for name, call in calls.items() if name != "cupy"}
+    left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
+    errors = {}
+    for name, call in list(calls.items()):
+        if name == "cupy":
+            continue
+        try:
+            errors[name] = _error(call(), a, b, product.layout)
+        except Exception as error:
+            if name == "torch" or not works(device):
+                raise RuntimeError(f"{name}: {in_a_line(error)}") from error
+            left_out.append([name, in_a_line(error)])  # the others are timed
+            del calls[name]
     limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
@@ -203,7 +214,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
         accumulate_ratio=added,
-        tuned_ratio=1 / timings["tuned"].ratio,
+        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else None,
         error=max(errors.values()),
         chosen=choice.name,
         right=all(error < limit for error in errors.values()),
@@ -211,7 +222,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         m=product.m,
         n=product.n,
         k=product.k,
-        left_out=[[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"],
+        left_out=left_out,
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )

@@ -21,6 +21,7 @@ verdicts. ``--dry`` walks through the same code on a CPU at toy sizes; its times
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import subprocess
@@ -53,9 +54,9 @@ from axo_kernels.tune.trust import Trust
 from . import gemm, overlap
 from .lib import fp8
 from .lib import verdicts as judge
-from .lib.accuracy import matmul_reference, sum_limit
 from .lib.arguments import Parser
-from .lib.attempts import bounded, end_with_parent, works
+from .lib.attempts import bounded, case, end_with_parent, works
+from .lib.numerics import LIMITS, numerics
 from .lib.simulated import SimulatedCommunicator
 from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_with, trace_of
 from .lib.trials import Trial
@@ -72,8 +73,6 @@ SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
-# Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
-LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -152,7 +151,7 @@ def main(arguments: list[str] | None = None) -> int:
     if HOPPER_SECTION in table.failed:
         tiles.HOPPER = ()
     latest = {row["check"]: row for row in table.rows}.values()
-    unfinished = left or any(what in sections or what.startswith(HOPPER_SECTION) for what in table.failed)
+    unfinished = left or any(what.split(": ")[0] in sections for what in table.failed)
     verdicts["all results right"] = not unfinished and all(row["error"] < row["limit"] for row in latest)
 
     def measure(name: str, table: Table, call: Callable[[], int]) -> None:
@@ -273,9 +272,15 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
 
 
 class _Silent:
-    """Takes a table's rows and shows none."""
+    """Takes a table's rows and shows none; an error it does show."""
 
-    rows: ClassVar[list[dict[str, object]]] = []
+    failed: ClassVar[dict[str, str]] = {}
+
+    def under_way(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def fail(self, what: str, error: Exception) -> None:
+        print(f"{what}: {trace_of(error)}", file=sys.stderr, flush=True)
 
     def add(self, **row: object) -> None:
         pass
@@ -292,46 +297,6 @@ class _Printed(_Silent):
 
     def begins(self, what: str, **values: object) -> None:
         self.add(begins=what, **values)
-
-
-def numerics(device: torch.device, table: Any, dry: bool, only: list[tuple[torch.dtype, str]] | None = None) -> None:
-    """Every layout and dtype, descriptor and pointer sizes, epilogues and accumulation, against fp64."""
-    sizes = [(1, 1, 1), (7, 128, 31), (101, 13, 97)] + ([] if dry else [(512, 768, 1024), (1000, 1001, 1003)])
-    backend = None if dry else "triton"
-    for dtype, limit in LIMITS.items():
-        for layout in LAYOUTS:
-            if only is not None and (dtype, layout) not in only:
-                continue
-            for m, n, k in sizes:
-                a = torch.randn((k, m) if layout == "TN" else (m, k), device=device).to(dtype)
-                b = torch.randn((n, k) if layout == "NT" else (k, n), device=device).to(dtype)
-                out = torch.full((m, n), float("nan"), device=device, dtype=dtype)
-                reference = matmul_reference(a, b, layout)
-                name = f"{layout} {m}x{n}x{k} {dtype}"
-                sums = sum_limit(k, dtype)
-                error = relative_error(matmul(a, b, layout, out, backend=backend), reference)
-                table.add(check=name, error=error, limit=max(limit, sums) if dtype == torch.float32 else limit + sums)
-                # of the product's own sign: a sum near zero has no relative error to speak of
-                master = torch.where(reference < 0, -1.0, 1.0).to(device, torch.float32)
-                expected = reference + master
-                matmul(a, b, layout, master, accumulate=True, backend=backend)
-                table.add(check=f"{name} accumulated", error=relative_error(master, expected), limit=sums)
-            # above zero, so that a single result (1x1x1) is not GELU's tail, where 1 + erf(x) has no digits left
-            bias = (3 + torch.rand(n, device=device)).to(dtype)
-            gate = torch.randn((m, n), device=device).to(dtype)
-            for activation in ("gelu", "gelu_tanh", "silu_gate"):
-                exact = reference + bias.double()
-                if activation == "silu_gate":
-                    expected = torch.nn.functional.silu(exact) * gate.double()
-                else:
-                    kind = "tanh" if activation == "gelu_tanh" else "none"
-                    expected = torch.nn.functional.gelu(exact, approximate=kind)
-                given = gate if activation == "silu_gate" else None
-                got = matmul(a, b, layout, bias=bias, activation=activation, gate=given, backend=backend)
-                # without the kernel torch rounds between the steps
-                table.add(
-                    check=f"{name} {activation}", error=relative_error(got, expected), limit=(3 if dry else 1) * limit
-                )
 
 
 def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
@@ -351,7 +316,7 @@ def tried(trials: dict[str, Trial], until: float, table: Table) -> None:
                 if not last or time.perf_counter() > until:
                     raise error
                 tiles.HOPPER = tuple(config for config in tiles.HOPPER if config.name != last["tile"])
-                table.fail(f"{HOPPER_SECTION}, {last['tile']}", error, tile=last["tile"])
+                table.fail(f"{HOPPER_SECTION}: {last['tile']}", error, tile=last["tile"])
                 trials[layout] = _trial(layout, _left_out())
             _add(trials[layout].said()[0], table)
     except (TimeoutError, RuntimeError) as error:
@@ -423,11 +388,28 @@ def strategies(device: torch.device, table: Any, dry: bool) -> None:
         expected = overlap._call(operation, a, b, comm, layout, "serial", 1)()
         for strategy in ("split", "signal"):
             for chunks in (1, 2, 4, 7):
-                got = overlap._call(operation, a, b, comm, layout, strategy, chunks)()
-                assert comm.ran[-1].strategy == strategy
-                error = relative_error(got, expected)
-                table.add(check=f"{operation} {strategy}/{chunks}", error=error, limit=4e-3)
-    comm.check()
+                name = f"{operation} {strategy}/{chunks}"
+                call = overlap._call(operation, a, b, comm, layout, strategy, chunks)
+                case(
+                    f"strategies: {name}",
+                    partial(_strategy, name, call, strategy, expected, comm, table),
+                    device,
+                    table,
+                )
+
+
+def _strategy(
+    name: str,
+    call: Callable[[], torch.Tensor],
+    strategy: str,
+    expected: torch.Tensor,
+    comm: SimulatedCommunicator,
+    table: Any,
+) -> None:
+    got = call()
+    comm.check()  # here, since what waits in vain is to be named
+    assert comm.ran[-1].strategy == strategy
+    table.add(check=name, error=relative_error(got, expected), limit=4e-3)
 
 
 def rounds(device: torch.device, table: Any, dry: bool, often: int = 500) -> None:
@@ -464,30 +446,37 @@ def graphs(device: torch.device, table: Any, often: int = 50) -> None:
         return torch.randint(-2, 3, (rows, 64), generator=generator, device=device).to(torch.bfloat16)
 
     for strategy in ("split", "signal"):
-        way, x, w, wrong = Way(strategy, 2), draw(256), draw(512), torch.zeros((), device=device)
+        case(f"graphs: {strategy}", partial(_graph, strategy, comm, draw, table, often), device, table)
 
-        def operations(way: Way = way, x: torch.Tensor = x, w: torch.Tensor = w) -> list[torch.Tensor]:
-            gathered = run_all_gather(x, w, comm, "NT", "b", way, keep=False)[0]
-            scattered = run_reduce_scatter(w, x, comm, "NT", way)
-            total, finish = start_all_reduce(x, w, comm, "NT", way)
-            finish()
-            return [gathered, scattered, total]
 
-        operations()  # makes flags and buffers, and compiles
-        comm.check()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = operations()
+def _graph(
+    strategy: str, comm: SimulatedCommunicator, draw: Callable[[int], torch.Tensor], table: Any, often: int
+) -> None:
+    way, x, w = Way(strategy, 2), draw(256), draw(512)
+    wrong = torch.zeros((), device=x.device)
+
+    def operations() -> list[torch.Tensor]:
+        gathered = run_all_gather(x, w, comm, "NT", "b", way, keep=False)[0]
+        scattered = run_reduce_scatter(w, x, comm, "NT", way)
+        total, finish = start_all_reduce(x, w, comm, "NT", way)
+        finish()
+        return [gathered, scattered, total]
+
+    operations()  # makes flags and buffers, and compiles
+    comm.check()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = operations()
+    graph.replay()
+    comm.check()  # before many more have been put behind what waits
+    for _ in range(often):
+        x.copy_(draw(256))
         graph.replay()
-        comm.check()  # before many more have been put behind what waits
-        for _ in range(often):
-            x.copy_(draw(256))
-            graph.replay()
-            exact = (x.float() @ w.float().T).to(x.dtype)
-            for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
-                wrong += (got != expected).any()
-        comm.check()
-        table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)
+        exact = (x.float() @ w.float().T).to(x.dtype)
+        for got, expected in zip(found, (exact.repeat(1, 2), 2 * exact.T[:256], 2 * exact), strict=True):
+            wrong += (got != expected).any()
+    comm.check()
+    table.add(check=f"{often} replays of a graph of {strategy} operations", error=float(wrong), limit=0.5)
 
 
 def silence(device: torch.device, table: Table) -> None:

@@ -49,6 +49,16 @@ def works(device: torch.device) -> bool:
     return True
 
 
+def case(what: str, call: Callable[[], object], device: torch.device, table: Table) -> None:
+    """One case of a section, after which the next has its turn; none where it has failed in a run before.
+
+    Raises:
+        RuntimeError: The device has stopped working, so that the others would fail as well.
+    """
+    if what not in table.failed and not attempt(what, call, device, table):
+        raise RuntimeError(f"the device has stopped working in {what}")
+
+
 @contextlib.contextmanager
 def bounded(what: str, seconds: float | None, device: torch.device) -> Iterator[None]:
     """End this process where this block takes longer on a GPU: a kernel that hangs holds whoever waits for it, and no

@@ -139,7 +139,7 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
         path.unlink(missing_ok=True)
         return []
     kept = [line for line in lines if not line.keys() & _MARKS and ("note" not in line or line.keys() & _KEPT)]
-    for what, within in under_way(lines).items():  # it may have hung: a second run must not hang there too
+    for what, within in list(under_way(lines).items())[-1:]:  # it may have hung: a second run must not hang there too
         told = f"{what}: not tried again, since the run before was stopped, or died, in the middle of it"
         kept.append({"note": told + (f", at {within}" if within else ""), "failed": what, "cut_off": within})
     swap = path.with_suffix(".swap")
@@ -149,7 +149,10 @@ def rows_to_go_on_with(path: Path, known: dict[str, Any]) -> list[dict[str, Any]
 
 
 def under_way(lines: Iterable[dict[str, Any]]) -> dict[str, str]:
-    """What began in these lines and was not over (:meth:`Table.under_way`), and the last that it named of itself."""
+    """What began in these lines and was not over (:meth:`Table.under_way`), and the last that it named of itself.
+
+    The last of them is inside of the others: a case of a section.
+    """
     found: dict[str, str] = {}
     for line in lines:
         if "begun" in line:

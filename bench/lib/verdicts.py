@@ -54,7 +54,7 @@ def speed(rows: Iterable[Row], gpt: Iterable[Product], units: int) -> Verdicts:
     verdicts |= _line("Triton at worst, of torch", min(ratios, default=None), _WORST, len(ratios))
     ratios = [row["accumulate_ratio"] for row in mine if row.get("accumulate_ratio")]
     verdicts |= _line("TN added to an fp32 gradient, of torch.mm and add_", _mean(ratios), _ADDED, len(ratios))
-    ratios = [row["tuned_ratio"] for row in rows]
+    ratios = [row["tuned_ratio"] for row in rows if row["tuned_ratio"]]
     verdicts |= _line("tuned at worst, of torch", min(ratios, default=None), _TUNED_WORST, len(ratios))
     verdicts |= _line("tuned, of torch", _mean(ratios), _TUNED_MEAN, len(ratios))
     return verdicts

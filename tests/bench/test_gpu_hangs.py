@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +18,7 @@ import torch
 
 from axo_kernels.tune.trust import shape_class
 from bench import gpu, kernels
-from bench.lib import attempts, log, table
+from bench.lib import attempts, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
 from bench.lib.trials import Trial
 
@@ -79,7 +81,7 @@ def test_a_tile_that_kills_its_device_is_left_out_alone(monkeypatch, one):
     monkeypatch.setattr(kernels, "_trial", lambda layout, without: Trial(program("pass")))
     dies = Trial(program(BEGINS, "say(trace='RuntimeError: illegal address')", "sys.exit(1)"))
     kernels.tried({"NT": dies}, time.perf_counter() + 60, one)
-    assert list(one.failed) == [f"{kernels.HOPPER_SECTION}, {TILE}"] and len(kernels.tiles.HOPPER) == 2
+    assert list(one.failed) == [f"{kernels.HOPPER_SECTION}: {TILE}"] and len(kernels.tiles.HOPPER) == 2
     (row,) = (row for row in read_rows(one_file(one)) if "failed" in row)
     assert "NT ended with 1" in row["note"] and "illegal address" in row["trace"]
 
@@ -192,6 +194,98 @@ def test_kernels_that_hang_are_begun_once_more(monkeypatch, tmp_path, capsys):
 
 def lines(out):
     return (out / "kernels.jsonl").read_text()
+
+
+CHECKS = {"check": "s", "error": ".1e", "limit": ".1e"}
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_check_that_raises_leaves_the_others_their_turn(monkeypatch, dies):
+    """Of the kernels, of fp8 and of the strategies; where the device works no more, the section ends and names it."""
+    cpu, plain = torch.device("cpu"), numerics.matmul
+
+    def gelu_does_not_compile(*given, activation=None, **rest):
+        if activation == "gelu":
+            raise RuntimeError("PassManager::run failed")
+        return plain(*given, activation=activation, **rest)
+
+    monkeypatch.setattr(numerics, "matmul", gelu_does_not_compile)
+    monkeypatch.setattr(attempts, "works", lambda device: not dies)
+    one = table.Table(CHECKS)
+    only = [(torch.float32, "NT")]
+    gelu = "numerics: NT 101x13x97 torch.float32 gelu"
+    with pytest.raises(RuntimeError, match=f"stopped working in {gelu}") if dies else nullcontext():
+        numerics.numerics(cpu, one, True, only)
+    assert len(one.rows) == 3 * 2 + (0 if dies else 2) and list(one.failed) == [gelu]
+    if dies:
+        return
+    again = table.Table(CHECKS, earlier=[{"failed": gelu, "note": one.failed[gelu]}])
+    numerics.numerics(cpu, again, True, only)
+    assert len(again.rows) == len(one.rows), "not once more"
+
+    def not_to_fp32(left, right, dtype):
+        return raises() if dtype == torch.float32 else multiply(left, right, dtype)
+
+    monkeypatch.setattr(fp8.fp8, "multiply", not_to_fp32)
+    fp8.right(cpu, rows := table.Table(CHECKS), True)
+    assert len(rows.rows) == len(rows.failed) == 12
+
+    call = kernels.overlap._call
+    monkeypatch.setattr(kernels.overlap, "_call", lambda *given: raises if given[-2:] == ("split", 4) else call(*given))
+    kernels.strategies(cpu, rows := table.Table(CHECKS), True)
+    assert len(rows.failed) == 3 and len(rows.rows) == 3 * 7
+    judged = kernels_with(monkeypatch, lambda device, table, dry: kernels.case("numerics: NT", raises, device, table))
+    assert judged["all results right"] is False and judged["numerics: NT: RuntimeError: no kernel image"] is False
+
+
+multiply = fp8.fp8.multiply
+
+
+def raises(*_):
+    raise RuntimeError("no kernel image")
+
+
+def kernels_with(monkeypatch, numerics):
+    """The verdicts of the kernels' bench with another first section."""
+    measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
+    monkeypatch.setattr(kernels, "numerics", numerics)
+    found = {}
+    monkeypatch.setattr(table.Table, "judge", lambda table, verdicts: found.update(verdicts) or 0)
+    with tempfile.TemporaryDirectory() as out:
+        kernels.main(["--dry", "--out", out])
+    return found
+
+
+def test_a_section_goes_on_behind_the_check_that_hung(tmp_path):
+    """It has no end, so it runs again; what it was in the middle of is not tried."""
+    path, known = tmp_path / "kernels.jsonl", {"device": "a GPU"}
+    begun = ["numerics", "numerics: NT", "numerics: NN"]
+    lines = [
+        known | {"bench": "right"},
+        {"begun": begun[0]},
+        {"begun": begun[1]},
+        {"over": begun[1]},
+        {"begun": begun[2]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (row,) = table.rows_to_go_on_with(path, known)
+    assert row["failed"] == "numerics: NN"
+
+
+def test_a_rival_that_raises_leaves_the_others_their_times(monkeypatch):
+    """And the row says why it has none; where torch's own raises, or the device is dead, the product has failed."""
+    cpu, product = torch.device("cpu"), kernels.Product("NT", 64, 48, 32, torch.float32)
+    monkeypatch.setattr(kernels.gemm, "runner", lambda *given: raises)
+    rows = table.Table(kernels.gemm.COLUMNS)
+    assert kernels.gemm.measure([product], cpu, rows, 3, 8, 60.0) == 0 and not rows.failed
+    (row,) = rows.rows
+    assert row["tuned_ratio"] is None and row["left_out"] == [["tuned", "RuntimeError: no kernel image"]]
+    assert row["torch_tflops"] > 0 and row["right"]
+    judged = verdicts.speed([row | {"triton_ratio": 1.0}], [product], 132)
+    assert judged["tuned at worst, of torch (goal: at least 0.99)"] == "not measured"
+    monkeypatch.setattr(kernels.gemm, "works", lambda device: False)
+    kernels.gemm.measure([product], cpu, rows := table.Table(kernels.gemm.COLUMNS), 3, 8, 60.0)
+    assert rows.failed == {product.name: f"{product.name}: RuntimeError: tuned: RuntimeError: no kernel image"}
 
 
 def test_what_is_said_is_in_the_log(tmp_path):
