@@ -404,10 +404,18 @@ def test_parts_of_the_transport_and_of_the_step_have_their_turns(monkeypatch, tm
         return 1.0, 1.0, 0.0
 
     monkeypatch.setattr(gpu_step, "layers", layers)
+
+    def profile(comms, sizes, path):
+        assert len(alive) == 2 and sizes is gpu_step.TOY_STEPS["gpt h=32"], "behind all that is measured"
+        raise RuntimeError("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES")
+
     monkeypatch.setattr(gpu_step, "step", step)
-    assert gpu_step.main(["--walk", "--out", str(tmp_path)]) == 2 and len(alive) == 2
+    monkeypatch.setattr(gpu_step, "profile", profile)
+    assert gpu_step.main(["--walk", "--out", str(tmp_path)]) == 3 and len(alive) == 2
     notes = [line["note"] for line in read_rows(tmp_path / "gpu_step.jsonl") if "verdict" in line]
     assert {"layers: RuntimeError: no kernel image: False", "gpt h=32: RuntimeError: out of memory: False"} <= {*notes}
+    assert {"begun": "gpt h=32"} in read_rows(tmp_path / "gpu_step.jsonl"), "what a kill leaves"
+    assert "a profile: RuntimeError: CUPTI_ERROR_INSUFFICIENT_PRIVILEGES: False" in notes
     assert "gpt h=32 recomputed, losses apart (at most 0.02): 0.0e+00: True" in notes
 
 
