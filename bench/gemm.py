@@ -40,6 +40,7 @@ from axo_kernels.tune.tuner import runner
 
 from . import roofline
 from .lib import arguments
+from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
 from .lib.attempts import attempt, works
 from .lib.table import Table, environment, in_a_line
@@ -58,6 +59,7 @@ COLUMNS = {
     "error": ".1e",
     "chosen": "s",
 }
+_LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -172,7 +174,10 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     choice = tuner.choose(product, device)  # before the operands: it has its own for a while
     a, b = (torch.randn(shape, generator=generator, device=device).to(product.dtype) for shape in shapes)
     tuned = runner(choice, product.layout)
-    calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout), "tuned": lambda: tuned(a, b)}
+    calls: dict[str, Any] = {"torch": lambda: vendor_matmul(a, b, product.layout)}
+    own_ratio = 1.0 if choice.is_torchs(product.layout) else None  # the same call: its ratio would be noise
+    if own_ratio is None:
+        calls["tuned"] = lambda: tuned(a, b)
     if devices.runs_triton(device) and device.type == "cuda":
         for name, grouped in (("triton", False), ("gluon", True)):
             config = _best_tile(tuner, product, grouped)
@@ -182,24 +187,18 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     if other is not None:
         calls["cupy"] = other
     left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
-    errors = {}
-    for name, call in list(calls.items()):
-        if name == "cupy":
-            continue
-        try:
-            errors[name] = _error(call(), a, b, product.layout)
-        except Exception as error:
-            if name == "torch" or not works(device):
-                raise RuntimeError(f"{name}: {in_a_line(error)}") from error
-            left_out.append([name, in_a_line(error)])  # the others are timed
-            del calls[name]
-    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
+    checked = {name: call for name, call in calls.items() if name != "cupy"}
+    errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
+    limits = dict.fromkeys(errors, _LIMITS[product.dtype])
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
         grouped_tile = _best_tile(tuner, product, True)
         adding = adding_calls(a, b, [None, *([grouped_tile] if grouped_tile else [])])
-        added = max(1 / timing.ratio for timing in paired(adding, device, rounds)[1:])
+        found = _checked(dict(adding), partial(adding_error, a=a, b=b), adding, left_out, device)
+        errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
+        limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
+        added = max((1 / one.ratio for one in paired(list(adding.values()), device, rounds)[1:]), default=None)
     rate = product.flops / timings["torch"].seconds
     peak = peak_of(device)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
@@ -214,10 +213,10 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         triton_ratio=1 / timings["triton"].ratio if "triton" in timings else None,
         gluon_ratio=1 / timings["gluon"].ratio if "gluon" in timings else None,
         accumulate_ratio=added,
-        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else None,
+        tuned_ratio=1 / timings["tuned"].ratio if "tuned" in timings else own_ratio,
         error=max(errors.values()),
         chosen=choice.name,
-        right=all(error < limit for error in errors.values()),
+        right=all(error < limits[name] for name, error in errors.items()),
         layout=product.layout,
         m=product.m,
         n=product.n,
@@ -228,14 +227,46 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     )
 
 
-def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -> list[Callable[[], torch.Tensor]]:
+def _checked(
+    checked: dict[str, Any],
+    error_of: Callable[[Any], float],
+    calls: dict[str, Any],
+    left_out: list[list[str]],
+    device: torch.device,
+) -> dict[str, float]:
+    """The error of each rival; one that raises is left out of ``calls``, so that the others are timed.
+
+    Raises:
+        RuntimeError: It was torch's own, or the device has stopped working.
+    """
+    errors = {}
+    for name, call in checked.items():
+        try:
+            errors[name] = error_of(call)
+        except Exception as error:
+            if name == "torch" or not works(device):
+                raise RuntimeError(f"{name}: {in_a_line(error)}") from error
+            left_out.append([name, in_a_line(error)])
+            del calls[name]
+    return errors
+
+
+def adding_calls(a: torch.Tensor, b: torch.Tensor, tiles: list[Config | None]) -> dict[str, Callable[[], torch.Tensor]]:
     """TN added to an fp32 gradient: by torch's product and sum, then by the kernel with each tile (None: default)."""
     master = torch.zeros((a.shape[1], b.shape[1]), dtype=torch.float32, device=a.device)
-    calls: list[Callable[[], torch.Tensor]] = [lambda: master.add_(torch.mm(a.T, b))]
+    calls: dict[str, Callable[[], torch.Tensor]] = {"torch": lambda: master.add_(torch.mm(a.T, b))}
     for tile in tiles:
         run = runner(Choice("triton", "TN", tile), "TN")
-        calls.append(partial(run, a, b, out=master, accumulate=True))
+        calls["gluon" if tile and tile.groups else "triton"] = partial(run, a, b, out=master, accumulate=True)
     return calls
+
+
+def adding_error(call: Callable[[], torch.Tensor], a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far one of them is off, against fp64 on at most 64 rows, where it adds to ones."""
+    master = call().fill_(1.0)  # where it adds to
+    rows = torch.linspace(0, a.shape[1] - 1, min(64, a.shape[1]), device=a.device).long()
+    call()
+    return relative_error(master[rows], a.T[rows].double() @ b.double() + 1)
 
 
 def _predicted(product: Product, device: torch.device) -> float | None:

@@ -276,6 +276,7 @@ def test_a_rival_that_raises_leaves_the_others_their_times(monkeypatch):
     """And the row says why it has none; where torch's own raises, or the device is dead, the product has failed."""
     cpu, product = torch.device("cpu"), kernels.Product("NT", 64, 48, 32, torch.float32)
     monkeypatch.setattr(kernels.gemm, "runner", lambda *given: raises)
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NN"))
     rows = table.Table(kernels.gemm.COLUMNS)
     assert kernels.gemm.measure([product], cpu, rows, 3, 8, 60.0) == 0 and not rows.failed
     (row,) = rows.rows
@@ -283,6 +284,10 @@ def test_a_rival_that_raises_leaves_the_others_their_times(monkeypatch):
     assert row["torch_tflops"] > 0 and row["right"]
     judged = verdicts.speed([row | {"triton_ratio": 1.0}], [product], 132)
     assert judged["tuned at worst, of torch (goal: at least 0.99)"] == "not measured"
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NT"))
+    kernels.gemm.measure([product], cpu, rows := table.Table(kernels.gemm.COLUMNS), 3, 8, 60.0)
+    assert rows.rows[0]["tuned_ratio"] == 1.0 and list(rows.rows[0]["seconds"]) == ["torch"], "it is the same call"
+    monkeypatch.setattr(kernels.gemm.Tuner, "choose", lambda *given: kernels.Choice("vendor", "NN"))
     monkeypatch.setattr(kernels.gemm, "works", lambda device: False)
     kernels.gemm.measure([product], cpu, rows := table.Table(kernels.gemm.COLUMNS), 3, 8, 60.0)
     assert rows.failed == {product.name: f"{product.name}: RuntimeError: tuned: RuntimeError: no kernel image"}

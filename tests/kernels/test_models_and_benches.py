@@ -196,13 +196,17 @@ def test_fp8_is_checked_against_what_was_rounded(monkeypatch):
 
 
 def adds_by_both_rivals():
-    from bench.gemm import adding_calls
+    from bench.gemm import adding_calls, adding_error
 
     a, b = (torch.randint(-2, 3, shape).float() for shape in ((32, 16), (32, 48)))
     calls = adding_calls(a, b, [None])
-    for call in calls:
+    for call in calls.values():
         first = call().clone()
         assert torch.equal(call() - first, a.T @ b)
+        assert adding_error(call, a, b) == 0.0
+    zeros = torch.zeros(16, 48)
+    assert adding_error(lambda: zeros.add_(a.T @ b).mul_(1.25), a, b) > 0.2, "one that is wrong"
+    assert adding_error(lambda: zeros.copy_(a.T @ b), a, b) > 0.01, "one that does not add"
     return len(calls)
 
 
@@ -222,7 +226,7 @@ def test_speed_is_judged_by_class():
         sizes = {"layout": product.layout, "m": product.m, "n": product.n, "k": product.k}
         return sizes | {
             "product": product.name, "triton_ratio": triton, "tuned_ratio": tuned, "errors": {"triton": 2e-3},
-            "accumulate_ratio": 1.2 if product.layout == "TN" else None,
+            "accumulate_ratio": 1.2 if product.layout == "TN" else None, "right": product is not square,
         }  # fmt: skip
 
     rows = [row(product, 0.94 if product.n == 16384 else 0.89) for product in gpt]
@@ -230,6 +234,7 @@ def test_speed_is_judged_by_class():
     assert list(found.items()) == [
         ("GPT shapes measured: 6 of 6", True),
         ("Triton's relative error: 2.0e-03 over 7 shapes (goal: at most 0.004)", True),
+        ("products with a wrong result, added to a gradient too: 1 over 7 shapes (goal: at most 0)", False),
         ("Triton NN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton NT, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.95)", False),
         ("Triton TN, K >= 2048, >= 4 waves, of torch: 0.940 over 1 shapes (goal: at least 0.93)", True),
