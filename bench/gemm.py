@@ -6,8 +6,9 @@
 ``triton`` is the kernel alone, in the best of the tiles that the tuner tried, ``gluon`` the same of the kernel for
 Hopper, ``tuned`` what the tuner chose. ``own_pct`` is the faster of the two as a share of the device's peak. On an H100
 SXM ``predicted_pct`` is what ``bench.roofline`` says of the best of the default and Hopper's tiles.
-``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two where it
-adds by itself.
+``clock`` is the multiprocessors' in MHz behind some of torch's products: the peak is one at the clock of the vendor's
+documents. ``accumulate_ratio``, of TN: torch's product and ``add_`` onto an fp32 gradient, over the faster of the two
+where it adds by itself.
 
 All three layouts; the error is against fp64 on a sample of rows. On a CPU the Triton kernel does not run (``-``), and
 the tuner chooses among the layouts of the vendor library. Rivals are timed in turns; times are medians.
@@ -39,7 +40,7 @@ from axo_kernels.tune.timing import paired, relative_error
 from axo_kernels.tune.tuner import runner
 
 from . import roofline
-from .lib import arguments
+from .lib import arguments, card
 from .lib.accuracy import sum_limit
 from .lib.arguments import Parser
 from .lib.attempts import attempt, works
@@ -49,6 +50,7 @@ COLUMNS = {
     "product": "s",
     "torch_tflops": ".3f",
     "pct_peak": ".1f",
+    "clock": ".0f",
     "own_pct": ".1f",
     "predicted_pct": ".1f",
     "cupy_ratio": ".3f",
@@ -199,6 +201,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         errors |= {f"{name} accumulated": error for name, error in found.items() if name != "torch"}
         limits |= {f"{name} accumulated": sum_limit(product.k, product.dtype) for name in found}
         added = max((1 / one.ratio for one in paired(list(adding.values()), device, rounds)[1:]), default=None)
+    card_state = working(calls["torch"], timings["torch"].seconds, device)
     rate = product.flops / timings["torch"].seconds
     peak = peak_of(device)
     share = 100 / peak if peak and product.dtype != torch.float32 else None
@@ -207,6 +210,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         product=product.name,
         torch_tflops=rate / 1e12,
         pct_peak=share * rate if share else None,
+        clock=card_state.get("sm_mhz"),
         own_pct=share * product.flops / min(own) if share and own else None,
         predicted_pct=_predicted(product, device),
         cupy_ratio=1 / timings["cupy"].ratio if "cupy" in timings else None,
@@ -221,10 +225,27 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
         m=product.m,
         n=product.n,
         k=product.k,
+        card=card_state,
         left_out=left_out,
         seconds={name: timing.seconds for name, timing in timings.items()},
         errors=errors,
     )
+
+
+def working(call: Callable[[], object], seconds: float, device: torch.device) -> dict[str, Any]:
+    """What the card says of itself while it does this: read at the end of some 50 ms of it, and before it rests."""
+    if device.type != "cuda":
+        return {}
+    for _ in range(max(2, min(500, int(0.05 / seconds)))):
+        call()
+    middle = torch.cuda.Event()
+    middle.record()
+    for _ in range(max(2, min(500, int(0.02 / seconds)))):
+        call()
+    middle.synchronize()
+    found = card.state(device)
+    torch.cuda.synchronize(device)
+    return found
 
 
 def _checked(

@@ -18,7 +18,7 @@ import torch
 
 from axo_kernels.tune.trust import shape_class
 from bench import gpu, kernels
-from bench.lib import attempts, fp8, log, numerics, table, verdicts
+from bench.lib import attempts, card, fp8, log, numerics, table, verdicts
 from bench.lib.table import read_rows
 from bench.lib.trials import Trial
 
@@ -254,6 +254,57 @@ def kernels_with(monkeypatch, numerics):
     with tempfile.TemporaryDirectory() as out:
         kernels.main(["--dry", "--out", out])
     return found
+
+
+class Nvml:
+    """Stands for the driver's library: calls return 0 and write where they are told to."""
+
+    VALUES = {"nvmlDeviceGetClockInfo": 1755, "nvmlDeviceGetPowerUsage": 654321, "nvmlDeviceGetTemperature": 61}  # noqa: RUF012
+
+    def __getattr__(self, name):
+        def call(*given):
+            if name == "nvmlDeviceGetHandleByPciBusId_v2":
+                assert given[0] == b"00000000:1b:00.0"
+            if name == "nvmlDeviceGetTemperature":
+                return 3  # not supported
+            if name in self.VALUES:
+                given[-1]._obj.value = self.VALUES[name]
+            if name == "nvmlDeviceGetCurrentClocksThrottleReasons":
+                given[-1]._obj.value = 4
+            return 0
+
+        return call
+
+
+def test_what_the_card_says_of_itself(monkeypatch):
+    """Through the driver's library, where it has one; nothing else is needed, and nothing fails without it."""
+    place = torch.device("cuda", 0)
+    one = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+    monkeypatch.setattr(card.torch.cuda, "get_device_properties", lambda device: one)
+
+    def none(name):
+        raise OSError(name)
+
+    for library, found in ((none, {}), (lambda name: Nvml(), {"sm_mhz": 1755, "watts": 654.321, "throttled": "0x4"})):
+        card._card.cache_clear()
+        monkeypatch.setattr(card.ctypes, "CDLL", library)
+        assert card.state(place) == found
+    card._card.cache_clear()
+    monkeypatch.setenv("PATH", "")
+    assert card.state(torch.device("cpu")) == {} and card.described() == "nvidia-smi: FileNotFoundError"
+
+
+def test_an_environment_names_what_is_compared_with(monkeypatch):
+    """cuBLAS and NCCL, where there are any: a share of torch's is one of a version of these."""
+    assert table._libraries(torch.device("cpu")) == {}
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    library = SimpleNamespace(cublasLtGetVersion=lambda: 130002)
+    library.cublasLtGetVersion.restype = None
+    names = []
+    monkeypatch.setattr(table.ctypes, "CDLL", lambda name: (names.append(name), library)[1])
+    assert table._libraries(torch.device("cuda")) == {"nccl": "2.28.9", "cublas": "130002"}
+    assert names == ["libcublasLt.so.13"]
 
 
 def test_a_section_goes_on_behind_the_check_that_hung(tmp_path):
