@@ -143,7 +143,12 @@ def measure(
     products = [product for product in products if product.name not in measured]
     memory = Cache("a bench keeps its own", devices.versions(), Path(os.devnull))
     tuner = Tuner(
-        "first-step", configs=configs, cache=memory, budget=0.3, progress=lambda done, total, name: table.begins(name)
+        "first-step",
+        configs=configs,
+        cache=memory,
+        budget=0.3,
+        rounds=9,
+        progress=lambda done, total, name: table.begins(name),
     )
     started, left = time.perf_counter(), 0
     for index, product in enumerate(products):

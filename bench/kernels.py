@@ -70,6 +70,7 @@ TRIED: tuple[tuple[int, int, int], ...] = (
     (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
 )  # fmt: skip
 SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or a case, that does not hang
+OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
 CONFIGS = 8  # Triton configurations that the tuner tries for a product
@@ -163,28 +164,28 @@ def main(arguments: list[str] | None = None) -> int:
 
     spent = time.perf_counter() - started
     speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
-    share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
+    rest = options.seconds - spent
+    # products take all that there is, and what comes behind them has goals too
+    share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
     measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share, CASE_SECONDS))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
     narrow = Table(fp8.COLUMNS, path, {"bench": "fp8"}, [*failed, *(row for row in earlier if "scaling" in row)])
     sizes = [(64, 48, 32)] if options.dry else fp8.SHAPES
-    measure(
-        "fp8's times",
-        narrow,
-        partial(fp8.measure, sizes, device, narrow, 7, (options.seconds - spent) / 2, CASE_SECONDS),
-    )
+    rest = options.seconds - spent
+    share = max(0.4 * rest, rest - OVERLAP_SECONDS)
+    measure("fp8's times", narrow, partial(fp8.measure, sizes, device, narrow, 7, share, CASE_SECONDS))
     verdicts |= judge.fp8([] if options.dry else narrow.rows, SCALINGS)
 
     spent = time.perf_counter() - started
     cases = (row for row in earlier if "asked_share" in row)
     hidden = Table(overlap.COLUMNS, path, {"bench": "overlap"}, [*failed, *cases])
     shapes = [(32, 32, 32)] if options.dry else OVERLAP_SHAPES
-    rest = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
+    asked = argparse.Namespace(size=4, rounds=3 if options.dry else 9, seconds=options.seconds - spent)
     dtype = torch.float32 if options.dry else torch.bfloat16
     counts = [2, 4] if options.dry else [4, 8]
-    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, rest, each=CASE_SECONDS)
+    timed = partial(overlap.measure, shapes, [0.2, 0.4, 0.8], counts, dtype, device, hidden, asked, each=CASE_SECONDS)
     measure("overlap", hidden, timed)
     verdicts |= judge.overlap([] if options.dry else hidden.rows, overlap.OPERATIONS, OVERLAP_SHAPES)
     verdicts |= {told: False for one in (table, speed, narrow, hidden) for told in one.failed.values()}
@@ -505,7 +506,7 @@ def silence(device: torch.device, table: Table) -> None:
 def _gpt_shapes() -> list[Product]:
     """The layers of the papers' models, one for each hidden size, whole and as one real grid cuts the largest."""
     found: dict[Product, None] = {}
-    for model in ("gpt-5b", "gpt-10b", "gpt-20b", "gpt-40b", "gpt-80b", "gpt-320b"):
+    for model in ("gpt-20b", "gpt-5b", "gpt-80b", "gpt-10b", "gpt-40b", "gpt-320b"):
         for layer in layers(model, (1, 1, 1), 4096):
             found.update(dict.fromkeys(layer.products(torch.bfloat16).values()))
     for layer in layers("gpt-320b", (4, 2, 1), 2048):
@@ -514,11 +515,13 @@ def _gpt_shapes() -> list[Product]:
 
 
 def _shapes(dry: bool) -> list[Product]:
-    """The GPT shapes of the verdict first, then square sizes."""
+    """What says most first, since time may end: square sizes that are known of every library, then the GPT shapes of
+    the verdict, all kinds of one hidden size and then the next.
+    """
     if dry:
         return [Product(layout, 64, 48, 32, torch.float32) for layout in LAYOUTS]
-    squares = [Product(layout, n, n, n, torch.bfloat16) for n in (2048, 4096, 8192, 16384) for layout in LAYOUTS]
-    return list(dict.fromkeys([*_gpt_shapes(), *squares]))
+    squares = {n: [Product(layout, n, n, n, torch.bfloat16) for layout in LAYOUTS] for n in (8192, 4096, 2048, 16384)}
+    return list(dict.fromkeys([*squares[8192], *squares[4096], *_gpt_shapes(), *squares[2048], *squares[16384]]))
 
 
 if __name__ == "__main__":

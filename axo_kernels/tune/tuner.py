@@ -70,6 +70,7 @@ class Tuner:
         progress: Called with (done, total, name) while measuring; the name says which candidate comes next.
         configs: Triton configurations measured for each product, best guesses first.
         budget: Seconds for the timed rounds of one product.
+        rounds: Of these at most so many.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Tuner:
         progress: Callable[[int, int, str], None] | None = None,
         configs: int = 8,
         budget: float = 1.0,
+        rounds: int = 25,
     ) -> None:
         mode = mode or os.environ.get("AXO_TUNE") or "cached"
         if mode not in MODES:
@@ -89,6 +91,7 @@ class Tuner:
         self.comm = comm
         self.configs = configs
         self.budget = budget
+        self.rounds = rounds
         self.measured = 0  # products that this tuner has timed; a warm cache leaves it at 0
         self.calls = 0  # products that went through matmul()
         self.seen: dict[str, list[tuple[Choice, float]]] = {}  # every right candidate and its time, by product
@@ -295,7 +298,7 @@ class Tuner:
             quick = self._together([timing.seconds for timing in paired(calls, device, rounds=3, warmup=1)])
             self.seen[name] = list(zip(right, quick, strict=True))
             near = [index for index, seconds in enumerate(quick) if index == 0 or seconds < 1.25 * min(quick)]
-            rounds = max(5, min(25, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
+            rounds = max(5, min(self.rounds, int(self.budget / max(1e-6, sum(quick[index] for index in near)))))
             timings = paired([calls[index] for index in near], device, rounds=rounds, warmup=1)
             ratios = self._together([timing.ratio for timing in timings])
             late = self._together([timing.late_ratio for timing in timings])

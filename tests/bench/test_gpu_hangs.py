@@ -382,6 +382,41 @@ def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
     assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
 
 
+def test_what_says_most_is_measured_first():
+    """Squares whose speed is known of every library, then all kinds of a hidden size; in the end all of them, once."""
+    shapes = kernels._shapes(False)
+    assert [(one.layout, one.m, one.n, one.k) for one in shapes[:6]] == [
+        (layout, size, size, size) for size in (8192, 4096) for layout in kernels.LAYOUTS
+    ]
+    kinds = [layer.products(torch.bfloat16).values() for layer in kernels.layers("gpt-20b", (1, 1, 1), 4096)]
+    assert shapes[6:18] == [product for each in kinds for product in each]
+    assert len(shapes) == len(set(shapes)) == 93
+
+
+def test_products_leave_the_others_their_time(monkeypatch, tmp_path):
+    """Overlap has goals as well: of 235 s the products get what is left beside its part and that of fp8."""
+    measure_in_fake_time(monkeypatch, {"gemm": 70.0, "overlap": 4.0})
+    given = {}
+
+    def gives(module, seconds_of):
+        plain = module.measure
+
+        def measure(*rest, **more):
+            given[module.__name__] = seconds_of(rest)
+            return plain(*rest, **more)
+
+        monkeypatch.setattr(module, "measure", measure)
+
+    gives(kernels.gemm, lambda rest: rest[5])
+    gives(kernels.fp8, lambda rest: rest[4])
+    gives(kernels.overlap, lambda rest: rest[6].seconds)
+    kernels.main(["--dry", "--seconds", "241", "--out", str(tmp_path)])
+    gemm, fp8_times, overlap = given.values()
+    assert gemm == 235 - 55 and overlap >= 235 - 210 and fp8_times == 0.4 * 25, given
+    kernels.main(["--dry", "--seconds", "46", "--out", str(tmp_path / "short")])
+    assert given["bench.gemm"] == 0.4 * 40
+
+
 def test_a_process_that_ends_with_its_parent():
     """Else one that hangs inside a kernel would have half of the GPU's time for as long as the machine runs."""
     held, open_there = os.pipe()

@@ -120,6 +120,21 @@ def test_a_wrong_candidate_is_never_timed(cache, monkeypatch):
     assert timed == [1, 1]
 
 
+def test_no_more_rounds_than_are_asked_for(cache, monkeypatch):
+    """Of a quick product the budget alone would take the most; a bench of many products has no time for that."""
+    asked = []
+
+    def quick(calls, device, rounds=0, warmup=0, budget=0):
+        asked.append(rounds)
+        return [Timing(1e-6, 1.0, 1.0) for _ in calls]
+
+    monkeypatch.setattr(tuner_module, "paired", quick)
+    for rounds in (25, 9):
+        tuner = Tuner("first-step", cache=cache, budget=0.3, rounds=rounds)
+        tuner.choose(Product("NT", 512, 256, 128 + rounds, torch.float32), CPU)
+    assert asked == [3, 25, 3, 9]
+
+
 def test_what_is_not_timed_says_why(cache, monkeypatch):
     """One that does not launch, one that is wrong; one after which the device is dead is named by the error."""
     product = Product("NT", 512, 256, 128, torch.float32)
