@@ -14,6 +14,7 @@ from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import tune_model
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench import overlap
+from bench.lib import simulated
 from bench.lib.simulated import SimulatedCommunicator
 from bench.lib.table import Table
 from tests.launcher import Command
@@ -79,6 +80,45 @@ def test_the_simulated_link_gives_what_equal_ranks_give(strategy):
     with comm.without_effects():
         comm.all_reduce(ones).wait()
     assert torch.equal(ones, torch.ones(4)), "for timing: it takes its time, and changes nothing"
+
+
+def test_the_wire_is_held_by_a_clock_that_does_not_slow_down():
+    """Compiled for Hopper: the clock of nanoseconds is read before the loop and in each round of it."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from bench.lib.wire import hold
+
+    source = ASTSource(hold, {"nanoseconds": "i32"}, {})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 1}).asm["ptx"]
+    before, _, loop = ptx.partition("Inner Loop Header")
+    assert before.count("mov.u64 %rd2, %globaltimer;") == 1 and "clock64" not in ptx
+    assert loop.partition("bra")[0].count("%globaltimer;") == 1, "read once a round, up to the branch back"
+
+
+@pytest.mark.parametrize(("took", "counts"), [(2.01e-3, False), (3e-3, True), (None, True)])
+def test_a_wire_whose_clock_is_wrong_counts_cycles(monkeypatch, capsys, took, counts):
+    """An untried kernel must not be what all of overlap rests on: one that keeps no time, or does not run, is left."""
+    given = []
+
+    class Hold:
+        def __getitem__(self, grid):
+            assert grid == (1,)
+            if took is None:
+                raise RuntimeError("no kernel image")
+            return lambda nanoseconds, num_warps: given.append(("ns", nanoseconds))
+
+    def on_device(call):
+        call()
+        return 0.01 if given[-1][0] == "cycles" else took
+
+    monkeypatch.setattr("bench.lib.wire.hold", Hold())
+    monkeypatch.setattr(simulated, "took_on_device", on_device)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: given.append(("cycles", cycles)))
+    simulated.holder.__wrapped__(torch.device("cuda"))(1e-3)
+    assert given[-1] == (("cycles", 2_000_000) if counts else ("ns", 1_000_000))
+    assert ("counts cycles" in capsys.readouterr().out) == counts
 
 
 def run_bench(name, *arguments, common=("--device", "cpu", "--rounds", "3")):
