@@ -213,6 +213,16 @@ def test_more_tiles_of_a_program_are_another_class():
         assert [each[-1] for each in found] == list(seen) and len({each[:-1] for each in found}) == 1
 
 
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+def test_deep_steps_are_tried_first_on_hopper(layout):
+    """The tile of the public measurements (tiles.py), its other orders and its transpose: steps of 32 stood before."""
+    product = Product(layout, 8192, 8192, 8192, torch.bfloat16)
+    found = [config for config in candidates(TARGETS["sm_90"], product, True) if not config.groups][:8]
+    assert (found[0].block_m, found[0].block_n, found[0].block_k) == (128, 256, 64)
+    assert {replace(found[0], group_m=16), replace(found[0], flatten=False)} <= set(found)
+    assert (256, 128, 64) in {(config.block_m, config.block_n, config.block_k) for config in found}
+
+
 @pytest.mark.parametrize("m", [256, 4096, 16384])
 def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
     """An estimate of waves and traffic puts the one that stores behind products last, and behind what is timed."""
