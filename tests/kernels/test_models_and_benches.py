@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from axo_kernels import Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from axo_kernels import SignalTimeout, Tuner, all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from axo_kernels.gemm.layout import Product
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.model import tune_model
@@ -334,3 +334,21 @@ def test_overlap_is_timed_without_the_simulated_effects(monkeypatch):
     overlap.measure([(32, 32, 32)], [0.4], [2], torch.float32, torch.device("cpu"), table, options)
     assert not table.failed and len(table.rows) == 3 * 2 and all(row["right"] for row in table.rows)
     assert seen == {(False, True), (True, False)}
+
+
+def test_graphs_that_wait_in_vain_are_tried_once(monkeypatch):
+    """Each try costs the seconds of the bound; graphs of what waits for no flag are timed, in each case."""
+    tried = []
+
+    def graphs(calls, device, rounds, comm):
+        tried.append(len(calls))
+        if len(calls) == 2 + 2:
+            raise SignalTimeout("rank 0 waited")
+        return [1.0, 2.0, 1.5][: len(calls)]
+
+    monkeypatch.setattr(overlap, "_graphs", graphs)
+    options, table = SimpleNamespace(rounds=3, seconds=60.0, size=4), Table({})
+    overlap.measure([(32, 32, 32)], [0.4, 0.8], [2], torch.float32, torch.device("cpu"), table, options)
+    assert tried == [4] + [3] * 6 and len(table.rows) == 6 * 2
+    for row in table.rows:
+        assert row["graph_efficiency"] == (0.5 if row["strategy"] == "split" else None)
