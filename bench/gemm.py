@@ -61,7 +61,7 @@ COLUMNS = {
     "error": ".1e",
     "chosen": "s",
 }
-_LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -190,13 +190,13 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
             config = _best_tile(tuner, product, grouped)
             if config is not None or not grouped:
                 calls[name] = partial(matmul, a, b, product.layout, backend="triton", config=config)
-    other = _cupy(a, b, product)
+    left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
+    other = _cupy(a, b, product, lambda why: left_out.append(["cupy", why]))
     if other is not None:
         calls["cupy"] = other
-    left_out = [[one.choice, one.why] for one in tuner.left_out if one.name == f"matmul {product.name}"]
     checked = {name: call for name, call in calls.items() if name != "cupy"}
     errors = _checked(checked, lambda call: _error(call(), a, b, product.layout), calls, left_out, device)
-    limits = dict.fromkeys(errors, _LIMITS[product.dtype])
+    limits = dict.fromkeys(errors, LIMITS[product.dtype])
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
@@ -332,14 +332,21 @@ def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) 
     return relative_error(result[rows], left[rows].double() @ right.double())
 
 
-def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
-    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype."""
+def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product, tell: Callable[[str], object] = print) -> Any:
+    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype.
+
+    Args:
+        tell: Given why it is not measured, where it is installed.
+    """
     if not a.is_cuda or torch.version.hip or product.dtype == torch.float32:
         return None
     try:
         import cupy
         from cupy_backends.cuda.libs import cublas
-    except ImportError:
+    except ModuleNotFoundError:
+        return None
+    except ImportError as error:  # of a library that it wants
+        tell(f"not measured: {in_a_line(error)}")
         return None
     import ctypes
 
@@ -364,7 +371,7 @@ def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
         call()
         torch.cuda.synchronize()
     except Exception as error:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
-        print(f"cupy: not measured ({str(error)[:80]})")
+        tell(f"not measured: {in_a_line(error)}")
         return None
     return call
 

@@ -65,7 +65,7 @@ OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
 # Of each class of shapes (tune/trust.py) that the products below have, one at least: what hangs is to hang in a process
 # of its own. Then borders: with one tile a program, with short sums, with several tiles a program.
-TRIED: tuple[tuple[int, int, int], ...] = (
+TRIAL_SIZES: tuple[tuple[int, int, int], ...] = (
     (512, 768, 1024), (128, 256, 64), (2048, 2048, 1024), (2048, 3072, 512), (4096, 4096, 4096),
     (1000, 1016, 1032), (8, 8, 8), (3000, 5000, 1032),
 )  # fmt: skip
@@ -361,7 +361,7 @@ def grouped(device: torch.device, table: Any, layouts: tuple[str, ...] = LAYOUTS
     target = devices.target_of(device)
     for layout in layouts:
         trust = Trust(partial(runner, stored=layout))
-        for m, n, k in TRIED:
+        for m, n, k in TRIAL_SIZES:
             product = Product(layout, m, n, k, torch.bfloat16)
             for config in HOPPER:
                 if config.name in without or not config.fits(target, product.dtype):

@@ -307,6 +307,24 @@ def test_an_environment_names_what_is_compared_with(monkeypatch):
     assert names == ["libcublasLt.so.13"]
 
 
+def test_a_rival_from_elsewhere_says_why_it_is_missing(monkeypatch):
+    """CuPy, in the row: what is printed alone is nobody's when the machine is gone."""
+    product, told = kernels.Product("NT", 64, 48, 32, torch.bfloat16), []
+    on_gpu = SimpleNamespace(is_cuda=True)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert kernels.gemm._cupy(on_gpu, on_gpu, product, told.append) is None and not told, "not installed"
+
+    class Cupy:
+        def find_spec(self, name, path=None, target=None):
+            if name == "cupy":
+                raise ImportError("libcublas.so.13: cannot open shared object file")
+
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.setattr(sys, "meta_path", [Cupy(), *sys.meta_path])
+    assert kernels.gemm._cupy(on_gpu, on_gpu, product, told.append) is None
+    assert told == ["not measured: ImportError: libcublas.so.13: cannot open shared object file"]
+
+
 def test_a_section_goes_on_behind_the_check_that_hung(tmp_path):
     """It has no end, so it runs again; what it was in the middle of is not tried."""
     path, known = tmp_path / "kernels.jsonl", {"device": "a GPU"}
@@ -377,7 +395,7 @@ def test_what_is_measured_has_been_tried_in_a_process_of_its_own():
         choices = [kernels.Choice("triton", "NT", config) for config in kernels.HOPPER]
         return {shape_class(choice, product, 132) for choice in choices for product in products}
 
-    tried = classes(kernels.TRIED)
+    tried = classes(kernels.TRIAL_SIZES)
     assert classes((one.m, one.n, one.k) for one in kernels._shapes(False)) <= tried
     assert {(True, True, True, False, 1), (True, True, True, False, 3)} <= {each[3:] for each in tried}
 
