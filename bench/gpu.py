@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from .lib import card
+from .lib import attempts, card
 from .lib.arguments import Parser
 from .lib.log import logged
 from .lib.table import LEFT_OUT, environment, read_rows, same, under_way
@@ -136,7 +136,7 @@ def run(
         command += ["--seconds", f"{seconds - ENDING:.0f}", *(["--again"] if again else [])]
     stopped.pop(part.name, None)
     try:
-        code = subprocess.run(command, timeout=seconds).returncode
+        code = attempts.run_within(command, timeout=seconds)
     except subprocess.TimeoutExpired:
         stopped[part.name] = f"stopped after {seconds:.0f} s, {doing(part, out)}"
         print(f"{part.name}: {stopped[part.name]}; what it had measured is in its file", flush=True)

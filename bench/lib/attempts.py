@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 import os
 import shutil
+import signal
 import subprocess
 import threading
 import time
@@ -86,6 +87,34 @@ def _give_up(what: str, seconds: float) -> None:
     faulthandler.dump_traceback()
     show_where(os.getpid())
     os._exit(HUNG)
+
+
+def run_within(command: list[str], timeout: float) -> int:
+    """Run a command; returns how it ended.
+
+    Of one that is late, the debugger says where its GPU is and it itself where its threads are (PYTHONFAULTHANDLER);
+    then it is killed, and where the driver does not let go of it, it is left.
+
+    Raises:
+        subprocess.TimeoutExpired: It has not ended within so many seconds.
+    """
+    process = subprocess.Popen(command)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        show_where(process.pid)
+        for number in (signal.SIGABRT, signal.SIGKILL):
+            process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LEAVING)
+                break
+        raise
+    except BaseException:
+        process.kill()
+        raise
+
+
+_LEAVING = 5.0  # seconds in which a process that is told to end does so
 
 
 def show_where(pid: int) -> None:

@@ -29,7 +29,7 @@ ABSENT = ("litgpt", "lightning", "lightning_fabric", "transformers", "typer", "r
 
 def fork_the_parts() -> None:
     """``prepare``: parts that take what is imported as it is run in forks. Triton's interpreter is chosen at import."""
-    start = subprocess.run
+    start = attempts.run_within
     sys.modules.update(dict.fromkeys(ABSENT))
 
     def run(command, **options):
@@ -38,9 +38,9 @@ def fork_the_parts() -> None:
         part = os.fork()
         if part == 0:
             run_as_program(command[2], command[3:])
-        return subprocess.CompletedProcess(command, os.waitstatus_to_exitcode(os.waitpid(part, 0)[1]))
+        return os.waitstatus_to_exitcode(os.waitpid(part, 0)[1])
 
-    subprocess.run = run
+    attempts.run_within = run
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
         if name == "kernels":  # comes to its end
             line = json.dumps({"note": "as fast as it should be: False", "verdict": False})
             (tmp_path / "kernels.jsonl").write_text(line + "\n")
-        return subprocess.CompletedProcess(command, 3 if name == "kernels" else -11)
+        return 3 if name == "kernels" else -11
 
     arguments = ["--out", str(tmp_path)]
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
@@ -115,7 +115,7 @@ def test_parts_fit_into_the_time_and_a_second_run_goes_on(monkeypatch, capsys, t
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu.card, "described", lambda: "a card")
     monkeypatch.setattr(gpu, "environment", lambda device, part: {"kind": device.type})
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(attempts, "run_within", run)
     assert gpu.main(arguments) == 4
     said = capsys.readouterr().out
     assert "device: stopped after 270 s" in said and "kernels: 3 verdicts failed" in said
@@ -147,12 +147,12 @@ def test_what_was_measured_elsewhere_is_begun_anew(monkeypatch, tmp_path):
         name = command[2].removeprefix("bench.")
         given.append(name)
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"note": f"{len(given)}: True", "verdict": True}) + "\n")
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(gpu.card, "described", lambda: "a card")
     monkeypatch.setattr(gpu, "environment", lambda device, part: machine | {"sources": machine["sources"][part]})
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(attempts, "run_within", run)
     arguments = ["--out", str(tmp_path)]
 
     def parts(*options):
@@ -257,9 +257,9 @@ def kernels_in_this_process(monkeypatch, out, begins=lambda: None):
         code = kernels.main(command[3:]) if name == "kernels" else 0
         if name != "kernels":
             (out / f"{name}.jsonl").write_text(json.dumps({"note": "right: True", "verdict": True}) + "\n")
-        return subprocess.CompletedProcess(command, code)
+        return code
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(attempts, "run_within", run)
 
 
 def test_a_second_run_measures_what_the_first_left_out(monkeypatch, capsys, tmp_path):

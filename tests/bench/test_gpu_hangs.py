@@ -142,6 +142,19 @@ def test_a_case_that_hangs_ends_its_process(tmp_path):
     assert table.under_way(read_rows(path)) == {"NT": "a tile"}
 
 
+def test_a_part_that_is_late_says_where_it_is(monkeypatch, capfd):
+    """By a signal that Python answers with its threads; one that answers to nothing is not waited for."""
+    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
+    hangs = "import time\ndef product(): time.sleep(600)\n"
+    assert attempts.run_within([sys.executable, "-c", "raise SystemExit(3)"], 60) == 3
+    for deaf in ("", "import faulthandler, signal; faulthandler.disable(); signal.signal(6, signal.SIG_IGN)\n"):
+        monkeypatch.setattr(attempts, "_LEAVING", 1.0 if deaf else 20.0)
+        started = time.perf_counter()
+        with pytest.raises(subprocess.TimeoutExpired):
+            attempts.run_within([sys.executable, "-c", hangs + deaf + "product()"], 2.0)
+        assert time.perf_counter() - started < 20 and ("in product" in capfd.readouterr().err) == (not deaf)
+
+
 def test_the_debugger_looks_at_what_hangs(monkeypatch, tmp_path, capfd):
     """Where it is installed: a program of its name stands for it."""
     attempts.show_where(1)
@@ -159,7 +172,7 @@ def test_kernels_that_hang_are_begun_once_more(monkeypatch, tmp_path, capsys):
     measure_in_fake_time(monkeypatch, {"gemm": 1.0, "overlap": 1.0})
     cut, given, hangs = [], [], ["NN 64x48x32 float32", "TN 64x48x32 float32"]
     kernels_in_this_process(monkeypatch, tmp_path)
-    plain, product = subprocess.run, kernels.gemm._one
+    plain, product = attempts.run_within, kernels.gemm._one
 
     def one(asked, *rest):
         if asked.name in hangs and asked.name not in cut:
@@ -174,10 +187,10 @@ def test_kernels_that_hang_are_begun_once_more(monkeypatch, tmp_path, capsys):
         except SystemExit as end:
             path = tmp_path / "kernels.jsonl"  # as a process leaves it that has ended itself
             path.write_text("".join(line for line in path.open() if '"over": "' + cut[-1] not in line))
-            return subprocess.CompletedProcess(command, end.code)
+            return end.code
 
     monkeypatch.setattr(kernels.gemm, "_one", one)
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(attempts, "run_within", run)
     arguments = ["--walk", "--out", str(tmp_path), "--seconds", "4000"]
     assert gpu.main(arguments) == 1 and cut == hangs
     assert ["--again" in command for command in given if "bench.kernels" in command] == [False, True, True]
