@@ -118,10 +118,11 @@ def step(comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: 
         name: partial(one.step, ids[:, :-1], ids[:, 1:]) for name, one in contestants.items()
     }
     found = in_turns(runs, rounds, device)
+    state = gemm.working(runs["axo"], found["axo"][0], device)
     for name, (seconds, host) in found.items():
         times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
         speed = 1e-12 * step_flops(sizes) / seconds
-        table.add(case=case, contestant=name, tflops=speed, loss=losses[name], **times)
+        table.add(case=case, contestant=name, tflops=speed, loss=losses[name], card=state, **times)
     apart = abs(losses["axo"] - losses["torch"])
     return found["axo"][0] / found["torch"][0], 1e-12 * step_flops(sizes) / found["axo"][0], apart
 
@@ -194,11 +195,14 @@ def main(arguments: list[str] | None = None) -> int:
         verdicts[f"{case}, losses apart (at most {LOSSES_APART:g}): {apart:.1e}"] = apart <= LOSSES_APART
         name = f"{case}, Axo's step over torch's (goal: at most {SLOWER:g})"
         verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= SLOWER
-        verdicts |= mfu(case, speed, ratio, peak, (STEPS | TOY_STEPS)[case].recompute)
+        clock = next((row["card"].get("sm_mhz") for row in table.rows if row["case"] == case and "card" in row), None)
+        verdicts |= mfu(case, speed, ratio, peak, (STEPS | TOY_STEPS)[case].recompute, clock)
     return table.judge(verdicts)
 
 
-def mfu(case: str, speed: float, ratio: float, peak: float | None, recomputed: bool) -> dict[str, bool | str]:
+def mfu(
+    case: str, speed: float, ratio: float, peak: float | None, recomputed: bool, clock: float | None
+) -> dict[str, bool | str]:
     """Model flops against the peak, Axo's and torch's, as a verdict.
 
     Where activations are computed anew the device does a third more than the model flops of the blocks, which count for
@@ -208,11 +212,12 @@ def mfu(case: str, speed: float, ratio: float, peak: float | None, recomputed: b
         speed: TFLOP/s of Axo's.
         ratio: Axo's time over torch's.
         peak: TFLOP/s of the device; None: unknown.
+        clock: Of the multiprocessors in the step, MHz; None: unknown. The peak is one at the clock of the documents.
     """
     name = f"{case}, MFU ({'no goal: recomputed' if recomputed else f'goal: at least {MFU:g}'})"
     if peak is None:
         return {name: "not measured"}
-    shares = f"{speed / peak:.3f}, torch's {ratio * speed / peak:.3f}"
+    shares = f"{speed / peak:.3f}, torch's {ratio * speed / peak:.3f}{f', at {clock:.0f} MHz' if clock else ''}"
     return {name: shares} if recomputed else {f"{name}: {shares}": speed >= MFU * peak}
 
 

@@ -95,8 +95,9 @@ def test_ratios_are_of_steps_side_by_side() -> None:
 
 def test_mfu_has_no_goal_where_activations_are_computed_anew():
     """The device does more there than the model's flops, and torch's share stands beside Axo's."""
-    assert gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, False) == {
-        "gpt, MFU (goal: at least 0.55): 0.500, torch's 0.510": False
+    assert gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, False, 1755) == {
+        "gpt, MFU (goal: at least 0.55): 0.500, torch's 0.510, at 1755 MHz": False
     }
-    assert gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, True) == {"gpt, MFU (no goal: recomputed)": "0.500, torch's 0.510"}
-    assert gpu_step.mfu("gpt", 500.0, 1.02, None, True) == {"gpt, MFU (no goal: recomputed)": "not measured"}
+    recomputed = gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, True, None)
+    assert recomputed == {"gpt, MFU (no goal: recomputed)": "0.500, torch's 0.510"}
+    assert gpu_step.mfu("gpt", 500.0, 1.02, None, True, None) == {"gpt, MFU (no goal: recomputed)": "not measured"}
