@@ -410,7 +410,8 @@ def estimate(config: Config, product: Product, target: Target) -> float:
 
     Losses: the last wave is not full, tiles at the border compute padding, a small tile reads its operands more often
     (intensity, in flops a byte, against 256 flops a byte of shared memory traffic), and pieces of K are written, read
-    and added (at 200 flops a byte of memory). bench.roofline says what share of the peak to expect.
+    and added (at 200 flops a byte of memory). Filling the pipeline costs no less where its steps are shorter than 64:
+    there are more of them, each with its barrier. bench.roofline says what share of the peak to expect.
     """
     tiles_m = -(-product.m // config.block_m)
     tiles_n = -(-product.n // config.block_n)
@@ -421,7 +422,7 @@ def estimate(config: Config, product: Product, target: Target) -> float:
     useful = product.m * product.n / (tiles_m * config.block_m * tiles_n * config.block_n)
     intensity = 2 * config.block_m * config.block_n / ((config.block_m + config.block_n) * product.dtype.itemsize)
     per_piece = product.k / config.split_k
-    depth = per_piece / (per_piece + 2 * config.block_k)
+    depth = per_piece / (per_piece + 2 * max(64, config.block_k))
     pieces = 1.0 if config.split_k == 1 else product.k / (product.k + 200 * 4 * config.split_k)
     kind = 1.0 if config.descriptors or not target.descriptors else 0.85
     return full * useful * min(1.0, intensity / 85) * depth * kind * pieces

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from axo.launch import RankFailed
-from bench import step
+from bench import gpu_step, step
 from bench.lib import step_models
 from tests.launcher import run_ranks
 from tests.test_launch import put_aside_by_malloc
@@ -91,3 +91,13 @@ def test_ratios_are_of_steps_side_by_side() -> None:
     rows = step.summarize("z", sizes, 2, seconds, blocked, losses, dict.fromkeys(names), 1e12)
     assert [round(row["faster"], 3) for row in rows] == [1.2, 1.0, 1.32]
     assert [round(row["longer"], 3) for row in rows] == [0.1, 0.32, 0.0]
+
+
+def test_mfu_has_no_goal_where_activations_are_computed_anew():
+    """The device does more there than the model's flops, and torch's share stands beside Axo's."""
+    assert gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, False, 1755) == {
+        "gpt, MFU (goal: at least 0.55): 0.500, torch's 0.510, at 1755 MHz": False
+    }
+    recomputed = gpu_step.mfu("gpt", 500.0, 1.02, 1000.0, True, None)
+    assert recomputed == {"gpt, MFU (no goal: recomputed)": "0.500, torch's 0.510"}
+    assert gpu_step.mfu("gpt", 500.0, 1.02, None, True, None) == {"gpt, MFU (no goal: recomputed)": "not measured"}

@@ -11,10 +11,12 @@ from axo_kernels.gemm.layout import Product, as_row_major
 from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
 from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune import runners
+from axo_kernels.tune import trust as trust_module
 from axo_kernels.tune import tuner as tuner_module
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice, from_json
 from axo_kernels.tune.timing import Timing
+from axo_kernels.tune.trust import shape_class
 from bench.tools.assembly import grouped_complaints, loop_bodies
 
 from .ring_model import Ring, explore
@@ -171,6 +173,54 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
         "is wrong on cpu and left out" in str(each.message) for each in told
     )
     assert len(calls) == checked and set(calls) <= {config, accumulating(config)}
+
+
+def test_a_complaint_says_where(monkeypatch):
+    """Which elements, and which tiles of the configuration: all that is left of a device that is gone."""
+
+    def kernel(a, b, out, **rest):
+        out.copy_(a.float() @ b.float().T)
+        out[130, 200] = 1000.0
+        out[255:, 270:290] = float("nan")
+        return out
+
+    monkeypatch.setattr(trust_module, "_ROWS", 100)
+    trust = trust_module.Trust(lambda choice: kernel)
+    product = Product("NT", 256, 300, 64, torch.bfloat16)
+    with pytest.warns(UserWarning, match="left out"):
+        found = trust.complaint(Choice("triton", "NT", HOPPER[2]), product, torch.device("cpu"))
+    assert found.endswith(
+        "21 of 76800 elements (20 NaN), rows 130 to 255, columns 200 to 289, 2 of 6 tiles of 128x128: (1, 1), (1, 2)"
+    )
+
+    def raises(a, b, out, **rest):
+        raise RuntimeError("PassManager::run failed\n\nptxas fatal\n")
+
+    trust = trust_module.Trust(lambda choice: raises)
+    with pytest.warns(UserWarning, match=r"RuntimeError: PassManager::run failed \.\.\. ptxas fatal"):
+        trust.complaint(Choice("triton", "NT", HOPPER[2]), product, torch.device("cpu"))
+    assert "ptxas" in str(trust.error)
+
+
+def test_more_tiles_of_a_program_are_another_class():
+    """A program's second tile goes on with a ring that is not new, and its third with a group that has stored."""
+    for config, seen in ((HOPPER[2], (1, 2, 3, 3)), (HOPPER[0], (1, 1, 2, 3))):  # tiles of 128x128, of 128x256
+        sizes = ((512, 768), (2048, 2048), (2048, 3072), (4096, 8192))
+        found = [
+            shape_class(Choice("triton", "NT", config), Product("NT", m, n, 1024, torch.bfloat16), 132)
+            for m, n in sizes
+        ]
+        assert [each[-1] for each in found] == list(seen) and len({each[:-1] for each in found}) == 1
+
+
+@pytest.mark.parametrize("layout", ["NN", "NT", "TN"])
+def test_deep_steps_are_tried_first_on_hopper(layout):
+    """The tile of the public measurements (tiles.py), its other orders and its transpose: steps of 32 stood before."""
+    product = Product(layout, 8192, 8192, 8192, torch.bfloat16)
+    found = [config for config in candidates(TARGETS["sm_90"], product, True) if not config.groups][:8]
+    assert (found[0].block_m, found[0].block_n, found[0].block_k) == (128, 256, 64)
+    assert {replace(found[0], group_m=16), replace(found[0], flatten=False)} <= set(found)
+    assert (256, 128, 64) in {(config.block_m, config.block_n, config.block_k) for config in found}
 
 
 @pytest.mark.parametrize("m", [256, 4096, 16384])

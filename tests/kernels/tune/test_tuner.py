@@ -120,6 +120,51 @@ def test_a_wrong_candidate_is_never_timed(cache, monkeypatch):
     assert timed == [1, 1]
 
 
+def test_no_more_rounds_than_are_asked_for(cache, monkeypatch):
+    """Of a quick product the budget alone would take the most; a bench of many products has no time for that."""
+    asked = []
+
+    def quick(calls, device, rounds=0, warmup=0, budget=0):
+        asked.append(rounds)
+        return [Timing(1e-6, 1.0, 1.0) for _ in calls]
+
+    monkeypatch.setattr(tuner_module, "paired", quick)
+    for rounds in (25, 9):
+        tuner = Tuner("first-step", cache=cache, budget=0.3, rounds=rounds)
+        tuner.choose(Product("NT", 512, 256, 128 + rounds, torch.float32), CPU)
+    assert asked == [3, 25, 3, 9]
+
+
+def test_what_is_not_timed_says_why(cache, monkeypatch):
+    """One that does not launch, one that is wrong; one after which the device is dead is named by the error."""
+    product = Product("NT", 512, 256, 128, torch.float32)
+    plain = runners_module.vendor_matmul
+
+    def broken(a, b, layout="NN", *rest, **more):
+        if layout == "NN":
+            raise ValueError("PassManager::run failed\n\nptxas fatal")
+        return plain(a, b, layout, *rest, **more) * (1.01 if layout == "TN" else 1.0)
+
+    monkeypatch.setattr(runners_module, "vendor_matmul", broken)
+    monkeypatch.setattr(tuner_module, "paired", partial(rigged, 2))
+    tuner = Tuner("first-step", cache=cache)
+    assert tuner.choose(product, CPU).layout == "NT"
+    assert {one.choice: one.why for one in tuner.left_out} == {
+        "NN vendor": "ValueError: PassManager::run failed ptxas fatal",
+        "TN vendor": "off by 1.0e-02",
+    }
+    assert {one.name for one in tuner.left_out} == {f"matmul {product.name}"}
+
+    def dead(device):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(tuner_module.torch.cuda, "synchronize", dead)
+    operands = [torch.randn(shape) for shape in stored_shapes(product)]
+    run = lambda choice, operands: broken(*operands, choice.layout)  # noqa: E731
+    with pytest.raises(RuntimeError, match="the device has stopped working in 'NN vendor': ValueError: PassManager"):
+        tuner._complaint(Choice("vendor", "NN"), product, operands, operands[0], run, torch.device("cuda"))
+
+
 def test_off_cached_and_first_step(cache, monkeypatch):
     monkeypatch.setattr(tuner_module, "paired", partial(rigged, 1))
     product = Product("NT", 512, 256, 128, torch.float32)
