@@ -31,7 +31,7 @@ from axo_kernels import Tuner, matmul
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
-from axo_kernels.gemm.tiles import Config
+from axo_kernels.gemm.tiles import TRIED, Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
@@ -83,7 +83,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
+    parser.add_argument("--configs", type=int, default=TRIED, help="Triton configurations that the tuner tries")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(given)
     dtype = getattr(torch, options.dtype)

@@ -12,7 +12,7 @@ from axo_kernels import device as devices
 from axo_kernels.fused.strategies import STRATEGIES
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, relayout, stored_shapes
 from axo_kernels.gemm.matmul import describable
-from axo_kernels.gemm.tiles import Config, candidates, fused_candidates
+from axo_kernels.gemm.tiles import Config, fused_candidates, tried
 
 # "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
 # gathered is wanted in rank order too, for the backward pass.
@@ -135,12 +135,10 @@ def vendor_choices(product: Product, copy_share: float) -> list[Choice]:
 
 
 def plain_choices(product: Product, device: torch.device, configs: int) -> list[Choice]:
-    """Candidates for a product: the vendor library's modes; the Triton configurations that an estimate puts first, and
-    all of the kernel for Hopper, whose ways of hiding stores the estimate does not know."""
+    """Candidates for a product: the vendor library's modes, and the Triton configurations of :func:`tried`."""
     found = vendor_choices(product, _FLOPS_A_BYTE["cuda" if device.type == "cuda" else "cpu"])
     if device.type == "cuda" and devices.runs_triton(device):
-        tiles = candidates(devices.target_of(device), product, _described(product))
-        tiles = tiles[:configs] + [config for config in tiles[configs:] if config.groups]
+        tiles = tried(devices.target_of(device), product, _described(product), configs)
         found += [Choice("triton", product.layout, config) for config in tiles]
     return found
 

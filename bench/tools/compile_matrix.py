@@ -1,7 +1,7 @@
 """Compile every kernel for every target without a GPU, and read in the assembly what must be there.
 
     python -m bench.tools.compile_matrix            kernel x layout x dtype x target at the default configurations
-    python -m bench.tools.compile_matrix --all      every configuration that the tuner may choose, as well
+    python -m bench.tools.compile_matrix --all      what the tuner may choose as well
     ... --out FILE --seconds 500                    stop after that time; the same command again goes on from there
     ... --out FILE --table docs/compiled.md         a page of registers, shared memory and programs a multiprocessor
 
@@ -11,6 +11,10 @@ in defaults no register spilled; for waiting kernels a spin loop that has surviv
 scope; for signalling kernels one release at system scope; for the kernel in Gluon what assembly.grouped_complaints
 says. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
 kernel.
+
+With --all: every configuration that the tuner may choose in bf16 or fp32 for the papers' GPT layers and for small
+products (``shapes``); in fp16, which differs by the type in the instruction, for 8192^3 alone. A batch of products may
+be given others, and so may a call without the tuner whose product is smaller than the default's tile.
 
 What this cannot show: that a kernel is fast, or that the hardware does what the assembly says.
 """
@@ -33,6 +37,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -43,20 +48,27 @@ from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.matmul import hints
 from axo_kernels.gemm.tiles import (
     HOPPER,
+    PIECES,
     PURPOSES,
     TARGETS,
+    TRIED,
     Config,
     Target,
     accumulating,
-    candidates,
     default_config,
     fused_candidates,
     resident,
+    tried,
 )
+from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
 from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# The shapes of --all. Of the papers' layers: ranks along x and y, tokens of a rank; of small products: rows and
+# columns, and how long their sums are.
+CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
+SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -107,13 +119,36 @@ def cases(everything: bool = False, dtypes: Iterable[str] = tuple(DTYPES), targe
                 for case in _of(target, dtype, precision):
                     found[case] = None
                 if everything:
-                    product = Product("NT", 8192, 8192, 8192, DTYPES[dtype])
-                    for config in candidates(target, product, target.descriptors):
-                        for layout in LAYOUTS:
-                            found[Case("matmul", layout, dtype, arch, config, precision)] = None
+                    for described in (True, False) if target.descriptors else (False,):
+                        for config in chosen(target, dtype, described):
+                            kernel = "split" if config.split_k > 1 else "matmul"
+                            for layout in LAYOUTS:
+                                found[Case(kernel, layout, dtype, arch, config, precision)] = None
                     for case in _fused(target, dtype, precision):
                         found[case] = None
+                    plain = default_config(target, DTYPES[dtype], False)
+                    for pieces in PIECES:
+                        found[Case("combine", "", dtype, arch, replace(plain, split_k=pieces))] = None
     return list(found)
+
+
+@cache
+def chosen(target: Target, dtype: str, described: bool) -> tuple[Config, ...]:
+    """Every configuration that the tuner may choose for the products of :func:`shapes`, each once."""
+    found: dict[Config, None] = {}
+    for m, n, k in shapes() if dtype != "fp16" else ((8192, 8192, 8192),):
+        found |= dict.fromkeys(tried(target, Product("NT", m, n, k, DTYPES[dtype]), described, TRIED))
+    return tuple(found)
+
+
+@cache
+def shapes() -> tuple[tuple[int, int, int], ...]:
+    """m, n, k: the three products of the papers' GPT layers, whole and as x and y cut them, and small products."""
+    found = dict.fromkeys(product(SMALL, SMALL, DEPTHS))
+    for model, x, y, tokens in product(MODELS, CUT, CUT, TOKENS):
+        for layer in layers(model, (x, y, 1), tokens):
+            found |= dict.fromkeys((one.m, one.n, one.k) for one in layer.products(torch.bfloat16).values())
+    return tuple(found)
 
 
 def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:

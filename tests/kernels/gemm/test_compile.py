@@ -1,6 +1,7 @@
 """Kernels compiled for five GPUs without having one, and the assembly read for what must be in it."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from axo_kernels.gemm.layout import LAYOUTS, Product
 from axo_kernels.gemm.tiles import (
     PURPOSES,
     TARGETS,
+    TRIED,
     Config,
     Target,
     candidates,
@@ -21,12 +23,15 @@ from axo_kernels.gemm.tiles import (
     fused_candidates,
     purpose_of,
 )
+from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune.choice import plain_choices
+from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.tools import compile_matrix
 from bench.tools.assembly import spin_loop
 from bench.tools.compile_matrix import cases, compile_all
 
 ROOT = Path(__file__).resolve().parents[3]
+MULTIPLY = ("matmul", "split")  # the kernels of a product that nothing is fused with
 
 
 def passed(matrix, workers=2):
@@ -75,6 +80,32 @@ def test_the_committed_table_is_of_this_code():
     assert [line["name"] for line in lines] == [case.name for case in cases()]
     page = compile_matrix.page(cases(), {line["name"]: line for line in lines})
     assert (ROOT / "docs/compiled.md").read_text(encoding="utf-8") == page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", TARGETS)
+def test_what_the_tuner_may_choose_is_in_the_matrix(arch, monkeypatch):
+    """Oracle: the tuner's own list for products drawn from the papers' layers and from small ones, in each layout, and
+    for sizes that no descriptor describes. ``make compile-matrix`` says that it compiles all of these."""
+    monkeypatch.setattr(choice_module.devices, "runs_triton", lambda device: True)
+    monkeypatch.setattr(choice_module.devices, "target_of", lambda device: TARGETS[arch])
+    drawn = random.Random(17)
+    known = {(case.layout, case.dtype, case.config) for case in cases(True, targets=[arch]) if case.kernel in MULTIPLY}
+    missing, pieces = set(), set()
+    for _ in range(60):
+        model, x, y = (drawn.choice(each) for each in (list(MODELS), compile_matrix.CUT, compile_matrix.CUT))
+        large = drawn.choice(layers(model, (x, y, 1), rows=drawn.choice(compile_matrix.TOKENS)))
+        sides = [drawn.choice(each) for each in (compile_matrix.SMALL, compile_matrix.SMALL, compile_matrix.DEPTHS)]
+        for m, n, k in ((large.m, large.n, large.k), sides, (sides[0], sides[1], sides[2] + 1)):
+            for dtype in ("bf16", "fp32"):
+                product = Product(drawn.choice(LAYOUTS), m, n, k, compile_matrix.DTYPES[dtype])
+                for choice in plain_choices(product, torch.device("cuda", 0), TRIED):
+                    if choice.config is not None:
+                        pieces.add(choice.config.split_k)
+                        if (product.layout, dtype, choice.config) not in known:
+                            missing.add((product.name, choice.config.name))
+    assert not missing, sorted(missing)
+    assert pieces == {1, 2, 4, 8}
 
 
 def test_words_do_not_make_the_table_old():
