@@ -43,7 +43,7 @@ from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter
 from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable
-from axo_kernels.gemm.tiles import HOPPER, Config, candidates
+from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.runners import runner
@@ -62,7 +62,6 @@ from .lib.table import LEFT_OUT, Table, environment, in_a_line, rows_to_go_on_wi
 OVERLAP_SHAPES = [(8192, 8192, 8192), (2048, 16384, 4096)]
 HOPPER_SECTION = "the kernel for Hopper"
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
-CONFIGS = 8  # Triton configurations that the tuner tries for a product
 # Results as wide as the operands: twice the rounding of one element, and what the sum adds (lib/accuracy.py).
 LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-6}
 
@@ -146,7 +145,7 @@ def main(arguments: list[str] | None = None) -> int:
     spent = time.perf_counter() - started
     speed = Table(gemm.COLUMNS, path, {"bench": "gemm"}, [*failed, *(row for row in earlier if "tuned_ratio" in row)])
     share = 0.8 * (options.seconds - spent)  # 93 shapes take some 200 s by their flops, overlap 30
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share))
+    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, TRIED, share))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
@@ -226,7 +225,7 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
         a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
         left, right = as_row_major(a, b, product.layout)
         described = describable(left, right, left.new_empty((product.m, product.n)), False)
-        for config in candidates(devices.target_of(device), product, described)[:CONFIGS]:
+        for config in tiles.tried(devices.target_of(device), product, described, TRIED):
             if not config.groups:  # tried in processes of its own
                 found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():

@@ -227,14 +227,15 @@ def known_counts(compiled: Path = COMPILED, counts: Path = COUNTED) -> dict[tupl
 
 
 def ways(product: Product) -> Iterator[tuple[str, Config]]:
-    """The kernels and configurations that multiply so without the tuner, and Hopper's."""
+    """The kernels and configurations that multiply so without the tuner, and Hopper's in that one's order of tiles."""
     target = TARGETS["sm_90"]
     plain, wide, fused = (default_config(target, product.dtype, True, purpose) for purpose in PURPOSES)
     yield "matmul", split_short(plain, product, target)
-    yield from (("matmul", config) for config in HOPPER)
+    grouped = [config for config in HOPPER if config.group_m == plain.group_m]  # the other order: by memory alone
+    yield from (("matmul", config) for config in grouped)
     if product.layout == "TN":
         yield "accumulate", wide
-        yield from (("accumulate", accumulating(config)) for config in HOPPER)
+        yield from (("accumulate", accumulating(config)) for config in grouped)
     yield "signal", fused
     if product.layout != "TN":
         yield "wait", fused

@@ -8,7 +8,7 @@ import torch
 
 from axo_kernels import Tuner
 from axo_kernels.gemm.layout import Product, as_row_major
-from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
+from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates, estimate
 from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune import runners
 from axo_kernels.tune import tuner as tuner_module
@@ -143,7 +143,7 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
             return result.to(a.dtype)
         return out.add_(result) if accumulate and fault != "accumulate" else out.copy_(result)
 
-    config = HOPPER[2]
+    config = HOPPER[-1]
     monkeypatch.setattr(runners, "matmul", kernel)
     monkeypatch.setattr(runners, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(runners, "describable", lambda *operands: True)
@@ -186,4 +186,12 @@ def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
         assert sorted(config.name for config in grouped) == sorted(
             config.name for config in HOPPER if arch == "sm_90"
         ), "each once"
-        assert len(configs) - len(grouped) >= 5
+        assert len(configs) - len(grouped) == 8, "Hopper's take nobody's place"
+        orders = {replace(config, group_m=0): [] for config in grouped}
+        for config in grouped:
+            orders[replace(config, group_m=0)].append(config.group_m)
+        assert all(tried == [8, 16] for tried in orders.values()), "each in both orders of tiles"
+        plain = [config for config in configs if not config.groups]
+        best = plain[0]
+        assert best == max(plain, key=lambda config: estimate(config, product, TARGETS[arch]))
+        assert {replace(best, group_m=16), replace(best, flatten=False)} <= set(plain) or best.split_k > 1
