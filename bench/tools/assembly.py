@@ -77,14 +77,18 @@ def complaints(
 def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
     """What is missing in the SASS of the kernel for Hopper (gemm/hopper.py).
 
-    Bulk loads and stores (adding ones where it accumulates); registers dealt out anew to the warp groups; in each loop
+    Bulk loads and stores (adding ones where it accumulates); 240 and 24 registers dealt out to the groups; in each loop
     of products at least two groups of them in flight and no barrier of the whole program; no register kept in memory.
     """
     wrong = []
     store = "UTMAREDG" if accumulate else "UTMASTG"
-    for name in ("UTMALDG", store, "USETMAXREG.DEALLOC", "USETMAXREG.TRY_ALLOC"):
+    for name in ("UTMALDG", store):
         if name not in sass:
             wrong.append(f"no {name}")
+    for name, registers, whose in (("DEALLOC", 24, "loads"), ("TRY_ALLOC", 240, "multiplies")):
+        given = {int(found, 16) for found in re.findall(rf"USETMAXREG\.{name}[^;]*?(0x[0-9a-f]+)", sass)}
+        if registers not in given:
+            wrong.append(f"no USETMAXREG.{name} to the {registers} registers of who {whose}: {sorted(given)}")
     if re.search(r"\b(?:STL|LDL)\b", sass):
         wrong.append("registers kept in memory")
     loops = [body for body in loop_bodies(sass) if "HGMMA" in body]
@@ -102,6 +106,16 @@ def grouped_complaints(sass: str, accumulate: bool) -> list[str]:
         if "UTMALDG" in body:
             wrong.append("a group that multiplies also loads")
     return wrong
+
+
+def left_in_flight(sass: str) -> int:
+    """How many groups of wgmma's products the loops of a kernel leave in flight where they wait for those before.
+
+    Of a loop the first wait counts: one that holds its epilogue too waits there for all.
+    """
+    loops = [body for body in loop_bodies(sass) if "HGMMA" in body]
+    waits = [re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", body) for body in loops]
+    return min((int(found.group(1), 16) if found else 0 for found in waits), default=0)
 
 
 def instructions(sass: str) -> int:

@@ -7,10 +7,10 @@
 
 Checked for each: the matrix instructions (mma.sync, wgmma, tcgen05.mma, v_mfma), shared memory within the device's
 limit and within what tiles.py promised, programs a multiprocessor as promised, asynchronous copies, 16-byte accesses,
-in defaults no register spilled; for waiting kernels a spin loop that has survived and reads with acquire at system
-scope; for signalling kernels one release at system scope; for the kernel in Gluon what assembly.grouped_complaints
-says. The divisibility hints are those that the JIT derives from aligned tensors; without them one looks at another
-kernel.
+in defaults no register spilled, and on Hopper (16 bits) a product in flight while the next is issued; for waiting
+kernels a spin loop that has survived and reads with acquire at system scope; for signalling kernels one release at
+system scope; for the kernel in Gluon what assembly.grouped_complaints says. The divisibility hints are those that the
+JIT derives from aligned tensors; without them one looks at another kernel.
 
 With --all: every configuration that the tuner may choose in bf16 or fp32 for the papers' GPT layers and for small
 products (``shapes``); in fp16, which differs by the type in the instruction, for 8192^3 alone. A batch of products may
@@ -62,7 +62,7 @@ from axo_kernels.gemm.tiles import (
 )
 from axo_kernels.tune.model_shapes import MODELS, layers
 from bench.lib.arguments import Parser
-from bench.tools.assembly import complaints, grouped_complaints, instructions, loop_bodies
+from bench.tools.assembly import complaints, grouped_complaints, instructions, left_in_flight, loop_bodies
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # The shapes of --all. Of the papers' layers: ranks along x and y, tokens of a rank; of small products: rows and
@@ -211,9 +211,12 @@ def compile_case(case: Case) -> Outcome:
         outcome.instructions.update(counts)
         outcome.wrong += wrong
         outcome.registers, outcome.spilled = _resources(kernel, target)
-        if case.target == "sm_90" and case.config.descriptors and case.dtype != "fp32":
+        default = case in _defaults() and not plain
+        if case.target == "sm_90" and case.dtype != "fp32" and (case.config.descriptors or default):
             sass = disassembled(kernel)
             outcome.loop = max((instructions(body) for body in loop_bodies(sass) if "HGMMA" in body), default=0)
+            if default and not left_in_flight(sass):
+                outcome.wrong.append("no product is in flight while the next is issued")
             if case.config.groups:
                 outcome.wrong += grouped_complaints(sass, accumulate=case.kernel == "accumulate")
     outcome.occupancy = resident(target, warps, outcome.registers, outcome.shared)

@@ -7,7 +7,7 @@ would hold instead. `make compile-defaults` runs the same gates over every defau
 import pytest
 
 from axo_kernels.gemm.tiles import TARGETS
-from bench.tools.assembly import complaints
+from bench.tools.assembly import complaints, left_in_flight
 
 EPOCH = "ld.global.b32 { %r1 }, [ %rd1 + 0 ];\n"
 WIDE = "@%p1 st.global.v4.b32 [ %rd2 + 0 ], { %r1, %r2, %r3, %r4 };\n"
@@ -98,6 +98,22 @@ def test_spills_are_not_the_result():
     marked = f"{spill} ; 4-byte Folded Spill\n{back} ; 4-byte Folded Reload\n"
     assert said(GCN["matmul"] + marked, "matmul", "gfx90a") == []
     assert len(said(f"{GCN['matmul']}{spill}\n{back}\n", "matmul", "gfx90a")) == 2
+
+
+def test_products_in_flight():
+    """A loop that holds its epilogue waits for all there; one whose first wait is for all has none in flight."""
+    product = " HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, gsb0 ;\n"
+    wait, all_of_them = " WARPGROUP.DEPBAR.LE gsb0, 0x1 ;\n", " WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n"
+    for behind, expected in (
+        (wait, 1),
+        (wait + all_of_them, 1),
+        (all_of_them, 0),
+        (all_of_them + wait, 0),
+        ("", 0),
+        (wait + " @P0 BRA `(.L_x_1) ;\n.L_x_2:\n" + product + all_of_them + " @P0 BRA `(.L_x_2) ;\n", 0),
+    ):
+        assert left_in_flight(f".L_x_1:\n{product}{behind} @P0 BRA `(.L_x_1) ;\n") == expected, behind
+    assert left_in_flight("") == 0
 
 
 def test_tf32_operands_may_be_turned_around():

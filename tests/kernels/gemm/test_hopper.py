@@ -109,7 +109,9 @@ def test_what_the_gate_on_machine_code_lets_through():
     assert len(loop_bodies(SASS)) == 2 and not grouped_complaints(SASS, accumulate=False)
     for old, new, told in (
         ("UTMALDG", "LDGSTS", "no UTMALDG"),
-        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC"),
+        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC to the 240"),
+        ("0xf0", "0xa8", "no USETMAXREG.TRY_ALLOC to the 240 registers of who multiplies: [168]"),
+        ("0x18", "0xa8", "no USETMAXREG.DEALLOC to the 24 registers of who loads: [168]"),
         ("gsb0, 0x1", "gsb0, 0x0", "0 products are in flight"),
         ("BLOCKING 0x2, 0x80", "BLOCKING 0x0", "a barrier of the whole program"),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP", "before its threads have met"),
