@@ -34,7 +34,7 @@ def complaints(
     wrong = []
     matrix = _MATRIX[target.arch]
     counts = {name: len(re.findall(re.escape(name), text)) for name in (matrix, *_COPIES[target.nvidia])}
-    multiplies = kernel not in ("flags", "combine")
+    multiplies = kernel not in ("flags", "combine", "goldfish")
     on_units = dtype != "fp32" or precision == "tf32" or not target.nvidia
     if multiplies and on_units and not counts[matrix]:
         wrong.append(f"no {matrix}")
@@ -149,9 +149,10 @@ _COPIES = {True: ("cp.async.bulk.tensor", "cp.async."), False: ("global_load", "
 #   wait    one entry less; what it reports when a wait gives up are three words. On AMD the compiler reads the epoch
 #           once for all threads and stores the three words at once, and the two reads of a flag are loads like others
 #   combine loads the bias
+#   goldfish (axo/nn) loads 13 windows of two tokens, each of which begins anywhere, and stores two bytes; AMD's, one
 _BESIDE = {
-    True: {"signal": (8, 0), "wait": (7, 3), "combine": (1, 0)},
-    False: {"signal": (7, 0), "wait": (8, 1)},
+    True: {"signal": (8, 0), "wait": (7, 3), "combine": (1, 0), "goldfish": (26, 1)},
+    False: {"signal": (7, 0), "wait": (8, 1), "goldfish": (0, 1)},
 }
 # Orders at system scope: the flag that is raised, once a chunk; where a kernel waits, the reads of a flag before and in
 # the loop, and the report's first word.

@@ -69,6 +69,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # columns, and how long their sums are.
 CUT, TOKENS = (1, 2, 4, 8), (2048, 16384)
 SMALL, DEPTHS = (16, 128, 512, 1024), (128, 1024, 4096)
+# Kernels without products; their case holds the tile of the kernel that they stand beside, or any.
+_NO_PRODUCTS = ("flags", "combine", "goldfish")
 # Cases handed out at a time; between batches the time is looked at.
 _BATCH = 32
 # K-contiguous, M- or N-contiguous: which strides are 1 in each layout
@@ -172,6 +174,7 @@ def _of(target: Target, dtype: str, precision: str) -> Iterator[Case]:
     if dtype == "bf16":
         yield Case("combine", "", dtype, target.arch, replace(default_config(target, DTYPES[dtype], False), split_k=4))
         yield Case("flags", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
+        yield Case("goldfish", "", dtype, target.arch, default_config(target, DTYPES[dtype], False))
 
 
 def _fused(target: Target, dtype: str, precision: str) -> Iterator[Case]:
@@ -196,14 +199,14 @@ def compile_case(case: Case) -> Outcome:
     seconds = time.perf_counter() - started
     target = TARGETS[case.target]
     outcome = Outcome(case.name, round(seconds, 2), max(kernel.metadata.shared for kernel in compiled))
-    plain = case.kernel in ("flags", "combine")
+    plain = case.kernel in _NO_PRODUCTS
     warps = 1 if case.kernel == "flags" else 4 if plain else case.config.all_warps
     for name, kernel in zip(names, compiled, strict=True):
         text = kernel.asm["ptx"] if target.nvidia else kernel.asm["amdgcn"]
         # NVIDIA's matrix units leave a thread two of each eight columns of a tile; it loads their bias at once. Without
         # a gate the compiler writes this twice.
         constants = _arguments(case, name)[0]
-        adds = target.nvidia and case.kernel != "combine" and constants["HAS_BIAS"]
+        adds = target.nvidia and not plain and constants["HAS_BIAS"]
         bias_loads = case.config.block_n // (8 if constants["ACTIVATION"] == "silu_gate" else 4) if adds else 0
         counts, wrong = complaints(
             text, case.kernel, target, case.dtype, case.precision, case.config.descriptors, bias_loads
@@ -230,7 +233,7 @@ def _broken_promises(case: Case, outcome: Outcome, target: Target) -> list[str]:
     itemsize, wide = DTYPES[case.dtype].itemsize, case.kernel in ("accumulate", "epilogue")
     out = 4 if case.kernel in ("accumulate", "split") else None
     promised = case.config.shared_bytes(itemsize, target, out, wide)
-    if case.kernel in ("flags", "combine"):
+    if case.kernel in _NO_PRODUCTS:
         promised = target.shared_bytes
     for limit, whose in ((target.shared_bytes, case.target), (promised, "tiles.py")):
         if outcome.shared > limit:
@@ -255,8 +258,8 @@ def _kernel_names(case: Case) -> tuple[str, ...]:
         return ("wait_flag_kernel", "write_flag_kernel")
     if case.kernel in ("wait", "signal"):
         return ("segment_matmul_kernel",)
-    if case.kernel == "combine":
-        return ("combine_kernel",)
+    if case.kernel in ("combine", "goldfish"):
+        return (f"{case.kernel}_kernel",)
     if case.config.groups:
         return ("hopper_matmul_kernel",)
     return ("matmul_descriptor_kernel",) if case.config.descriptors else ("matmul_kernel",)
@@ -274,19 +277,21 @@ def _compile(case: Case, kernel_name: str) -> Any:
     grouped = kernel_name == "hopper_matmul_kernel"
     if grouped:
         from axo_kernels.gemm import hopper as gemm_kernels  # type: ignore[no-redef]
+    if case.kernel == "goldfish":
+        from axo.nn import goldfish_kernels as gemm_kernels  # type: ignore[no-redef]
     kernel = getattr(gemm_kernels, kernel_name, None) or getattr(signal_kernels, kernel_name)
     target, config = TARGETS[case.target], case.config
     arch = int(case.target[3:]) if target.nvidia else case.target
     constants, types = _arguments(case, kernel_name)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch"}
+    unaligned = {"flags", "flag", "counters", "tiles", "bound", "number", "batch", "k", "ignore_index", "drop_value"}
     attributes = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(kernel.arg_names)
         if name in types and name not in unaligned and not types[name].startswith("tensordesc")
     }
     options = {"num_warps": 1 if case.kernel == "flags" else config.warps, "num_stages": config.stages}
-    if case.kernel == "combine":
+    if case.kernel in ("combine", "goldfish"):
         options["num_warps"] = 4
     if grouped:
         options["maxnreg"] = gemm_kernels.REGISTERS  # type: ignore[attr-defined]
@@ -346,6 +351,12 @@ def _arguments(case: Case, kernel_name: str) -> tuple[dict[str, Any], dict[str, 
     }  # fmt: skip
     if case.kernel == "combine":
         constants |= {"BLOCK_M": 32, "BLOCK_N": 128, "HAS_BIAS": True}
+    if case.kernel == "goldfish":
+        from axo.nn import goldfish
+
+        constants |= {"H": 13, "BLOCK": goldfish.BLOCK}
+        types = {"tokens": "*i64", "keep": "*u8"} | dict.fromkeys(("row_stride", "length"), "i32")
+        types |= dict.fromkeys(("k", "ignore_index", "drop_value"), "i32")
     return constants, {name: kind.replace(", ", ",") for name, kind in types.items()}
 
 
@@ -407,6 +418,7 @@ def earlier(path: Path | None, matrix: list[Case], identity: dict[str, str]) -> 
 
 
 _SOURCES = (
+    "python/axo/nn/goldfish_kernels.py",
     "axo_kernels/gemm/kernels.py",
     "axo_kernels/gemm/hopper.py",
     "axo_kernels/gemm/tiles.py",

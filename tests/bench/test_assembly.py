@@ -23,6 +23,7 @@ PTX = {
     "epilogue": PRODUCT + 8 * EPOCH,
     "signal": 8 * EPOCH + PRODUCT + COUNTED + RAISED,
     "wait": 7 * EPOCH + READ + "$L1:\n" + READ + "@%p2 bra $L1;\n" + REPORT + RAISED + PRODUCT,
+    "goldfish": 26 * "ld.global.b64 { %rd1 }, [ %rd2 + 0 ];\n" + "st.global.b16 [ %rd3 + 0 ], { %rs1 };\n" + WIDE,
     "combine": EPOCH + "ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];\n" + WIDE,
 }
 LOAD = "global_load_dword v3, v[86:87], off offset:192\n"
@@ -44,10 +45,11 @@ HALF = WIDE.replace("v4.b32", "v2.b32")
 WORSE_PTX = [
     *((kernel, WIDE, WIDE + HALF, f"1 {NARROW_STORES}") for kernel in PTX),
     *((kernel, WIDE, WIDE + EPOCH, f"1 {NARROW_LOADS}") for kernel in PTX),
+    ("goldfish", "b16", "b8 [ %rd3 + 1 ], { %rs2 };\nst.global.b8", f"1 {NARROW_STORES}"),
     *(
         (kernel, COPY, COPY.replace("0x10", "0x4"), "1 copies to shared memory")
         for kernel in PTX
-        if kernel != "combine"
+        if kernel not in ("combine", "goldfish")
     ),
     *((kernel, WIDE, WIDE + "fence.sc.sys;\n", "orders at system scope") for kernel in PTX),
     ("matmul", WIDE, WIDE.replace("v4.b32", "b16"), f"1 {NARROW_STORES}"),
