@@ -216,7 +216,7 @@ def run_all_gather(
     out = torch.empty((m, n), dtype=a.dtype, device=a.device)
     product = Product(layout, m, n, product.k, a.dtype)
     if way.strategy == "split":
-        return out, _split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
+        return out, split_gather(shard, other, out, comm, order, gather, multiply, bias, keep)
     comm = way.on(comm)
     workspace = comm.workspaces.get("all_gather_matmul " + gather, order, product, a.device)
     workspace.advance()
@@ -249,7 +249,7 @@ def _copy_chunks(
         copy(kept[:, start:stop], packed[slice(*order.packed(chunk))].unflatten(0, (order.size, stop - start)))
 
 
-def _split_gather(
+def split_gather(
     shard: torch.Tensor,
     other: torch.Tensor,
     out: torch.Tensor,

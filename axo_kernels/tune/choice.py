@@ -15,10 +15,11 @@ from axo_kernels.gemm.matmul import describable
 from axo_kernels.gemm.tiles import Config, fused_candidates, tried
 
 # "behind_dw" is dI's: what has not travelled by the end of the product does so behind the product dW. "kept": what was
-# gathered is wanted in rank order too, for the backward pass.
+# gathered is wanted in rank order too, for the backward pass. "fp8": axo_kernels.fused.fp8, which keeps it as well.
 FUSED = (
     "all_gather_matmul",
     "all_gather_matmul_kept",
+    "all_gather_matmul_fp8",
     "matmul_all_reduce",
     "matmul_all_reduce_behind_dw",
     "matmul_reduce_scatter",
@@ -159,6 +160,7 @@ def fused_choices(
 
     Chunks of at least 128 rows on a GPU, 8 on a CPU (where ``signal`` is emulated: left out, as on a GPU that has no
     more multiprocessors than it leaves to the communication: the cap and ``held``, or ``reserved`` without ``caps``).
+    In fp8 torch's product is all there is: serial and in chunks, of whose rows torch._scaled_mm wants multiples of 16.
     """
     whole = product
     if operation.startswith("all_gather"):
@@ -166,13 +168,18 @@ def fused_choices(
         whole = replace(product, **{_ROWS[gather]: size * rows})
     else:
         rows = product.m // (size if operation == "matmul_reduce_scatter" else 1)
+    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
+    if operation == "all_gather_matmul_fp8":
+        return [
+            Choice("vendor", product.layout),
+            *(Choice("vendor", product.layout, strategy="split", chunks=chunks) for chunks in counts if rows % 16 == 0),
+        ]
     plain = replace(choose(whole, device), seconds=0.0, baseline=0.0)
     found = [Choice("vendor", product.layout)]
     if plain != found[0]:
         found.append(plain)
     if plain.layout != product.layout:  # would copy the whole operand for each chunk
         plain = found[0]
-    counts = [chunks for chunks in (2, 4, 8) if chunks <= rows // (128 if device.type == "cuda" else 8)]
     found += [replace(plain, strategy="split", chunks=chunks) for chunks in counts]
     if device.type == "cuda" and devices.runs_triton(device):
         target = devices.target_of(device)
