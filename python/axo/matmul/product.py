@@ -223,6 +223,12 @@ def _weight_product(ctx: Any, how: str, grad: torch.Tensor, rows: torch.Tensor) 
             with span(events, "compute", "dW", "", exchange.name):
                 products.scatter_grad_weight(scattering, grad, rows, exchange.op, shard)
             return exchange.shard_gradient(weight, into)
+        kept = exchange.kept_block(how, weight, grad.dtype)
+        adding = None if kept is None else products.adding(grad, rows)
+        if adding is not None:
+            computed(events, "dW", exchange.name, products.add_grad_weight, adding, grad, rows, kept)
+            exchange.engine.gradients.added(weight)
+            return None
         into, grad_block = exchange.gradient_buffer(how, weight, rows.shape[1], grad)
         computed(events, "dW", exchange.name, products.grad_weight, grad, rows, grad_block)
         return exchange.weight_gradient(how, weight, into)
