@@ -16,6 +16,7 @@ the tuner chooses among the layouts of the vendor library. Rivals are timed in t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -58,6 +59,7 @@ COLUMNS = {
     "error": ".1e",
     "chosen": "s",
 }
+LIMITS = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 # Dense bf16 / fp16 peaks, FLOP/s, by what the device calls itself (vendors' documents).
 PEAKS = {
     "H100 PCIe": 756e12,
@@ -171,7 +173,7 @@ def _one(product: Product, device: torch.device, table: Table, tuner: Tuner, rou
     if other is not None:
         calls["cupy"] = other
     errors = {name: _error(call(), a, b, product.layout) for name, call in calls.items() if name != "cupy"}
-    limit = {torch.bfloat16: 4e-3, torch.float16: 1e-3, torch.float32: 1e-5}[product.dtype]
+    limit = LIMITS[product.dtype]
     timings = dict(zip(calls, paired(list(calls.values()), device, rounds), strict=True))
     added = None
     if product.layout == "TN" and "triton" in calls:
@@ -253,7 +255,7 @@ def _error(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, layout: str) 
 
 
 def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
-    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this dtype."""
+    """CuPy's cuBLAS through gemmEx, on the same memory; None where CuPy is not installed or cannot do this."""
     if not a.is_cuda or torch.version.hip or product.dtype == torch.float32:
         return None
     try:
@@ -261,31 +263,40 @@ def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product) -> Any:
         from cupy_backends.cuda.libs import cublas
     except ImportError:
         return None
-    import ctypes
+    try:
+        call = gemm_ex(cupy, cublas, a, b, product)
+        error = _error(call(), a, b, product.layout)
+    except Exception as raised:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
+        print(f"cupy: not measured ({str(raised)[:80]})")
+        return None
+    if not error < LIMITS[product.dtype]:
+        print(f"cupy: not measured (its result of {product.name} is off by {error:.1e})")
+        return None
+    return call
 
+
+def gemm_ex(cupy: Any, cublas: Any, a: torch.Tensor, b: torch.Tensor, product: Product) -> Callable[[], torch.Tensor]:
+    """The call of ``cupy_backends.cuda.libs.cublas.gemmEx`` for operands that are stored as the product's layout says.
+
+    cuBLAS counts in columns: ``C^T = B^T A^T``. Scalars lie on the host. CuPy sets its own current stream first.
+    """
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=a.device)
     kind = 14 if product.dtype == torch.bfloat16 else 2  # CUDA_R_16BF, CUDA_R_16F
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
     m, n, k = product.m, product.n, product.k
-    # cuBLAS thinks in columns: C^T = B^T A^T
     op_b, ldb = (1, k) if product.layout == "NT" else (0, n)
     op_a, lda = (1, m) if product.layout == "TN" else (0, k)
     handle = cupy.cuda.Device(a.device.index or 0).cublas_handle
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
     def call() -> torch.Tensor:
-        cublas.setStream(handle, torch.cuda.current_stream().cuda_stream)
-        cublas.gemmEx(
-            handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
-            ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,
-        )  # fmt: skip
+        with stream:
+            cublas.gemmEx(
+                handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
+                ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+            )  # fmt: skip
         return out
 
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
-        print(f"cupy: not measured ({str(error)[:80]})")
-        return None
     return call
 
 
