@@ -476,7 +476,7 @@ _PAGE = """# What the compiler made of the kernels
 
 For readers who tune tiles: all defaults, compiled for five GPUs without one. Registers are a thread's, spilled
 bytes a thread's (registers on AMD), shared memory a program's in KiB; programs are those that one multiprocessor holds
-at once. fp16 is as bf16. Written by
+at once. fp16 is as bf16, but for up to 24 registers on AMD and 4 on NVIDIA. Written by
 `make compile-defaults ARGS="--out bench/results/compile_matrix_defaults.jsonl --table docs/compiled.md"`.
 
 | GPU | kernel | dtype | configuration | registers | spilled | shared KiB | programs |

@@ -31,14 +31,29 @@ from bench.tools.assembly import spin_loop
 from bench.tools.compile_matrix import cases, compile_all
 
 ROOT = Path(__file__).resolve().parents[3]
+MADE = ("registers", "shared", "occupancy", "spilled", "loop", "instructions")  # what the compiler made of a case
 MULTIPLY = ("matmul", "split")  # the kernels of a product that nothing is fused with
 
 
+def committed():
+    """The lines of the committed table by name, and the version of Triton that made it."""
+    table = ROOT / "bench/results/compile_matrix_defaults.jsonl"
+    summary, *lines = map(json.loads, table.read_text(encoding="utf-8").splitlines())
+    return {line["name"]: line for line in lines}, summary["triton"]
+
+
 def passed(matrix, workers=2):
+    """The outcomes of defaults: nothing wrong, and what the committed table says, exactly: the version of Triton that
+    it names makes the same code of the same sources. Another version is told so here."""
     outcomes = list(compile_all(matrix, workers))
     assert len(outcomes) == len(matrix) > 0
     wrong = [f"{outcome.name}: {'; '.join(outcome.wrong)}" for outcome in outcomes if outcome.wrong]
     assert not wrong, "\n".join(wrong)
+    lines, triton = committed()
+    said = f"compiled by Triton {compile_matrix._identity()['triton']}, the committed table by {triton}"
+    for outcome in outcomes:
+        found = {name: getattr(outcome, name) for name in MADE}
+        assert found == {name: lines[outcome.name][name] for name in MADE}, f"{outcome.name}: {said}"
     return outcomes
 
 
@@ -80,6 +95,13 @@ def test_the_committed_table_is_of_this_code():
     assert [line["name"] for line in lines] == [case.name for case in cases()]
     page = compile_matrix.page(cases(), {line["name"]: line for line in lines})
     assert (ROOT / "docs/compiled.md").read_text(encoding="utf-8") == page
+    known = {line["name"]: line for line in lines}
+    for line in lines:  # what the page says of fp16
+        twin = known[line["name"].replace(" fp16 ", " bf16 ")]
+        assert [line[name] for name in ("shared", "spilled", "occupancy")] == [
+            twin[name] for name in ("shared", "spilled", "occupancy")
+        ]
+        assert abs(line["registers"] - twin["registers"]) <= (4 if line["name"].startswith("sm_") else 24)
 
 
 @pytest.mark.slow
