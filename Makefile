@@ -1,7 +1,7 @@
 # make demo     train a small GPT on 8 local ranks, grid 2x2x2x1, and compare it with serial training
 # make test     everything but the long proofs
 # make check    lint, types, house rules and the quick tests: under a minute
-# make soak     the long proofs        make gpu    what needs a GPU, in 8 minutes        make bench    the benchmarks
+# make soak     the long proofs        make gpu    what needs a GPU        make bench    the benchmarks
 # make build    rebuild the extension when csrc changed        make clean    remove what was built
 # make docs     this documentation as a site, in build/site
 #
