@@ -271,8 +271,8 @@ def test_a_mode_that_is_none_is_refused(monkeypatch):
         axo.nn.Linear(4, 4, comms=axo.connect("1x1x1x1"))
 
 
-def gradients_of_micro_batches(grid, chosen):
-    """What three micro-batches under no_sync have left, and .grad after a fourth; products in bf16, weights in fp32."""
+def choose_a_kernel_that_adds(chosen):
+    """Let dW be a product of the kernel for Hopper (by a stand-in), or of torch; returns what it was told of adding."""
     os.environ["AXO_TUNE"] = "off"
     added = []
 
@@ -291,6 +291,12 @@ def gradients_of_micro_batches(grid, chosen):
     products_module.LayerProducts._choice = lambda self, kind, *sizes: (
         mine if kind == "grad_weight" else Choice("vendor", products_module.LAYOUT[kind])
     )
+    return added
+
+
+def gradients_of_micro_batches(grid, chosen):
+    """What three micro-batches under no_sync have left, and .grad after a fourth; products in bf16, weights in fp32."""
+    added = choose_a_kernel_that_adds(chosen)
     comms = axo.connect(grid)
     torch.manual_seed(1)
     model = axo.parallelize(nn.Sequential(nn.Linear(24, 10)), comms, plan="auto")
@@ -332,3 +338,42 @@ def test_a_kernel_that_adds_adds_to_what_micro_batches_have_left(grid):
         # what is reduced is rounded once, the mean of two ranks once more, and the sums differ by what is above
         limit = 4 * 2**-8 * (most[0].amax() + most[1].amax() + most[2].amax() + most[3].amax())
         assert grad.dtype == torch.float32 and (grad - other_grad).abs().max() <= limit
+
+
+def grad_of_three_passes(hooked):
+    """On a rank of a grid that cuts features alone, where autograd adds dW to .grad; then what must not be added."""
+    added = choose_a_kernel_that_adds(True)
+    comms = axo.connect("2x1x1x1")
+    layer = axo.nn.Linear(24, 10, comms=comms)
+    if hooked:
+        layer.weight.register_hook(lambda grad: 2 * grad)
+    torch.manual_seed(1)
+    seen = [(torch.randn(32, 24), torch.randn(32, 5)) for _ in range(3)]
+
+    def passed(x, dy):
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x), dy.bfloat16()
+
+    versions = []
+    for output, dy in (passed(*each) for each in seen):
+        output.backward(dy)
+        versions.append(layer.weight.grad._version)
+    grad, told = layer.weight.grad.clone(), list(added)
+    output, dy = passed(*seen[0])
+    (alone,) = torch.autograd.grad(output, layer.weight, dy)
+    assert torch.equal(layer.weight.grad, grad), "autograd.grad adds to nothing"
+    assert hooked or versions[0] < versions[1] < versions[2], "a change in place, which autograd may ask about"
+    return grad, told, seen, alone
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_kernel_that_adds_adds_to_grad_itself_where_nothing_is_reduced(hooked):
+    """Oracle and limits as above. A hook is to see each gradient, so there each comes by itself."""
+    for grad, added, seen, alone in run_ranks(grad_of_three_passes, 2, hooked):
+        assert added == ([False, False, False] if hooked else [False, True, True])
+        each = [dy.bfloat16().double().T @ x.bfloat16().double() for x, dy in seen]
+        most = sum(dy.bfloat16().double().abs().T @ x.bfloat16().double().abs() for x, dy in seen)
+        rounded = each if hooked else each[:1]
+        limit = (1 + hooked) * 2**-8 * sum(one.abs() for one in rounded) + 2**-17 * most
+        assert ((grad - (1 + hooked) * sum(each)).abs() <= limit).all()
+        assert ((alone - (1 + hooked) * each[0]).abs() <= (1 + hooked) * 2**-8 * each[0].abs() + 2**-17 * most).all()
