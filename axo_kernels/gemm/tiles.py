@@ -356,7 +356,8 @@ def candidates(target: Target, product: Product, descriptors: bool) -> list[Conf
     # not in the cache: bench.kernels empties HOPPER where that kernel hangs
     grouped = [config for config in HOPPER if config.fits(target, product.dtype)] if descriptors else []
     found = [*grouped, *_tiles(target, product.dtype, descriptors)]
-    found += [short for config in found if (short := split_short(config, product, target)) != config]
+    shorts = [short for config in found if (short := split_short(config, product, target)) != config]
+    found += [short for short in shorts if short.fits(target, product.dtype)]  # fp32 sums take more room
     found.sort(key=lambda config: -estimate(config, product, target))
     plain = next((config for config in found if not config.groups), None)
     if plain is not None:

@@ -1,5 +1,6 @@
 """Kernels compiled for five GPUs without having one, and the assembly read for what must be in it."""
 
+import itertools
 import json
 import random
 from pathlib import Path
@@ -166,8 +167,9 @@ def test_a_loop_is_recognised():
 @pytest.mark.parametrize("arch", TARGETS)
 def test_candidates_fit_and_are_ordered(arch):
     target = TARGETS[arch]
-    for layout in LAYOUTS:
-        product = Product(layout, 4096, 4096, 4096, torch.bfloat16)
+    sizes = ((4096, 4096, 4096), (16, 16, 1024), (512, 512, 4096), (16, 1024, 16384))  # the last three in pieces of K
+    for layout, mnk in itertools.product(LAYOUTS, sizes):
+        product = Product(layout, *mnk, torch.bfloat16)
         found = candidates(target, product, target.descriptors)
         assert len(found) >= 6 and len(set(found)) == len(found)
         assert all(config.fits(target, torch.bfloat16) for config in found)
