@@ -69,7 +69,8 @@ compile-defaults: $(V)/.built
 	$(V)/bin/python -m bench.tools.compile_matrix $(ARGS)
 
 # What the tuner may choose for the papers' layers and for small products, as well (3,162 cases; how they are found:
-# bench/tools/compile_matrix.py). 7 minutes on two quiet cores; ARGS="--seconds 300" stops early, and the same command again goes on from there.
+# bench/tools/compile_matrix.py). 38 minutes on one busy core; ARGS="--seconds 300" stops early, and the same command
+# again goes on from there.
 compile-matrix: $(V)/.built
 	$(V)/bin/python -m bench.tools.compile_matrix --all --out bench/results/compile_matrix.jsonl $(ARGS)
 
