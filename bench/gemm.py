@@ -17,6 +17,7 @@ the tuner chooses among the layouts of the vendor library. Rivals are timed in t
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import time
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from axo_kernels import Tuner, matmul
 from axo_kernels import device as devices
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major
 from axo_kernels.gemm.matmul import vendor_matmul
-from axo_kernels.gemm.tiles import Config
+from axo_kernels.gemm.tiles import TRIED, Config
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
@@ -87,7 +88,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--configs", type=int, default=8, help="Triton configurations that the tuner tries")
+    parser.add_argument("--configs", type=int, default=TRIED, help="Triton configurations that the tuner tries")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     options = parser.parse_args(given)
     dtype = getattr(torch, options.dtype)
@@ -348,31 +349,40 @@ def _cupy(a: torch.Tensor, b: torch.Tensor, product: Product, tell: Callable[[st
     except ImportError as error:  # of a library that it wants
         tell(f"not measured: {in_a_line(error)}")
         return None
-    import ctypes
+    try:
+        call = gemm_ex(cupy, cublas, a, b, product)
+        apart = _error(call(), a, b, product.layout)
+    except Exception as raised:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
+        tell(f"not measured: {in_a_line(raised)}")
+        return None
+    if not apart < LIMITS[product.dtype]:
+        tell(f"not measured: its result is off by {apart:.1e}")
+        return None
+    return call
 
+
+def gemm_ex(cupy: Any, cublas: Any, a: torch.Tensor, b: torch.Tensor, product: Product) -> Callable[[], torch.Tensor]:
+    """The call of ``cupy_backends.cuda.libs.cublas.gemmEx`` for operands that are stored as the product's layout says.
+
+    cuBLAS counts in columns: ``C^T = B^T A^T``. Scalars lie on the host. CuPy sets its own current stream first.
+    """
     out = torch.empty((product.m, product.n), dtype=product.dtype, device=a.device)
     kind = 14 if product.dtype == torch.bfloat16 else 2  # CUDA_R_16BF, CUDA_R_16F
     one, zero = ctypes.c_float(1.0), ctypes.c_float(0.0)
     m, n, k = product.m, product.n, product.k
-    # cuBLAS thinks in columns: C^T = B^T A^T
     op_b, ldb = (1, k) if product.layout == "NT" else (0, n)
     op_a, lda = (1, m) if product.layout == "TN" else (0, k)
     handle = cupy.cuda.Device(a.device.index or 0).cublas_handle
+    stream = cupy.cuda.ExternalStream(torch.cuda.current_stream().cuda_stream)
 
     def call() -> torch.Tensor:
-        cublas.setStream(handle, torch.cuda.current_stream().cuda_stream)
-        cublas.gemmEx(
-            handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
-            ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,
-        )  # fmt: skip
+        with stream:
+            cublas.gemmEx(
+                handle, op_b, op_a, n, m, k, ctypes.addressof(one), b.data_ptr(), kind, ldb, a.data_ptr(), kind, lda,
+                ctypes.addressof(zero), out.data_ptr(), kind, n, 68, -1,  # CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT
+            )  # fmt: skip
         return out
 
-    try:
-        call()
-        torch.cuda.synchronize()
-    except Exception as error:  # another CuPy or cuBLAS than ours was written against: a baseline less, no more
-        tell(f"not measured: {in_a_line(error)}")
-        return None
     return call
 
 

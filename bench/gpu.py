@@ -1,4 +1,4 @@
-"""Everything that waits for a GPU, in one command of under eight minutes.
+"""Everything that waits for a GPU, in one command that ends itself in under eight minutes.
 
     axo bench gpu --out results                    on a GPU (make gpu)
     python3 setup.py build_ext --inplace; PYTHONPATH=python:. python3 -m bench.gpu --seconds 400 --out results

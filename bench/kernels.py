@@ -44,7 +44,7 @@ from axo_kernels.fused.strategies import Way, run_all_gather, run_reduce_scatter
 from axo_kernels.gemm import tiles
 from axo_kernels.gemm.layout import LAYOUTS, Product, as_row_major, stored_shapes
 from axo_kernels.gemm.matmul import describable
-from axo_kernels.gemm.tiles import HOPPER, Config, candidates
+from axo_kernels.gemm.tiles import HOPPER, TRIED, Config
 from axo_kernels.tune.choice import Choice
 from axo_kernels.tune.model_shapes import layers
 from axo_kernels.tune.runners import runner
@@ -73,7 +73,6 @@ SECTION_SECONDS, CASE_SECONDS = 100.0, 60.0  # of a section, and of a product or
 OVERLAP_SECONDS, FP8_SECONDS = 40.0, 15.0  # kept for them before the products begin
 QUIET = 75.0  # seconds after which a trial hangs that has said nothing: what it compiles takes less
 FLAG_SECONDS = 5.0  # after which a kernel gives up a flag: what would wait for ever must leave the rest some time
-CONFIGS = 8  # Triton configurations that the tuner tries for a product
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -167,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     rest = options.seconds - spent
     # products take all that there is, and what comes behind them has goals too
     share = max(0.4 * rest, rest - OVERLAP_SECONDS - FP8_SECONDS)
-    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, CONFIGS, share, CASE_SECONDS))
+    measure("gemm", speed, partial(gemm.measure, _shapes(options.dry), device, speed, 7, TRIED, share, CASE_SECONDS))
     verdicts |= judge.speed(speed.rows, _gpt_shapes(), devices.target_of(device).units)
 
     spent = time.perf_counter() - started
@@ -258,7 +257,7 @@ def compile_part(device: torch.device, part: int, parts: int) -> None:
         a, b = (torch.empty(shape, dtype=product.dtype, device="meta") for shape in stored_shapes(product))
         left, right = as_row_major(a, b, product.layout)
         described = describable(left, right, left.new_empty((product.m, product.n)), False)
-        for config in candidates(devices.target_of(device), product, described)[:CONFIGS]:
+        for config in tiles.tried(devices.target_of(device), product, described, TRIED):
             if not config.groups:  # tried in processes of its own
                 found.setdefault((product.layout, config), Product(product.layout, 512, 512, 512, product.dtype))
     for (layout, config), product in found.items():

@@ -223,6 +223,68 @@ DEFECTS = (
         "configuration_of_every_version",
         r"reserved_ctas\(\) == 8",
     ),
+    Defect(
+        "10: a product for each rank and chunk",
+        (
+            Edit(
+                "axo_kernels/fused/strategies.py",
+                "            multiply(rows, b.expand(comm.size, *b.shape), out=into)\n",
+                "            for rank in range(comm.size):\n"
+                "                multiply(rows[rank], b, out=into[rank])\n",
+            ),
+        ),
+        "",
+        "tests/kernels/fused/test_launches.py::test_a_split_operation_is_one_product_a_chunk[0]",
+        r"\(12, 3, 0\) == \(3, 3, 0\)",
+    ),
+    Defect(
+        "11: one program a multiprocessor",
+        (
+            Edit(
+                "axo_kernels/gemm/matmul.py",
+                "    slots = target.units * config.occupancy("
+                'target, left.dtype.itemsize, out.dtype.itemsize, wide, activation or "")\n',
+                "    slots = target.units\n",
+            ),
+        ),
+        "",
+        "tests/kernels/gemm/test_matmul.py::test_programs_are_as_many_as_fit_the_multiprocessors",
+        r"108 == \(108 \* 3\)",
+    ),
+    Defect(
+        "11: neighbouring tiles on different XCDs",
+        (
+            Edit(
+                "axo_kernels/gemm/kernels.py",
+                "        program = xcd * (programs // XCDS) + min(xcd, programs % XCDS) + program // XCDS\n",
+                "        program += 0 * programs * xcd\n",
+            ),
+        ),
+        "",
+        "tests/kernels/gemm/test_matmul.py::test_neighbours_in_the_order_of_tiles_are_on_one_xcd",
+        r"\(304, 8, \[0, 8, 16",
+    ),
+    Defect(
+        "12: one limit for sums of any length",
+        (Edit("bench/lib/accuracy.py", "    return 2.0**-23 * (2 * k / 3 + 0.5 + added)\n", "    return 2e-6\n"),),
+        "",
+        "tests/kernels/tune/test_timing.py::"
+        "test_the_limit_of_a_sum_lies_between_truncated_addition_and_a_wrong_kernel[1003]",
+        r"< 2e-06",
+    ),
+    Defect(
+        "12: a head start of 0.2 ms, however long a call takes to issue",
+        (
+            Edit(
+                "axo_kernels/tune/timing.py",
+                "    return min(_LONGEST, max(_SHORTEST, 2 * issued))\n",
+                "    return _SHORTEST\n",
+            ),
+        ),
+        "",
+        "tests/kernels/tune/test_timing.py::test_the_device_is_held_until_all_is_issued",
+        r">= 0\.006",
+    ),
 )  # fmt: skip
 NAMES = [defect.name for defect in DEFECTS]
 

@@ -26,6 +26,7 @@ import torch
 from axo_kernels import device as devices
 from axo_kernels.comm.communicator import FusedCommunicator
 from axo_kernels.gemm.layout import Product, laid_out, product_of, stored_shapes
+from axo_kernels.gemm.tiles import TRIED
 from axo_kernels.tune.cache import Cache
 from axo_kernels.tune.choice import FUSED, Choice, from_json, fused_choices, fused_name, plain_choices, usable
 from axo_kernels.tune.runners import SHORTEST, Runner, run_fused, runner
@@ -80,7 +81,7 @@ class Tuner:
         comm: FusedCommunicator | None = None,
         cache: Cache | None = None,
         progress: Callable[[int, int, str], None] | None = None,
-        configs: int = 8,
+        configs: int = TRIED,
         budget: float = 1.0,
         rounds: int = 25,
     ) -> None:

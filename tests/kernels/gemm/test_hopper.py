@@ -8,7 +8,7 @@ import torch
 
 from axo_kernels import Tuner
 from axo_kernels.gemm.layout import Product, as_row_major
-from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates
+from axo_kernels.gemm.tiles import HOPPER, TARGETS, accumulating, candidates, estimate
 from axo_kernels.tune import choice as choice_module
 from axo_kernels.tune import runners
 from axo_kernels.tune import trust as trust_module
@@ -111,7 +111,9 @@ def test_what_the_gate_on_machine_code_lets_through():
     assert len(loop_bodies(SASS)) == 2 and not grouped_complaints(SASS, accumulate=False)
     for old, new, told in (
         ("UTMALDG", "LDGSTS", "no UTMALDG"),
-        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC"),
+        ("USETMAXREG.TRY_ALLOC", "NOP", "no USETMAXREG.TRY_ALLOC to the 240"),
+        ("0xf0", "0xa8", "no USETMAXREG.TRY_ALLOC to the 240 registers of who multiplies: [168]"),
+        ("0x18", "0xa8", "no USETMAXREG.DEALLOC to the 24 registers of who loads: [168]"),
         ("gsb0, 0x1", "gsb0, 0x0", "0 products are in flight"),
         ("BLOCKING 0x2, 0x80", "BLOCKING 0x0", "a barrier of the whole program"),
         ("BAR.SYNC.DEFER_BLOCKING 0x2, 0x80", "NOP", "before its threads have met"),
@@ -145,7 +147,7 @@ def test_a_wrong_kernel_is_reported_and_left_out(fault, monkeypatch, tmp_path):
             return result.to(a.dtype)
         return out.add_(result) if accumulate and fault != "accumulate" else out.copy_(result)
 
-    config = HOPPER[2]
+    config = HOPPER[-1]
     monkeypatch.setattr(runners, "matmul", kernel)
     monkeypatch.setattr(runners, "target_of", lambda device: TARGETS["sm_90"])
     monkeypatch.setattr(runners, "describable", lambda *operands: True)
@@ -236,4 +238,12 @@ def test_every_way_of_the_kernel_for_hopper_is_a_candidate(monkeypatch, m):
         assert sorted(config.name for config in grouped) == sorted(
             config.name for config in HOPPER if arch == "sm_90"
         ), "each once"
-        assert len(configs) - len(grouped) >= 5
+        assert len(configs) - len(grouped) == 8, "Hopper's take nobody's place"
+        orders = {replace(config, group_m=0): [] for config in grouped}
+        for config in grouped:
+            orders[replace(config, group_m=0)].append(config.group_m)
+        assert all(tried == [8, 16] for tried in orders.values()), "each in both orders of tiles"
+        plain = [config for config in configs if not config.groups]
+        best = plain[0]
+        assert best == max(plain, key=lambda config: estimate(config, product, TARGETS[arch]))
+        assert {replace(best, group_m=16), replace(best, flatten=False)} <= set(plain) or best.split_k > 1
