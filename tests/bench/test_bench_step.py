@@ -56,10 +56,11 @@ def test_a_contestant_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, capfd
 
     players = [*step.contestants("z", step.sizes_of(argparse.Namespace(**OPTIONS)))[:1], step.Entry(fails)]
     monkeypatch.setattr(step, "contestants", lambda case, sizes: players)
+    before = set(multiprocessing.active_children())  # Triton's interpreter, of other tests
     with pytest.raises(RankFailed, match="the ranks of contestant 1 of case z ended; their error stands above"):
         step.measure_apart("z", argparse.Namespace(**OPTIONS, ranks=2))
     assert "no such rival" in capfd.readouterr().err
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= before
 
 
 def blocks_put_aside(index: int) -> tuple[str, int]:
