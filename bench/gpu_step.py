@@ -5,9 +5,11 @@
     python3 -m bench.gpu_step --out results --walk    the same code at toy sizes on the CPU; its times mean nothing
 
 1. Layers: forward and backward of one `axo.nn.Linear` beside `torch.nn.Linear`, bf16.
-2. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
+2. Loss: forward and backward of `axo.nn.cross_entropy` beside torch's of the logits in fp32, and how far the gradients
+   are apart.
+3. Step: a GPT of blocks (`bench/lib/step_models.py`), bf16 autocast, fused AdamW; forward, backward and update. Both
    start from the same weights and rows; losses of the two are compared in that run.
-3. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
+4. At the end a profile of one step of Axo's, `step_trace.json.gz`, for chrome://tracing or Perfetto.
 
 Contestants take turns; the time is the median of rounds, by events of the GPU's own clock, with a head start for the
 host, as in a training loop, which waits for nothing. What the host takes to issue a call stands beside it. MFU counts
@@ -24,9 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 import axo
-from axo_kernels.tune.timing import issue_time, once
+from axo_kernels.tune.timing import issue_time, once, relative_error
 
 from . import gemm
 from .lib.arguments import Parser
@@ -50,12 +53,15 @@ STEPS = {
     "gpt h=4096": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed"),
     "gpt h=4096 recomputed": Sizes(4096, 6, 32, 50304, 2048, 4, "bf16-mixed", recompute=True),
 }
+LOGITS = (8192, 50304)  # tokens, vocabulary
 TOY_LAYERS = ((64, 32, 48),)
+TOY_LOGITS = (64, 80)
 TOY_STEPS = {
     "gpt h=32": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed"),
     "gpt h=32 recomputed": Sizes(32, 2, 4, 64, 16, 2, "bf16-mixed", True),
 }
 MFU, SLOWER, LOSSES_APART = 0.55, 1.01, 2e-2
+GRADIENTS_APART = 4e-3  # both are rounded to bf16, by 2^-9 of an element at most
 
 
 def step_flops(sizes: Sizes) -> float:
@@ -104,6 +110,30 @@ def layers(
             table.add(case=case, contestant=name, tflops=6e-12 * rows * k * n / seconds, **times)
         ratios.append(found["axo"][0] / found["torch"][0])
     return ratios
+
+
+def loss(comms: axo.Communicators, shape: tuple[int, int], rounds: int, table: Table) -> tuple[float, float]:
+    """Axo's time over torch's, forward and backward, and how far the gradients are apart, relative to their norm."""
+    device, (rows, vocab) = comms.device, shape
+    logits = torch.randn(rows, vocab, device=device).bfloat16().requires_grad_()
+    target = torch.randint(vocab, (rows,), device=device)
+    losses = {
+        "torch": lambda: F.cross_entropy(logits.float(), target),
+        "axo": lambda: axo.nn.cross_entropy(logits, target, comms=comms),
+    }
+
+    def gradient(name: str) -> torch.Tensor:
+        logits.grad = None
+        losses[name]().backward()
+        assert logits.grad is not None
+        return logits.grad
+
+    apart = relative_error(gradient("axo"), gradient("torch").double())
+    found = in_turns({name: partial(gradient, name) for name in losses}, rounds, device)
+    for name, (seconds, host) in found.items():
+        times = {"ms": 1e3 * seconds, "host_ms": 1e3 * host, "ratio": seconds / found["torch"][0]}
+        table.add(case=f"cross-entropy {rows}x{vocab}", contestant=name, loss=float(losses[name]().detach()), **times)
+    return found["axo"][0] / found["torch"][0], apart
 
 
 def step(comms: axo.Communicators, case: str, sizes: Sizes, rounds: int, table: Table) -> tuple[float, float, float]:
@@ -165,17 +195,22 @@ def main(arguments: list[str] | None = None) -> int:
     path.unlink(missing_ok=True)
     table = Table(COLUMNS, path, header, earlier=())  # nothing earlier; but what is under way stands in the file
     ratios: list[float] = []
+    of_loss: list[tuple[float, float]] = []
     found: dict[str, tuple[float, float, float]] = {}
 
     def measure_layers() -> None:
         ratios.extend(layers(comms, TOY_LAYERS if options.walk else LAYERS, options.rounds, table))
+
+    def measure_loss() -> None:
+        of_loss.append(loss(comms, TOY_LOGITS if options.walk else LOGITS, options.rounds, table))
 
     def measure_step(case: str, sizes: Sizes) -> None:
         found[case] = step(comms, case, sizes, options.rounds, table)
 
     works = attempt("layers", measure_layers, comms.device, table)
     cases = TOY_STEPS if options.walk else STEPS
-    calls = {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
+    calls: dict[str, Callable[[], None]] = {"loss": measure_loss}
+    calls |= {case: partial(measure_step, case, sizes) for case, sizes in cases.items()}
     # last, since a profiler may fail where nothing else does
     trace = options.out / "step_trace.json.gz"
     calls["a profile"] = partial(profile, comms, next(iter(cases.values())), trace)
@@ -191,6 +226,11 @@ def main(arguments: list[str] | None = None) -> int:
     verdicts[name if options.walk or not ratios else f"{name}: {max(ratios):.3f}"] = (
         "not measured" if options.walk or not ratios else max(ratios) <= SLOWER
     )
+    for ratio, apart in of_loss:
+        name = f"cross-entropy, gradients apart (at most {GRADIENTS_APART:g}): {apart:.1e}"
+        verdicts[name] = apart <= GRADIENTS_APART
+        name = "cross-entropy over torch's (goal: at most 1)"
+        verdicts[name if options.walk else f"{name}: {ratio:.3f}"] = "not measured" if options.walk else ratio <= 1
     for case, (ratio, speed, apart) in found.items():
         verdicts[f"{case}, losses apart (at most {LOSSES_APART:g}): {apart:.1e}"] = apart <= LOSSES_APART
         name = f"{case}, Axo's step over torch's (goal: at most {SLOWER:g})"
